@@ -15,7 +15,6 @@ HZ = 250
 class Prot(IntFlag):
     """Access to a segment or a page: ELF's p_flags, and whether user mode has it too."""
 
-    NONE = 0
     EXEC = 1
     WRITE = 2
     READ = 4

@@ -30,7 +30,7 @@ class MachineConfig:
     clock: str = "virtual"
     """"virtual" (same seed, same timestamps) or "real"."""
     pauses: bool = True
-    """A pause between two requests counts as long as it was, for what waits in virtual time."""
+    """Virtual clock: real time that passes between two requests moves the guest's timers on."""
     seed: int = 1
     quantum: int = 0
     """Instructions after which another CPU runs, on average, where the seed says; 0: where one has to wait.

@@ -20,7 +20,7 @@ else:
 
         Deviates: `frozen` is held by mypy alone, so that an object costs no more to make than others.
 
-        Raises: TypeError for options that it doesn't carry.
+        Raises: TypeError (options that it doesn't carry).
         """
         refused = sorted(options.keys() & _REFUSED)
         if refused:

@@ -46,7 +46,7 @@ def checked_count(count: int, room: int) -> int:
     """Bytes or entries that a guest says it has given, where it was asked for `room` at most.
 
     Hazard: a damaged or hostile one says anything, and who copies as much writes over the host's memory.
-    Raises: KernelError EIO for more.
+    Raises: KernelError EIO (more).
     """
     if not 0 <= count <= room:
         raise KernelError(errno_module.EIO, f"the guest says that it gave {count} of {room} bytes")

@@ -71,7 +71,7 @@ class Kernel:
 
     @contextmanager
     def _control(self) -> Iterator[None]:
-        """The control lock, for what may sleep. Raises: KernelError EDEADLK in a probe's handler.
+        """The control lock, for what may sleep. Raises: KernelError EDEADLK (in a probe's handler).
 
         Linux: there it would deadlock, or be a "scheduling while atomic".
         """
@@ -105,7 +105,7 @@ class Kernel:
 
     @property
     def jprobes(self) -> Jprobes:
-        """Raises: KernelError EOPNOTSUPP in a profile without."""
+        """Raises: KernelError EOPNOTSUPP (in a profile without)."""
         if self.parts.engine.jprobes is None:
             raise KernelError(errno.EOPNOTSUPP, f"{self.kprobes.profile.name} has no jprobes")
         return self.parts.engine.jprobes
@@ -124,7 +124,7 @@ class Kernel:
             register_all(kprobes, self.kprobes.register_kprobe, self.kprobes.unregister_kprobe)
 
     def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
-        """See register_all. Raises: KernelError EOPNOTSUPP for a kernel without them."""
+        """See register_all. Raises: KernelError EOPNOTSUPP (a kernel without them)."""
         with self._control():
             register_all(jprobes, self.jprobes.register_jprobe, self.jprobes.unregister_jprobe)
 
@@ -165,7 +165,7 @@ class Kernel:
     def call(self, function: str, *args: int | str | bytes) -> int:
         """Call a guest function in a task of its own; see Guest.call_function.
 
-        Raises: KernelError; and what the first probe handler raised that failed during the call, after it.
+        Raises: KernelError, what the first probe handler that failed during the call raised (after it).
         """
         with self._request():
             return self.kprobes.hits.failures.raised_behind(lambda: self.guest.call_function(function, *args))
@@ -207,7 +207,7 @@ class Kernel:
 
         Time goes on; events that `define` makes have the ids that those of their names had, so that the old
         records, which come with a mark behind them, can still be printed. Needs the lock.
-        Where it fails the old kernel goes on. Raises: MemoryError, and what `define` does.
+        Where it fails the old kernel goes on. Raises: MemoryError, what `define` does.
         """
         self.parts.succeed(old.parts, define)
 

@@ -28,7 +28,7 @@ class Limit(Enum):
 DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
     {Limit.PROBES: 65536, Limit.INSTANCES: 1024, Limit.OPEN_FILES: 65536, Limit.SCRATCH_BYTES: None}
 )
-"""None: none but memory."""
+"""None: unlimited, as far as memory allows."""
 ERRNO = {
     Limit.PROBES: errno.ENOSPC,
     Limit.INSTANCES: errno.ENOSPC,

@@ -70,5 +70,5 @@ class ControlLock:
             sleep(GIVING_WAY / 50)
 
     def assert_held(self) -> None:
-        """Raises: AssertionError unless the calling thread holds it."""
+        """Raises: AssertionError (unless the calling thread holds it)."""
         assert self._owner == threading.get_ident(), "the control lock isn't held"

@@ -29,7 +29,7 @@ PATIENCE = 1.0
 def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
     """Open for reading, with further flags of open(2).
 
-    Raises: OSError, EISDIR, EINVAL for what else isn't a regular file; ValueError for a path with NUL.
+    Raises: OSError, EISDIR, EINVAL (what else isn't a regular file), ValueError (a path with NUL).
     """
     # A FIFO would wait for its writer, and opening a device may do something: it isn't opened for that.
     place = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
@@ -64,7 +64,7 @@ def replace_file(target: Path, prefix: str, write: Callable[[IO[bytes]], None]) 
 
 
 def read_open(file: BinaryIO, limit: int) -> bytes:
-    """All of it. Raises: OSError, EFBIG for more bytes than `limit`, EINVAL where it lets readers wait."""
+    """All of it. Raises: OSError, EFBIG (more bytes than `limit`), EINVAL (it lets readers wait)."""
     parts: list[bytes] = []
     left = limit
     while left >= 0:
@@ -80,7 +80,7 @@ def read_open(file: BinaryIO, limit: int) -> bytes:
 
 
 def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> bytes:
-    """All of a file. Raises: as the two above, with the file's name."""
+    """All of a file. Raises: as the two above (with the file's name)."""
     with open_regular(path, flags) as file:
         try:
             return read_open(file, limit)
@@ -100,7 +100,7 @@ class ForeignFiles:
     def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
         """All of a file, by `deadline` of time.monotonic(); None: whenever it answers.
 
-        Raises: as read_regular; OSError ETIMEDOUT, EBUSY while MOST_LATE are behind, ENOMEM.
+        Raises: as `read_regular`, OSError ETIMEDOUT, EBUSY (while MOST_LATE are behind), ENOMEM.
         """
         if len(self._late) >= MOST_LATE:
             raise OSError(errno.EBUSY, f"{MOST_LATE} files are waited for already", os.fspath(path))
@@ -153,7 +153,7 @@ def _reads(descriptor: int, file: os.stat_result) -> bool:
 
 
 def read_given(descriptor: int, limit: int) -> bytes:
-    """All that comes until its end. Raises: OSError, EFBIG for more bytes than `limit`."""
+    """All that comes until its end. Raises: OSError, EFBIG (more bytes than `limit`)."""
     data, readable = bytearray(), poll()
     readable.register(descriptor, POLLIN)
     while len(data) <= limit:

@@ -10,7 +10,7 @@ from emulated_kernel.errors import KernelError
 
 
 def start_thread(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:
-    """A started one, which keeps no process from its end. Raises: KernelError ENOMEM, none started."""
+    """A started one, which keeps no process from its end. Raises: KernelError ENOMEM (none started)."""
     try:
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()

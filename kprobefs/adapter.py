@@ -637,12 +637,12 @@ class _Operations:
         self._mount.utimens(_client(), path, *map(_time_set, times))
 
     def _needs_memory(self, data: bytes = b"more") -> None:
-        """Raises: KernelError ENOMEM where there is none for what isn't an end of something."""
+        """Raises: KernelError ENOMEM (there is none for what isn't an end of something)."""
         if not self.reserve.admits(data):
             raise KernelError(errno.ENOMEM, "the host has no memory")
 
     def _needs_reserve(self) -> None:
-        """Raises: KernelError ENOMEM where closing files is all that can be done."""
+        """Raises: KernelError ENOMEM (closing files is all that can be done)."""
         if self.reserve.is_spent:
             raise KernelError(errno.ENOMEM, "the host has no memory, and the reserve is held by others")
 
@@ -678,7 +678,7 @@ class _Operations:
         raise KernelError(error)
 
 
-class _Context(ctypes.Structure):
+class _FuseContext(ctypes.Structure):
     """struct fuse_context up to its end; fusepy's stops before umask."""
 
     _fields_ = [
@@ -708,7 +708,7 @@ def _client() -> Client:
     try:
         context = _this_thread.context
     except AttributeError:
-        context = _this_thread.context = _Context.from_address(_get_context())
+        context = _this_thread.context = _FuseContext.from_address(_get_context())
     return _known_client(context.pid, context.uid, context.gid, context.umask)
 
 

@@ -38,7 +38,7 @@ BENCHES = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class _ArgumentParser(argparse.ArgumentParser):
     """Wrong usage takes one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -53,7 +53,7 @@ def program_parser() -> argparse.ArgumentParser:
     """What the program takes; `chosen` is the command."""
     from kprobefs.options import ARCHITECTURES
 
-    parser = _Parser(
+    parser = _ArgumentParser(
         prog="kprobefs",
         description="Linux's kprobes files, mounted anywhere, over an emulated kernel.",
         epilog=EPILOG,
@@ -188,7 +188,7 @@ def program_parser() -> argparse.ArgumentParser:
 
 def machine_options(words: Sequence[str]) -> list[str]:
     """Those of the emulated machine that are among a command's words."""
-    parser = _Parser(add_help=False)
+    parser = _ArgumentParser(add_help=False)
     _add_machine_options(parser)
     nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
     given, _ = parser.parse_known_args(words, nothing)
@@ -197,7 +197,7 @@ def machine_options(words: Sequence[str]) -> list[str]:
 
 def mount_parser() -> argparse.ArgumentParser:
     """What `kprobefs mount` takes."""
-    parser = _Parser(prog="kprobefs mount", add_help=False)
+    parser = _ArgumentParser(prog="kprobefs mount", add_help=False)
     _add_mount_arguments(parser)
     return parser
 
@@ -231,7 +231,7 @@ def _add_mount_option(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_coverage(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command = commands.add_parser("coverage", help="how much of a kernel can be probed, and by a jump")
     what = command.add_mutually_exclusive_group()
     what.add_argument("--arch", metavar="A", help="our own kernel for it (default: x86_64)")
@@ -247,7 +247,7 @@ def _add_coverage(commands: argparse._SubParsersAction[_Parser]) -> None:
     command.add_argument("--json", action="store_true", help="all that was counted, by symbol too")
 
 
-def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_bench(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     from kprobefs.options import ARCHITECTURES, PROFILES
 
     command = commands.add_parser("bench", help="measure what hits and probes cost here")

@@ -214,7 +214,7 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 
 def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
-    """Raises: AssertionError where hits came by another way than the one that the figure is told of."""
+    """Raises: AssertionError (hits came by another way than the one that the figure is told of)."""
     found, wanted = kernel.kprobes.mode(probe), _SHOWN.get(mode, mode)
     if found != wanted:
         raise AssertionError(f"{mode}: hits come as {found}: {kernel.kprobes.reason(probe)}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _state(options: MountOptions) -> KeptState | None:
-    """Raises: Failure where another daemon has it."""
+    """Raises: Failure (another daemon has it)."""
     if options.state is None:
         return None
     from kprobefs.state import KeptState

@@ -352,7 +352,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _check_bench(parsed: argparse.Namespace) -> None:
-    """Raises: Failure for an option that would change nothing."""
+    """Raises: Failure (an option that would change nothing)."""
     known = {name for names in BENCH_OPTIONS.values() for name in names}
     taken = {"memory"} if parsed.memory and parsed.what == "return" else set(BENCH_OPTIONS[parsed.what])
     for name in sorted(known - taken):
@@ -389,7 +389,7 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
-    """Raises: Failure for a kernel that the engine can't run."""
+    """Raises: Failure (a kernel that the engine can't run)."""
     from pathlib import Path
 
     from emulated_kernel.config import HOST, MachineConfig

@@ -47,7 +47,7 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 
 @contextmanager
-def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_Context]]:
+def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
     """CPUs about to call; afterwards all is as before."""
     machine, abi = kernel.machine, kernel.image.abi
     word = kernel.arch.word_size
@@ -59,12 +59,12 @@ def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_Context
     number = machine.memory.view(area + abi["percpu.cpu_number"], 4).cast("I")
     before = current[0], number[0]
     try:
-        yield [_Context(kernel, address, cpu, tasks[cpu], current, number) for cpu in range(cpus)]
+        yield [_CpuContext(kernel, address, cpu, tasks[cpu], current, number) for cpu in range(cpus)]
     finally:
         current[0], number[0] = before
 
 
-class _Context:
+class _CpuContext:
     """The registers of one CPU, and what tells the guest which one it is."""
 
     def __init__(

@@ -75,7 +75,7 @@ def unmount(directory: str, *, force: bool = False) -> None:
 
 
 def reboot(directory: str) -> None:
-    """Boot the kernel of a mount anew. Raises: Failure; OSError where it can't be booted."""
+    """Boot the kernel of a mount anew. Raises: Failure, OSError (it can't be booted)."""
     if _mounted_on(directory) is None:
         raise Failure(f"{directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
     mount.check_answers(directory)

@@ -22,7 +22,7 @@ def counts(kernel: Kernel) -> Counts:
 def set_counts(kernel: Kernel, known: Counts) -> None:
     """Let probes go on from there; of an event with another number of probes none does.
 
-    Raises: TypeError, ValueError: these are no counts.
+    Raises: TypeError, ValueError (these are no counts).
     """
     for event in _events(kernel):
         found = known.get(f"{event.group}/{event.name}", [])

@@ -127,7 +127,7 @@ def _outcome(reason: Reason | None) -> ProbeOutcome:
 
 
 def coverage(subject: Subject, profile_name: str | None) -> Coverage:
-    """Counts all instructions of all functions. Raises: Failure for an unknown profile."""
+    """Counts all instructions of all functions. Raises: Failure (an unknown profile)."""
     name = profile_name or (_RISCV_PROFILE if subject.arch.startswith("riscv") else _X86_PROFILE)
     try:
         judge = Judge(subject, profile_named(name))

@@ -56,7 +56,7 @@ class Subject:
 
 
 def own_image(arch: str) -> Subject:
-    """The image that a mount of that architecture runs. Raises: KernelError ENOENT where there is none."""
+    """The image that a mount of that architecture runs. Raises: KernelError ENOENT (there is none)."""
     return _subject(f"our own kernel for {arch}", arch, load_image(None, arch))
 
 
@@ -75,7 +75,7 @@ def linux_image(source: str) -> Iterator[Subject]:
 def recorded_functions(path: Path) -> Subject:
     """Functions with their tables, as in oracle/functions-*.json.gz.
 
-    Raises: KernelError EINVAL for another file, OSError.
+    Raises: KernelError EINVAL (another file), OSError.
     """
     data = _unpacked(path)
     try:
@@ -106,7 +106,7 @@ class Recorded:
     """Implements ProbedTables for recorded functions; what lies between them is nobody's."""
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
-        """Raises: ValueError, KeyError, TypeError, AttributeError for what isn't a recording."""
+        """Raises: ValueError, KeyError, TypeError, AttributeError (what isn't a recording)."""
         ranges = {name: _address(value) for name, value in about.get("ranges", {}).items()}
         if ranges:
             self.arch, text = "x86_64", (ranges["_stext"], ranges["_etext"])
@@ -132,7 +132,7 @@ class Recorded:
         self.ex_table = [ExTableEntry(_address(insn), 0) for insn in entries("ex_table")]
         self.bugs = [_address(bug) for bug in entries("bug")]
         self.jump_labels = [JumpLabel(_address(label), 0, 0) for label, _ in entries("jump_labels")]
-        self.static_calls = [StaticCall(_address(site), 0, False) for site in entries("static_calls")]
+        self.static_calls = [StaticCall(_address(site), 0) for site in entries("static_calls")]
         self.data: list[tuple[int, bytes]] = []
 
     def read(self, va: int, size: int, /) -> bytes:

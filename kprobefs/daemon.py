@@ -238,7 +238,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
-    """Start a daemon, and return when its mount answers. Raises: Failure with the daemon's reason."""
+    """Start a daemon, and return when its mount answers. Raises: Failure (with the daemon's reason)."""
     start = _Start(options, build, log_file)
     child = os.fork()
     if child == 0:
@@ -318,7 +318,7 @@ class _Start:
     """A daemon's start, seen from both sides of the fork: it ends in a mount, or in nothing and a reason."""
 
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
-        """Raises: Failure where the log can't be written."""
+        """Raises: Failure (the log can't be written)."""
         self._options = options
         self._build = build
         self._is_own_log = log_file is None
@@ -328,7 +328,7 @@ class _Start:
         self._is_told = threading.Lock()
 
     def await_ready(self) -> None:
-        """For who started it. Raises: Failure with the daemon's reason."""
+        """For who started it. Raises: Failure (with the daemon's reason)."""
         os.close(self._writer)
         with os.fdopen(self._reader, "rb") as pipe:
             answer = pipe.read()

@@ -41,7 +41,7 @@ def files() -> list[Path]:
 
 
 def read(path: Path) -> str:
-    """What a file holds. Raises: Failure where it can't be read, or somebody else could have written it."""
+    """What a file holds. Raises: Failure (it can't be read, or somebody else could have written it)."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())

@@ -71,7 +71,7 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Raises: Failure, which names the image."""
+    """Raises: Failure (which names the image)."""
     try:
         yield
     except KernelError as error:

@@ -62,7 +62,7 @@ class Journal:
     """A journal that is written; it takes the place of the file of its name once it has its first entries."""
 
     def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
-        """Raises: OSError, with the file of that name left alone."""
+        """Raises: OSError (with the file of that name left alone)."""
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()
@@ -82,7 +82,7 @@ class Journal:
             raise
 
     def append(self, entry: Entry) -> None:
-        """Add an entry, which whoever reads the file has from then on. Raises: OSError, nothing added."""
+        """Add an entry, which whoever reads the file has from then on. Raises: OSError (nothing added)."""
         text = json.dumps(entry, separators=(",", ":")).encode()
         if len(text) > _SIZE_LIMIT:
             raise OSError(None, "an entry that is too long")

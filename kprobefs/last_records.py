@@ -74,12 +74,12 @@ def read_records(
 ) -> tuple[LastRecords, SavedCmdlines]:
     """What is whole in a file that a kernel like this one had its records in.
 
-    Raises: OSError; ValueError: it isn't such a file.
+    Raises: OSError, ValueError (it isn't such a file).
     """
     layout = kernel.machine.records.kept_layout
     if os.fstat(file.fileno()).st_size != layout.size:
         raise ValueError("of another size than it was")
-    reader = _Reader(file, layout, kernel.config.cpus)
+    reader = _KeptReader(file, layout, kernel.config.cpus)
     cmdlines = SavedCmdlines.kept(reader.pages(names_at, KEPT_SIZE))
     found = LastRecords({})
     for place in places:
@@ -93,7 +93,7 @@ def read_records(
     return found, cmdlines
 
 
-class _Reader:
+class _KeptReader:
     def __init__(self, file: BinaryIO, layout: KeptLayout, cpus: int) -> None:
         self._file = file
         self._layout = layout

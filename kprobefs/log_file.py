@@ -12,7 +12,7 @@ TAIL = 4096
 
 
 def check_log(path: str, directory: str) -> None:
-    """Raises: Failure where `path` can't be the log of a daemon that serves `directory`."""
+    """Raises: Failure (`path` can't be the log of a daemon that serves `directory`)."""
     os.close(_open(path, directory, 0))
 
 

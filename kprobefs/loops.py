@@ -62,7 +62,7 @@ class Loops:
     def blocking(self) -> Iterator[int]:
         """The calling thread waits for something: another one takes requests meanwhile; how many wait now.
 
-        Raises: KernelError ENOMEM, where the host has no thread for that: the last one may not wait.
+        Raises: KernelError ENOMEM (the host has no thread for that: the last one may not wait).
         """
         with self._lock:
             self._refill(1)

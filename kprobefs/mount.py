@@ -145,7 +145,7 @@ def condition(directory: str) -> MountState:
 
 
 def check_answers(directory: str) -> None:
-    """Raises: Failure where the daemon of a mount of ours hangs or is gone."""
+    """Raises: Failure (the daemon of a mount of ours hangs or is gone)."""
     found = condition(directory)
     if found in (MountState.DEAD, MountState.HUNG):
         raise unanswered(directory, found)
@@ -244,7 +244,7 @@ def detach(directory: str) -> None:
 
 
 def check_owner(point: MountPoint) -> None:
-    """Raises: Failure where only somebody else may unmount it."""
+    """Raises: Failure (only somebody else may unmount it)."""
     if os.geteuid() in (0, point.owner) or point.owner is None:
         return
     import pwd

@@ -71,7 +71,7 @@ class Builder(Protocol):
 
 
 def check_image(path: Path) -> None:
-    """Raises: Failure where `path` is no file that could be a kernel image; what is in it isn't looked at."""
+    """Raises: Failure (`path` is no file that could be a kernel image; what is in it isn't looked at)."""
     try:
         found = path.stat()
     except OSError as error:
@@ -98,7 +98,7 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
 
 
 def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
-    """Raises: Failure where the engine and the kernel don't go together."""
+    """Raises: Failure (the engine and the kernel don't go together)."""
     machine = options.machine
     if options.core is not None and (machine.image is not None or options.engine == NATIVE):
         raise Failure("--core takes neither --image nor --engine native", Exit.USAGE)
@@ -141,7 +141,7 @@ def _is_linux(image: Path) -> bool:
 
 
 def check_state(options: MountOptions) -> None:
-    """Raises: Failure where the state would lie in a mount of ours, whose daemon may wait for itself."""
+    """Raises: Failure (the state would lie in a mount of ours, whose daemon may wait for itself)."""
     from kprobefs import mount
 
     if options.state is not None and mount.is_inside(options.state, options.directory):

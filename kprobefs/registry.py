@@ -81,7 +81,7 @@ class Registration:
     """Held by the daemon for its life; its lock keeps a second one from the same directory."""
 
     def __init__(self, daemon: Daemon) -> None:
-        """Raises: Failure when another daemon serves the directory."""
+        """Raises: Failure (another daemon serves the directory)."""
         sweep()
         self._path = _record_path(daemon.directory)
         self._file = self._locked(daemon.directory)

@@ -32,7 +32,7 @@ class Replay:
     def run(self, entries: Iterable[Entry]) -> Iterator[str]:
         """Do all of them; what to tell of those that worked then and don't now.
 
-        Raises: KeyError, TypeError, ValueError: no journal of ours says that.
+        Raises: KeyError, TypeError, ValueError (no journal of ours says that).
         """
         for entry in entries:
             match entry:

@@ -110,7 +110,7 @@ class MemoryReserve:
         return not self.is_scarce or data.strip() in ENDING or all(map(_ends, data.strip().split(b"\n")))
 
     def _take(self) -> None:
-        """Raises: OSError, MemoryError where it isn't there; the next look tries again."""
+        """Raises: OSError, MemoryError (it isn't there; the next look tries again)."""
         while self._pieces:
             self._libc.free(self._pieces.pop())
         for _ in range(RESERVE // _PIECE + 1):

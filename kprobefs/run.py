@@ -118,7 +118,7 @@ class _Runner:
         """What is added to the command's."""
 
     def run(self, directory: str, tracing: OneLiner | None) -> int:
-        """The command's exit status as a shell gives it. Raises: Failure when it can't be started."""
+        """The command's exit status as a shell gives it. Raises: Failure (it can't be started)."""
         with tracing.of(directory, self._command) if tracing else nullcontext() as place:
             return self._run(directory, place)
 

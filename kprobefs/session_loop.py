@@ -58,13 +58,13 @@ _PAUSE = 0.01
 """Seconds until what had no memory is tried again."""
 
 
-class _Piece(ctypes.Structure):
+class _Iovec(ctypes.Structure):
     """struct iovec."""
 
     _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 
 
-_SEND = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Piece), ctypes.c_size_t)
+_SEND = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Iovec), ctypes.c_size_t)
 
 
 class _ChannelOperations(ctypes.Structure):

@@ -120,7 +120,7 @@ class KeptState(ChangeWatcher, TaskObserver):
     def restore(self, kernel: Kernel, tree: Filesystem) -> bool:
         """Let a new kernel have what a state says; `tree` has all of its files. Whether there was one.
 
-        Raises: Damaged, and whatever a state that makes no sense leads to, with the kernel half done.
+        Raises: Damaged, whatever a state that makes no sense leads to (with the kernel half done).
         """
         if not self._directory.attempts.begin():
             raise Damaged("the daemon ended each time that it was brought back")
@@ -252,7 +252,7 @@ class KeptState(ChangeWatcher, TaskObserver):
         cmdlines.keep_in(records.view(self._names_at, KEPT_SIZE))
 
     def _write_anew(self, lines: Iterable[str]) -> None:
-        """A journal that says what is so now. Raises: OSError, with the one before as it is."""
+        """A journal that says what is so now. Raises: OSError (with the one before as it is)."""
         new = Journal(self._directory.journal, self._entries(lines))
         if self._journal is not None:
             self._journal.close()

@@ -77,7 +77,7 @@ class StateDirectory:
     """Files of a state; for this daemon alone as long as it lives."""
 
     def __init__(self, directory: str) -> None:
-        """Raises: Failure: it can't be had, or another daemon has it."""
+        """Raises: Failure (it can't be had, or another daemon has it)."""
         self.path = Path(directory)
         self.journal = self.path / "journal"
         self.attempts = Attempts(self.path / "attempts")

@@ -103,7 +103,7 @@ class Probes:
         """Whether it may be asked for more: whoever asks one that doesn't answer hangs too."""
 
     def condition(self) -> MountState:
-        """How the mount is, before it is looked at. Raises: Failure where there is nothing any more."""
+        """How the mount is, before it is looked at. Raises: Failure (there is nothing any more)."""
         found = mount.condition(str(self.directory))
         if found is MountState.DEAD:
             raise mount.unanswered(str(self.directory), found)
@@ -111,7 +111,7 @@ class Probes:
         return found
 
     def look(self) -> list[Probe]:
-        """As they are now; where they can't be asked, as they were. Raises: Failure: there are none."""
+        """As they are now; where they can't be asked, as they were. Raises: Failure (there are none)."""
         if not self.answers:
             self._before = {}
             return [replace(probe, rate=None) for probe in self._last]

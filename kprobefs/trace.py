@@ -79,7 +79,7 @@ class OneLiner:
     """Probes for the life of a command, in an instance of their own."""
 
     def __init__(self, probes: Sequence[str], filter_text: str, output: TextIO, *, as_json: bool) -> None:
-        """Raises: Failure: wrong usage."""
+        """Raises: Failure (wrong usage)."""
         self._name = own_name()
         self._definitions, self._events = named(probes, self._name)
         self._filter = filter_text

@@ -266,7 +266,7 @@ class Report:
     lines: int
     """Of Python in emulated_kernel/, but for what is about distributions' kernels."""
     protocols: int
-    """Classes there that are a Protocol."""
+    """Classes in all of emulated_kernel/ that are a Protocol."""
     unplaced: list[str]
     """Modules that are in no layer."""
 
@@ -276,15 +276,15 @@ def report(pyproject: Path = PYPROJECT) -> Report:
     layers = Layers(pyproject)
     library = ROOT / "emulated_kernel"
     apart = library / "linux", library / "image" / "linux"
-    texts = [
-        path.read_text()
-        for path in library.rglob("*.py")
-        if not any(path.is_relative_to(room) for room in apart)
-    ]
+    texts = {path: path.read_text() for path in library.rglob("*.py")}
     return Report(
         count_ways(layers),
-        sum(text.count("\n") for text in texts),
-        sum(_is_protocol(node) for text in texts for node in ast.walk(ast.parse(text))),
+        sum(
+            text.count("\n")
+            for path, text in texts.items()
+            if not any(path.is_relative_to(room) for room in apart)
+        ),
+        sum(_is_protocol(node) for text in texts.values() for node in ast.walk(ast.parse(text))),
         layers.unplaced(),
     )
 

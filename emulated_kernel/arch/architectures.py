@@ -24,7 +24,7 @@ _FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv
 
 
 def arch_named(name: str) -> Arch:
-    """The hooks of an architecture. Raises: KernelError ENOENT where there are none."""
+    """The hooks of an architecture. Raises: KernelError ENOENT (there are none)."""
     if name not in _FAMILIES:
         raise KernelError(ENOENT, f"unknown architecture {name}")
     return next(arch for arch in _FAMILIES[name]() if arch.name == name)()

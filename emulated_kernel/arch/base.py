@@ -37,7 +37,7 @@ class Emulation(ABC):
     def run(self, regs: Any, memory: ByteMemory) -> None:
         """Execute it on the live registers, leaving `ip` where it would go on.
 
-        Raises: what `memory` raises; the registers are unchanged then.
+        Raises: what `memory` raises. The registers are unchanged then.
         """
 
 
@@ -208,20 +208,20 @@ class Arch(ABC):
         """Analyse and copy the instruction at `addr` for out-of-line execution at `slot_addr`.
 
         `may_fault`: an exception table entry exists for `addr`, so that it can't be boosted.
-        Raises: KernelError EINVAL if it can't be copied, KernelError EOPNOTSUPP if neither stepping nor
-        emulation handles it.
+        Raises: KernelError EINVAL (it can't be copied), KernelError EOPNOTSUPP (neither stepping nor
+        emulation handles it).
         """
 
     @abstractmethod
     def relative_jump(self, source: int, target: int) -> bytes:
-        """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError ERANGE if too far."""
+        """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError ERANGE (too far)."""
 
     @abstractmethod
     def relative_call(self, source: int, target: int) -> bytes:
-        """A call for the fentry site at `source`. Raises: KernelError ERANGE if too far."""
+        """A call for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
 
     def detour_jump(self, region: Region, target: int) -> bytes:
-        """What replaces the bytes of a region. Raises: KernelError ERANGE if too far."""
+        """What replaces the bytes of a region. Raises: KernelError ERANGE (too far)."""
         return self.relative_jump(region.addr, target)
 
     @abstractmethod
@@ -257,7 +257,7 @@ class Arch(ABC):
         """What is known in front of a function's first instruction."""
 
     def traced_entry(self) -> Frame:
-        """The same for what an fentry site calls."""
+        """In front of the first instruction of what an fentry site calls: `call_link` leads to the site."""
         frame = self.entry_frame(by_interrupt=False)
         if self.call_link is not None and self.registers.link is not None:
             link = self.registers.link
@@ -273,7 +273,7 @@ class Arch(ABC):
     """Functions that come back on another stack than they were called on. Mirrors: kretprobe_blacklist."""
 
     trampoline_slot: int
-    """Where a return trampoline keeps the address to go on at: bytes from the caller's stack pointer."""
+    """Bytes from the caller's stack pointer to where a return trampoline stores the real return address."""
 
     @property
     def returned_at(self) -> int:
@@ -302,7 +302,7 @@ class Arch(ABC):
     def detour(self, region: Region, buffer: int) -> Detour:
         """The detour buffer at `buffer`, whose handler is reached by a breakpoint.
 
-        Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
+        Raises: KernelError EINVAL, ERANGE (an instruction can't be moved that far).
         """
         save, restore = self.around_handler(region)
         template = save + self.breakpoint + restore
@@ -330,7 +330,7 @@ class Arch(ABC):
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
         """Code at `at` that calls `entry` as often as the u64 at `turns` says, counting it down.
 
-        It ends in a return instruction. Raises: KernelError ERANGE if `entry` is too far away.
+        It ends in a return instruction. Raises: KernelError ERANGE (`entry` is too far away).
         """
 
     def disassemble(self, code: bytes, addr: int) -> list[str]:

@@ -69,7 +69,7 @@ class Guest:
 
         `number`: what the process calls the descriptor.
 
-        Raises: WouldBlock when `produce` does; the task sleeps then, and the same call goes on with it.
+        Raises: WouldBlock (`produce` does; the task sleeps then, and the same call goes on with it).
         """
         data = b""
 
@@ -97,7 +97,7 @@ class Guest:
 
         `kept`: what the call keeps while it sleeps; to be closed when it has ended.
 
-        Raises: GivesWay when `consume` does; the task sleeps then, and the same call goes on with it.
+        Raises: GivesWay (`consume` does; the task sleeps then, and the same call goes on with it).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -220,7 +220,7 @@ class Guest:
     def frozen(self) -> Iterator[bool]:
         """All tasks but ours are in the refrigerator meanwhile; False: not all got there, and none is.
 
-        Raises: KernelError as `call_function`. Mirrors: kernel/power/process.c:freeze_processes (v6.1).
+        Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
         try:
             yield not self._call_named("freeze_processes", ())
@@ -249,7 +249,7 @@ class Guest:
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:
     """Run the kernel on from its boot until init is in user mode, and build what serves requests.
 
-    Raises: KernelError ENOEXEC where it doesn't get there.
+    Raises: KernelError ENOEXEC (it doesn't get there).
     """
     config = kernel.machine.config
     executive = (SmpExecutive if config.cpus > 1 or config.quantum else Executive)(kernel, events, lock)

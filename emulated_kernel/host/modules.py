@@ -26,7 +26,7 @@ MAX_SIZE = 4 << 20
 """Bytes of a module's file."""
 
 Notify = Callable[[ModuleState, int], None]
-"""Told of a module's new state, and where its struct module is. Raises: KernelError to refuse it."""
+"""Told of a module's new state, and where its struct module is. Raises: KernelError (it is refused)."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Modules:
         """Mirrors: register_module_notifier (v6.1)."""
 
     def loaded(self) -> list[ModuleInfo]:
-        """The loaded modules, newest first. Raises: KernelError EIO where the guest has corrupted them."""
+        """The loaded modules, newest first. Raises: KernelError EIO (the guest has corrupted them)."""
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
-        """The file at a path (told by its slash), or a module of the image's behind what it uses.
+        """The file at a path (with a `/`), or a module of the image's by name, those that it needs first.
 
         They may be slow, or served by this very process: the control lock must not be held. So `load`
         tells what couldn't be read, by `deadline` of time.monotonic() where another file system is asked.
@@ -81,8 +81,8 @@ class Modules:
     def check(self, files: list[ModuleFile], unloaded: Collection[str] = ()) -> None:
         """Whether files were read that aren't loaded yet, or won't be when `unloaded` ones have gone.
 
-        Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT and EBUSY (a
-        file system hangs), others.
+        Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT, EBUSY (a file
+        system hangs), others that reading gives.
         """
         there = {module.name for module in self.loaded()}.difference(unloaded)
         for file in files:
@@ -92,7 +92,7 @@ class Modules:
     def load(self, files: list[ModuleFile]) -> None:
         """Load what `read` gave; of those that come with the image, one that is there stays.
 
-        Raises: as `check`; KernelError EFBIG, ENOEXEC (no module for this kernel), ENOENT (an unresolved
+        Raises: as `check`, KernelError EFBIG, ENOEXEC (no module for this kernel), ENOENT (an unresolved
         symbol), EEXIST (loaded already), ENOMEM, what its init returned, EFAULT (its init was killed).
         Mirrors: modprobe; insmod for a path.
         """
@@ -153,7 +153,7 @@ class Modules:
             raise
 
     def refuse(self, error: int, message: str) -> NoReturn:
-        """Tell the kernel log. Raises: KernelError of that errno."""
+        """Tell the kernel log. Raises: KernelError (of that errno)."""
         raise self._refusal(error, message)
 
     def _refusal(self, error: int, message: str) -> KernelError:
@@ -163,7 +163,7 @@ class Modules:
     # What the guest's loader asks for
 
     def _serve(self, op: int, first: int, second: int) -> int:
-        """Hypercall.MODULE. Raises: KernelError EINVAL for what no loader of ours asks."""
+        """Hypercall.MODULE. Raises: KernelError EINVAL (what no loader of ours asks)."""
         match op:
             case ModuleOp.ALLOC:
                 return self._alloc(first, is_text=bool(second))

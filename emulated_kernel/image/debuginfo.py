@@ -25,7 +25,7 @@ class DescribedFunction:
     """Its addresses: its entry's part first, then what the compiler moved elsewhere as unlikely to run."""
 
     def part_at(self, addr: int) -> range | None:
-        """The one that holds an address."""
+        """The part with `addr` in it; None: the function isn't there."""
         return next((part for part in self.parts if addr in part), None)
 
 
@@ -83,7 +83,7 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"the debug information describes no function {name} with own code")
 
     def text(self, part: range) -> bytes:
-        """Machine code. Raises: KernelError ENODATA where the file has none."""
+        """Machine code. Raises: KernelError ENODATA (the file has none)."""
         for section in self._code.iter_sections():
             start, size = section["sh_addr"], section["sh_size"]
             if not (start <= part.start and part.stop <= start + size):
@@ -143,7 +143,7 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
     """The debug information of an ELF file: its own, or that of the file given or found beside it.
 
     `path` is the file's, or that of what it is packed in.
-    Raises: OSError; KernelError EINVAL (no ELF file for x86), ENOENT (no debug information for it).
+    Raises: OSError, KernelError EINVAL (no ELF file for x86), ENOENT (no debug information for it).
     """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile

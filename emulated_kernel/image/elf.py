@@ -47,7 +47,6 @@ class SectionHeader:
     offset: int
     size: int
     link: int
-    entry_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ _IDENT_SIZE = 16
 class ElfFile:
     """An ELF file in memory.
 
-    Raises: UnusableFile, with what is wrong, for anything that isn't a whole little-endian ELF.
+    Raises: UnusableFile (with what is wrong, for anything that isn't a whole little-endian ELF).
     """
 
     def __init__(self, data: bytes) -> None:
@@ -154,10 +153,8 @@ class ElfFile:
             _bad("section names are outside of the section table")
         names = self._slice(headers[self._shstrndx][4], headers[self._shstrndx][5], "section names")
         sections: dict[str, SectionHeader] = {}
-        for index, (name, kind, flags, address, start, length, link, _, _, entry) in enumerate(headers):
-            section = SectionHeader(
-                index, _string(names, name), kind, flags, address, start, length, link, entry
-            )
+        for index, (name, kind, flags, address, start, length, link, *_) in enumerate(headers):
+            section = SectionHeader(index, _string(names, name), kind, flags, address, start, length, link)
             sections.setdefault(section.name, section)
         return sections
 

@@ -92,7 +92,7 @@ class KernelImage:
     def read(self, va: int, size: int, /) -> bytes:
         """Bytes as the image holds them before it runs.
 
-        Raises: KernelError ENOEXEC where no segment has them.
+        Raises: KernelError ENOEXEC (no segment has them).
         """
         return self._bytes.read(va, size)
 
@@ -116,8 +116,8 @@ class KernelImage:
 def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelImage:
     """A kernel image from a file; None takes the prebuilt one of the architecture.
 
-    Raises: KernelError ENOENT for an architecture without image, ENOEXEC for a file that can't be used,
-    OSError where it can't be read.
+    Raises: KernelError ENOENT (an architecture without image), ENOEXEC (a file that can't be used), OSError
+    (it can't be read).
     """
     if arch not in _MACHINES:
         raise KernelError(ENOENT, f"unknown architecture {arch}")

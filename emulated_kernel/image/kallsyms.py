@@ -95,7 +95,7 @@ class SymbolTable:
 
     @classmethod
     def of(cls, symbols: Sequence[Symbol]) -> Self:
-        """`symbols`: by address."""
+        """A table of these symbols, which are sorted by address."""
         names = [symbol.name.encode("utf-8", "replace") for symbol in symbols]
         starts = accumulate((len(name) + 1 for name in names), initial=0)
         return cls(
@@ -130,7 +130,7 @@ class SymbolTable:
         return self.names[self.starts[index] : self.starts[index + 1] - 1]
 
     def named(self, name: str) -> Sequence[int]:
-        """Numbers of the symbols of that name, by address."""
+        """Indices of all symbols of that name, by ascending address."""
         wanted = name.encode("utf-8", "replace")
         first = last = bisect_left(self.by_name, wanted, key=self.name)
         while last < len(self.by_name) and self.name(self.by_name[last]) == wanted:

@@ -228,7 +228,7 @@ class LiveImage(Generic[Core]):
     def read(self, va: int, size: int) -> bytes:
         """Bytes as they were before anything was probed.
 
-        Raises: KernelError ENOEXEC where neither the image nor a module's text has them.
+        Raises: KernelError ENOEXEC (neither the image nor a module's text has them).
         """
         for module in self._modules.values():
             for start, code in module.code.items():

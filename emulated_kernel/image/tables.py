@@ -56,7 +56,6 @@ class StaticCall(NamedTuple):
 
     site: int
     key: int
-    is_tail_call: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,7 @@ def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[Jum
 def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
     """Mirrors: include/linux/static_call_types.h:struct static_call_site (v6.1)"""
     for at, (site, key) in _entries("<ii", data):
-        whole = address + at + 4 + key
-        yield StaticCall(address + at + site, whole & ~_KEY_FLAGS, bool(whole & 1))
+        yield StaticCall(address + at + site, address + at + 4 + key & ~_KEY_FLAGS)
 
 
 def bugs(address: int, data: bytes, string: Callable[[int, int], str]) -> dict[int, BugEntry]:

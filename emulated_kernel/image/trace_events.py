@@ -53,7 +53,7 @@ class SyscallDefinition:
 
 def event_definitions(image: KernelImage) -> Iterator[EventDefinition]:
     """Those of the table `ftrace_events`; none where the image doesn't have it."""
-    reader = _Reader(image)
+    reader = _ImageReader(image)
     for address in reader.pointers("ftrace_events"):
         system, name, print_fmt, fields, count, key = reader.words(address, 6)
         yield EventDefinition(
@@ -66,14 +66,14 @@ def event_definitions(image: KernelImage) -> Iterator[EventDefinition]:
         )
 
 
-def _field(reader: _Reader, address: int) -> FieldDefinition:
+def _field(reader: _ImageReader, address: int) -> FieldDefinition:
     kind, name, size, align, is_signed, length = reader.words(address, 6)
     return FieldDefinition(reader.string(kind), reader.string(name), size, align, bool(is_signed), length)
 
 
 def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
-    """Those of the table `syscalls_metadata`, by number."""
-    reader = _Reader(image)
+    """The struct syscall_metadata of each system call, in the order of their numbers."""
+    reader = _ImageReader(image)
     for address in reader.pointers("syscalls_metadata"):
         name_at, count, types, args = reader.words(address, 4)
         name = reader.string(name_at)
@@ -85,7 +85,7 @@ def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
         )
 
 
-class _Reader:
+class _ImageReader:
     """Words and strings of the image as it is before it runs."""
 
     def __init__(self, image: KernelImage) -> None:

@@ -31,7 +31,7 @@ class ClockSwitch:
         return f"mode {self._clock.kind}\nseed {self._clock.seed}\ntime {seconds}.{ns:09}\n"
 
     def parsed(self, line: str) -> Callable[[], None]:
-        """What does `virtual` or `real`, with `mode` before or not; `seed N`, or both, as `virtual seed 7`.
+        """What carries out a write to machine/clock: `[mode] virtual|real`, `seed N`, or both.
 
         The guest's time goes on where it is. Raises: KernelError EINVAL.
         """

@@ -40,7 +40,7 @@ class ModuleNotifier:
         self._forget = forget
 
     def __call__(self, state: ModuleState, module: int) -> None:
-        """Raises: as `read` and `name`, where the guest shows no sound module."""
+        """Raises: as `read` and `name` (the guest shows no sound module)."""
         match state:
             case ModuleState.COMING:
                 self._arrive(self._read(module))

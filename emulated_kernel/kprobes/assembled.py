@@ -37,7 +37,7 @@ class Cells(MutableMapping[str, int]):
         return sum(self.per_cpu(name)) & _MASK
 
     def __setitem__(self, name: str, value: int) -> None:
-        """Raises: KeyError: the code of a registered probe has no such cell."""
+        """Raises: KeyError (the code of a registered probe has no such cell)."""
         if self._live is None:
             self._values[name] = [value & _MASK]
             return
@@ -45,7 +45,7 @@ class Cells(MutableMapping[str, int]):
             view[0] = 0 if number else value & _MASK
 
     def __delitem__(self, name: str) -> None:
-        """Raises: KeyError, ValueError: the probe is registered."""
+        """Raises: KeyError, ValueError (the probe is registered)."""
         if self._live is not None:
             raise ValueError("the cells of a registered probe are in use")
         del self._values[name]
@@ -59,7 +59,7 @@ class Cells(MutableMapping[str, int]):
     def attach(self, live: dict[str, list[memoryview]]) -> None:
         """Let them be guest memory, with the values that they have.
 
-        Raises: KernelError EINVAL: one that isn't in the code.
+        Raises: KernelError EINVAL (one that isn't in the code).
         """
         for name in self._values:
             if name not in live:

@@ -272,7 +272,7 @@ class FtraceSites:
             ops.sites.clear()
 
     def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
-        """These sites call guest code that does what a user does, and no others."""
+        """`codes`: by site, the address of guest code that it calls instead; the others come to Python."""
         self._lock.assert_held()
         ops.codes = codes
         self._update(ops.sites)

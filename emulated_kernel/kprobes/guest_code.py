@@ -23,7 +23,7 @@ class CompiledCode:
     accesses: tuple[int, ...]
     """Instructions with a fixup."""
     copied: int = 0
-    """Address of what stands behind the handler, if it is jumped to at a probe."""
+    """Of a detour: address of the copied instructions behind the handler."""
     target: int | None = field(default=None, init=False)
     """Of a stub for breakpoints: where it goes on, None if at the host."""
     tail: int = field(default=0, init=False)
@@ -53,7 +53,7 @@ class OutOfLine:
 
     @property
     def step_end(self) -> int | None:
-        """Address of what ends the step."""
+        """Address behind the copy: of the breakpoint that ends the step, or of the jump back."""
         return None if self.slot is None else self.slot + self.prepared.length
 
 

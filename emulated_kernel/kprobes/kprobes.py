@@ -107,9 +107,9 @@ class Kprobes:
     def register_kprobe(self, kprobe: Kprobe) -> None:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
 
-        Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text),
-        ENOENT (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM; EINVAL for code
-        that can't be assembled. Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
+        Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text), ENOENT
+        (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM, EINVAL (code that can't be
+        assembled). Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()
         addr, where, on_entry = self._locate(kprobe)
@@ -155,7 +155,7 @@ class Kprobes:
             self.forget(assembled)
 
     def _check_handlers(self, kprobe: Kprobe) -> None:
-        """Raises: KernelError EOPNOTSUPP for what this kernel's struct kprobe doesn't have."""
+        """Raises: KernelError EOPNOTSUPP (what this kernel's struct kprobe doesn't have)."""
         profile = self.profile
         if kprobe.fault_handler is not None and not profile.fault_handlers:
             raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no fault handlers")
@@ -342,7 +342,7 @@ class Kprobes:
     # Enabling and arming
 
     def enable_kprobe(self, kprobe: Kprobe) -> None:
-        """Raises: KernelError EINVAL when the probe isn't registered or its code is gone.
+        """Raises: KernelError EINVAL (the probe isn't registered or its code is gone).
 
         Mirrors: kernel/kprobes.c:enable_kprobe (v6.1).
         """
@@ -360,7 +360,7 @@ class Kprobes:
             self._arming.arm(head)
 
     def disable_kprobe(self, kprobe: Kprobe) -> None:
-        """Raises: KernelError EINVAL when the probe isn't registered."""
+        """Raises: KernelError EINVAL (the probe isn't registered)."""
         self.lock.assert_held()
         self._disable(kprobe, self._head_of(kprobe))
 
@@ -421,7 +421,7 @@ class Kprobes:
         return report.reason(self.table, self.optimizer, kprobe)
 
     def set_optimization(self, allowed: bool) -> None:
-        """Raises: KernelError EOPNOTSUPP without an optimizer.
+        """Raises: KernelError EOPNOTSUPP (no optimizer).
 
         Mirrors: kernel/kprobes.c:proc_kprobes_optimization_handler (v6.1).
         """

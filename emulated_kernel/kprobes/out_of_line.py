@@ -85,7 +85,7 @@ class Copies:
     def prepare(self, kprobe: Kprobe) -> None:
         """Check the instruction and make the copy.
 
-        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP or ENOSPC (can't be copied).
+        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP, ENOSPC (can't be copied).
         """
         addr = kprobe.address
         refused = self._verdict.check_prepare(addr)

@@ -120,7 +120,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def profile_named(name: str) -> Profile:
-    """A preset. Raises: KernelError EINVAL for an unknown one."""
+    """A preset. Raises: KernelError EINVAL (an unknown one)."""
     try:
         return PROFILES[name]
     except KeyError:

@@ -37,7 +37,7 @@ _PROTOCOL = 0x20F
 def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
     """Put kernel, initramfs and parameters into RAM, and the CPU at the kernel's entry.
 
-    Raises: KernelError ENOEXEC for a kernel that doesn't fit.
+    Raises: KernelError ENOEXEC (a kernel that doesn't fit).
     """
     ram = machine.memory.ram
     top = len(ram) - HOST_SIZE
@@ -84,7 +84,7 @@ def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, in
     """Run from the kernel's first instruction until init waits at its stub.
 
     `progress` is called with how many initcalls have begun, and how many there are.
-    Raises: GuestFault, with the last line of the kernel's log.
+    Raises: GuestFault (with the last line of the kernel's log).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")
     total, begun = (calls.end - calls.start) // 4, count(1)

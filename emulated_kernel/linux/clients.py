@@ -72,7 +72,7 @@ class LinuxClients:
         return task
 
     def _rename(self, task: LinuxTask, pid: int, comm: str | None) -> None:
-        """The process ran execve, or named itself anew. Raises: KernelError ESRCH: it has ended of that."""
+        """The process ran execve, or named itself anew. Raises: KernelError ESRCH (it has ended of that)."""
         if not comm or comm == task.comm:
             return
         self._settle()

@@ -151,7 +151,7 @@ class ControlCalls:
     def read(
         self, task: LinuxTask | None, part: GuestPart, handle: int, size: int, once: Once[bytes]
     ) -> None:
-        """read(2) of READ_SIZE at most. Raises: WouldBlock, as `once`; the task sleeps then."""
+        """read(2) of READ_SIZE at most. Raises: WouldBlock (as `once`; the task sleeps then)."""
 
         def begin(sleeping: LinuxTask) -> int:
             return self._syscalls.begin_read(
@@ -324,7 +324,7 @@ class ControlCalls:
         self._is_ready, self._is_refused = True, False
 
     def _make(self) -> None:
-        """Raises: KernelError; Blocked; HardwareError; MemoryFault; GuestFault."""
+        """Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault."""
         kernel, machine = self._kernel, self._machine
         symbols = {name: kernel.required(name) for name in _SYMBOLS}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}

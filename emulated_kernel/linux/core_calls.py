@@ -139,7 +139,7 @@ class CoreCalls:
                 raise
 
     def _returned(self, address: int, values: list[int]) -> int:
-        """What it returns. Raises: KernelError when it can't go on; whatever the host meets on its way."""
+        """What it returns. Raises: KernelError (it can't go on), whatever the host meets on its way."""
         machine = self._guest.machine
         self._guest.be_ready()
         regs = machine.regs

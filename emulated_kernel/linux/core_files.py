@@ -138,7 +138,7 @@ class CoreFiles:
 
 
 def _checked(value: int, path: str) -> int:
-    """Raises: KernelError where a function has returned an errno."""
+    """Raises: KernelError (a function has returned an errno)."""
     error = (1 << 64) - value
     if 0 < error < 4096:
         raise KernelError(error, path)

@@ -45,7 +45,7 @@ _NOBODY_ASKS = 1 << 31
 def ensure_core_cached(source: str) -> None:
     """Put what a mount needs of a dump into the cache, unless it is there, or too much to keep.
 
-    Raises: KernelError ENOEXEC for what is no usable dump; OSError.
+    Raises: KernelError ENOEXEC (what is no usable dump), OSError.
     """
     path = Path(source)
     if not path.is_file():
@@ -76,7 +76,7 @@ def _size_on_disk(file: IO[bytes]) -> int:
 def started_core(source: str) -> tuple[CoreGuest, LinuxKernel]:
     """The dump as a machine, and its kernel.
 
-    Raises: as ensure_core_cached(); KernelError EIO, ENOSPC where nothing has room for its memory.
+    Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (nothing has room for its memory).
     """
     path = Path(source)
     found = snapshot.load_as(snapshot.core_place(path), _started, with_parts=True)
@@ -99,7 +99,7 @@ def started_core(source: str) -> tuple[CoreGuest, LinuxKernel]:
 
 
 def _started(kept: snapshot.Kept) -> tuple[CoreGuest, LinuxKernel]:
-    """Raises: KeyError, TypeError, ValueError for what nobody has written; HardwareError."""
+    """Raises: KeyError, TypeError, ValueError (what nobody has written), HardwareError."""
     cells = snapshot.checked_cells(kept.about)
     machine = LinuxMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)
     try:
@@ -113,7 +113,7 @@ def _started(kept: snapshot.Kept) -> tuple[CoreGuest, LinuxKernel]:
 class CoreGuest(RunningLinux):
     """The first CPU's view; what stood on the CPUs is left where it was, and never goes on.
 
-    Raises: KernelError ENOEXEC where its structures lead nowhere.
+    Raises: KernelError ENOEXEC (its structures lead nowhere).
     """
 
     def __init__(self, machine: LinuxMachine, facts: CoreFacts) -> None:

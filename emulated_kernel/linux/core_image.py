@@ -57,7 +57,7 @@ def ram_size(core: CoreFile) -> int:
 
 
 def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) -> None:
-    """Write a dump as a snapshot; `is_kept`: see finish(). Raises: OSError; KernelError ENOEXEC, EIO."""
+    """Write a dump as a snapshot; `is_kept`: see finish(). Raises: OSError, KernelError ENOEXEC, EIO."""
     size = ram_size(core)
     for pa, start, length in core.segments:
         for at, block in core.data(start, length):

@@ -41,7 +41,7 @@ def _is_in_core(path: str) -> bool:
 
 
 class _BesideDump(Filesystem):
-    """Files of ours. Raises: KernelError EROFS for the dump's, whose mount asks here for changes alone."""
+    """Files of ours. Raises: KernelError EROFS (the dump's, whose mount asks here for changes alone)."""
 
     def lookup(self, path: str) -> Node:
         if _is_in_core(path):

@@ -20,8 +20,8 @@ from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
 
-KERNEL_CS, KERNEL_DS, USER_CS, USER_DS = 0x10, 0x18, 0x33, 0x2B
-MSR_STAR, MSR_LSTAR, MSR_SYSCALL_MASK, MSR_EFER = 0xC0000081, 0xC0000082, 0xC0000084, 0xC0000080
+KERNEL_CS, KERNEL_DS = 0x10, 0x18
+MSR_LSTAR, MSR_SYSCALL_MASK, MSR_EFER = 0xC0000082, 0xC0000084, 0xC0000080
 EFER_LONG_NX = 0xD00
 CPU_MODEL = 0
 """QEMU64: no rdrand, and no page table isolation, so that two boots are the same, and entries short."""
@@ -106,7 +106,7 @@ def _bytes_at(address: int, size: int) -> memoryview:
 class LinuxCpu:
     """The live CPU; valid while the guest is stopped, or inside a hook.
 
-    Raises: HardwareError where the library keeps its CPU state in another way.
+    Raises: HardwareError (the library keeps its CPU state in another way).
     """
 
     def __init__(self, engine: Engine, regs: Regs, memory: LinuxMemory, state: int) -> None:
@@ -198,9 +198,9 @@ class LinuxCpu:
         """A model specific register."""
         return int(self._engine.reg_read_raw(x86.MSR, x86.Msr(number, 0)).value)
 
-    def _set_segment(self, number: int, selector: int, flags: int, limit: int = _ALL) -> None:
+    def _set_segment(self, number: int, selector: int, flags: int) -> None:
         segment = self._state.segments[number]
-        segment.selector, segment.base, segment.limit, segment.flags = selector, 0, limit, flags
+        segment.selector, segment.base, segment.limit, segment.flags = selector, 0, _ALL, flags
 
     def _enter_kernel(self, segments: bytes) -> None:
         self._code_and_stack[:] = segments
@@ -228,7 +228,7 @@ class LinuxCpu:
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def raise_exception(self, trap: Trap) -> None:
-        """An exception of the guest's, through its IDT. Raises: GuestFault where that can't be."""
+        """An exception of the guest's, through its IDT. Raises: GuestFault (that can't be)."""
         error = None
         if trap.vector in _HAS_ERROR_CODE:
             error = trap.error_code & ~_USER_ACCESS
@@ -243,7 +243,7 @@ class LinuxCpu:
     def interrupt(self, vector: int, error_code: int | None = None) -> None:
         """What a CPU does to take an interrupt or exception: stack, frame, gate.
 
-        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault where the guest has no gate, or no stack.
+        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault (the guest has no gate, or no stack).
         """
         regs, state, memory = self.regs, self._state, self._memory
         entry, ist, disables = self._gate(vector)

@@ -45,7 +45,7 @@ class KernelEngine:
     """Probes of ours in that kernel: breakpoints, slots and detours are in its memory.
 
     The guest's own breakpoints go their way: what we have a handler for is ours, all else the guest's.
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA for a kernel whose structures aren't known.
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel whose structures aren't known).
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class LinuxEngine(KernelEngine):
         return self._call
 
     def _call(self, function: int) -> int:
-        """Raises: KernelError, as KernelCalls; EIO: the guest has died."""
+        """Raises: KernelError, as `KernelCalls`, EIO (the guest has died)."""
         try:
             return self.kernel_calls.call_at(function)
         except GuestFault as fault:

@@ -31,7 +31,7 @@ _FAULTS = (
 
 
 def cpu_state(engine: Engine) -> int:
-    """Address of the library's live CPU state. Raises: HardwareError where it can't be found."""
+    """Address of the library's live CPU state. Raises: HardwareError (it can't be found)."""
     state = find_cpu_state(engine, X86_64Cpu())
     if state is None:
         raise HardwareError(
@@ -43,7 +43,7 @@ def cpu_state(engine: Engine) -> int:
 def find_exception_cells() -> tuple[int, int]:
     """Offsets of the error code and of the exception in flight behind the first register.
 
-    Raises: HardwareError where faults with known codes don't leave one cell each.
+    Raises: HardwareError (faults with known codes don't leave one cell each).
     """
     ram = mmap.mmap(-1, RAM)
     engine = Engine(*X86_64Cpu.engine_mode, CPU_MODEL)

@@ -46,7 +46,7 @@ class Executions:
     def execute(self, task: LinuxTask, path: str, comm: str) -> None:
         """Its process has executed a program, whence its name; a task that sleeps in a call gets that alone.
 
-        Raises: KernelError ESRCH: it has ended of that.
+        Raises: KernelError ESRCH (it has ended of that).
         """
         if self._can_execute and not task.pending:
             with suppress(KernelError):
@@ -56,7 +56,7 @@ class Executions:
         self._tasks.name(task, comm)
 
     def _execve(self, task: LinuxTask, path: str) -> None:
-        """execve(2). Raises: KernelError with its errno."""
+        """execve(2). Raises: KernelError (with its errno)."""
         tasks = self._tasks
         tasks.put(task, BUFFER, os.fsencode(path) + b"\0")
         tasks.put(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))

@@ -73,7 +73,7 @@ class KernelFacts:
 
 
 def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
-    """Raises: KernelError ENOEXEC for a kernel that lacks one of them, ENODATA for one without BTF."""
+    """Raises: KernelError ENOEXEC (a kernel that lacks one of them), ENODATA (one without BTF)."""
     symbols = {name: kernel.required(name) for name in _SYMBOLS}
     for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS):
         if (address := kernel.kallsyms.lookup_name(name)) is not None:

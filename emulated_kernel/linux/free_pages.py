@@ -46,7 +46,7 @@ class FreePages:
                 self._find(symbols)
 
     def _find(self, symbols: Mapping[str, int]) -> None:
-        """Raises: LookupError for a kernel that doesn't tell."""
+        """Raises: LookupError (a kernel that doesn't tell)."""
         offsets = self._offsets
         node = symbols.get("contig_page_data") or self._word(symbols["node_data"])
         self._pages = self._word(symbols["vmemmap_base"])

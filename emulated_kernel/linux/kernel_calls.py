@@ -48,7 +48,7 @@ _CALL_THREAD = bytes.fromhex(
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
     """What calls need of a kernel: its functions, its constants, and the offsets in its work_struct.
 
-    Raises: KernelError ENOEXEC for one whose work queues aren't known.
+    Raises: KernelError ENOEXEC (one whose work queues aren't known).
     """
     try:
         functions = {name: kernel.required(name) for name in _SYMBOLS}
@@ -84,8 +84,8 @@ class KernelCalls(TaskObserver):
     def call_function(self, function: str, *arguments: int | str) -> int:
         """What it returns; strings are put into memory.
 
-        Raises: KernelError, as CallArguments.placed(); EFAULT: its thread was killed; ETIMEDOUT: it hasn't
-        come back; ENOMEM: no thread could be made; GuestFault.
+        Raises: KernelError, as `CallArguments.placed`, EFAULT (its thread was killed), ETIMEDOUT (it hasn't
+        come back), ENOMEM (no thread could be made), GuestFault.
         """
         self._free_ended()
         memory, mailbox = self._machine.memory, self._machine.alloc_pages(PAGE_SIZE)
@@ -152,7 +152,7 @@ def _load(register: int, value: int) -> bytes:
     return bytes((0x48, 0xB8 + register)) + struct.pack("<Q", value & (1 << 64) - 1)
 
 
-_AX, _CX, _DX, _SI, _DI = 0, 1, 2, 6, 7
+_AX, _CX, _DX, _DI = 0, 1, 2, 7
 _CALL_AX, _JUMP_AX = b"\xff\xd0", b"\xff\xe0"
 
 

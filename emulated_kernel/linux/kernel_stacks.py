@@ -26,8 +26,8 @@ class KernelStacks(StandingTasks):
     """Looks for addresses in the CPU's registers and on the live stacks of all tasks.
 
     A word that only looks like an address counts too. The guest must be stopped.
-    Mirrors: synchronize_rcu_tasks (v6.1). Raises: KernelError ENOEXEC, ENOENT, ENODATA for a kernel whose
-    structures aren't known.
+    Mirrors: synchronize_rcu_tasks (v6.1). Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel whose
+    structures aren't known).
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class EventBatch:
         self._funcs = 0
 
     def hold(self) -> None:
-        """Its module stays. Raises: KernelError EBUSY: it goes. Mirrors: try_module_get (v6.1)."""
+        """Its module stays. Raises: KernelError EBUSY (it goes). Mirrors: try_module_get (v6.1)."""
         if self._references:
             count = self._count(0)
             if not count:
@@ -85,7 +85,7 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
-        """`switch` is called with its number."""
+        """A new tracepoint; enabling or disabling it calls `switch(its number, on)`."""
         point = Tracepoint(partial(switch, len(self.points)))
         self.points.append(point)
         return point
@@ -241,7 +241,7 @@ class KernelTracepoints:
     ) -> None:
         """Its regfunc comes before its key is on, its unregfunc before that is off; or neither is done.
 
-        Raises: as `register`, which does the one or the other.
+        Raises: as `register` (which does the one or the other).
         """
         self._prepare(batch)
         register(on)
@@ -254,7 +254,7 @@ class KernelTracepoints:
             raise
 
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
-        """Calls regfunc or unregfunc. Raises: KernelError with regfunc's errno, or as `call`.
+        """Calls regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
 
         Deviates: not the unregfunc of a module that goes, for it is the kernel that tells of that.
         """
@@ -374,7 +374,7 @@ class KernelStaticEvent(StaticEvent):
         return self._batch.is_gone
 
     def hold(self) -> None:
-        """Raises: KernelError EBUSY: its module goes."""
+        """Raises: KernelError EBUSY (its module goes)."""
         self._batch.hold()
         super().hold()
 

@@ -24,7 +24,7 @@ class LinuxClock(GuestClock):
     Guest code has a cell with the time, which each of its readings moves on.
 
     Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA for a kernel without them.
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel without them).
     """
 
     is_virtual = True

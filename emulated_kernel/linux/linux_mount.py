@@ -176,7 +176,7 @@ class LinuxMount:
         """Around all that may run the guest."""
 
     def check_open(self) -> None:
-        """Raises: KernelError EIO behind the mount's end."""
+        """Raises: KernelError EIO (behind the mount's end)."""
         if self.is_closed:
             raise KernelError(errno.EIO, "the mount has ended")
 
@@ -393,7 +393,7 @@ class LinuxMount:
         return self._opened(handle).path == MODULES
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
-        """At most `size` bytes; b"" is the end. Raises: WouldBlock: the call sleeps in the guest."""
+        """At most `size` bytes; b"" is the end. Raises: WouldBlock (the call sleeps in the guest)."""
         file = self._opened(handle)
         if file.fd < 0:
             return file.text[offset : offset + size]
@@ -430,7 +430,7 @@ class LinuxMount:
         return self.read(client, handle, size, offset)
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
-        """Number of bytes taken. Raises: WouldBlock as read() does."""
+        """Number of bytes taken. Raises: WouldBlock (as read() does)."""
         file = self._opened(handle)
         if file.path == MODULES:
             change = self._prepared_modules(client, data)
@@ -592,7 +592,7 @@ class LinuxMount:
             self._syscalls.on_paths(task, "linkat", self._changed(old), self._changed(new), 0)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM for devices."""
+        """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM (devices)."""
         if stat.S_IFMT(mode) in (stat.S_IFCHR, stat.S_IFBLK):
             raise KernelError(errno.EPERM, path)
         self._change(client, "mknodat", path, mode, 0)

@@ -36,8 +36,8 @@ _CORE_TEXT, _INIT_TEXT = 0, 4
 class LoadedModules:
     """By the kernel's BTF; up to 6.3 a module has two pieces of memory, later ones seven.
 
-    Raises, in all methods: KernelError ENOEXEC where they lead nowhere, ENOENT, ENODATA where the kernel's
-    structures aren't known.
+    Raises: KernelError ENOEXEC (in all methods: they lead nowhere), ENOENT, ENODATA (the kernel's structures
+    aren't known).
     """
 
     def __init__(self, kernel: LinuxKernel, memory: GuestMemory) -> None:

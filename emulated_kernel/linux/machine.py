@@ -223,12 +223,12 @@ class LinuxMachine:
         self.stop_at(emergency_restart, reset)
 
     def check_alive(self) -> None:
-        """Raises: GuestFault where the guest is dead."""
+        """Raises: GuestFault (the guest is dead)."""
         if self.death:
             raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, 0), self.death)
 
     def run(self) -> Stopped:
-        """Go on until a process waits for the host, or the guest is idle. Raises: GuestFault: it is dead."""
+        """Go on until a process waits for the host, or the guest is idle. Raises: GuestFault (it is dead)."""
         if self.death:
             self.check_alive()
         self._stopped = None
@@ -286,7 +286,7 @@ class LinuxMachine:
     def timer(self) -> None:
         """Time passes to the timer's interrupt, which the next run begins with.
 
-        Raises: GuestFault where none will ever come.
+        Raises: GuestFault (none will ever come).
         """
         vector = self.pc.timer_vector
         if vector is None:

@@ -48,8 +48,6 @@ class Pc:
         """The TSC at which the timer interrupts; None: it doesn't."""
         self.period = 0
         """In cycles; 0: it interrupts once."""
-        self.reads = 0
-        """How often time was read, as a measure of progress."""
         self.console = bytearray()
         """The end of what the kernel has said on its serial line."""
         self._pic_mask = [0xFF, 0xFF]
@@ -76,7 +74,7 @@ class Pc:
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises: KeyError; TypeError, ValueError for what no state() has said."""
+        """Raises: KeyError, TypeError, ValueError (what no state() has said)."""
         for name in self.STATE:
             kept = state[name]
             if isinstance(getattr(self, name), list):
@@ -114,7 +112,6 @@ class Pc:
         factor, addend = _LCG
         self.random = (self.random * factor + addend) & _MASK
         self.pass_time(50 + (self.random >> 57))
-        self.reads += 1
         return self._tsc
 
     @property

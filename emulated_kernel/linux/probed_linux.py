@@ -31,7 +31,7 @@ _OTHER_TEXT = 0xFFFFFFFF81000000
 
 
 class LinuxCpuModel(X86_64Cpu):
-    """The same CPU; the host's windows lie where Linux has nothing.
+    """The same CPU; the addresses that the host maps code and records at lie where Linux has nothing.
 
     That of code is between the kernel and its modules: from there per-CPU variables, which are linked at 0,
     are in reach as the text is.
@@ -74,7 +74,7 @@ def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
 class ProbedLinux(ProbedMachine):
     """One CPU; `tasks` run it, and `kernel` is the file that was booted, with its text as it runs.
 
-    Raises: MemoryFault where its text isn't there; as LinuxClock.
+    Raises: MemoryFault (its text isn't there), as `LinuxClock`.
     """
 
     cpu = 0

@@ -33,7 +33,7 @@ class Reading(NamedTuple):
 def about_to_read(directory: Path, file: int, form: str) -> Reading:
     """`directory`: where notes are; `form`: a regular expression for what is to be found.
 
-    Raises: OSError of the file.
+    Raises: OSError (of the file).
     """
     note, told = _note(directory, file), None
     with suppress(OSError, ValueError), open_regular(note) as found:
@@ -64,7 +64,7 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """When somebody was told last, in seconds since 1970; 0: never. Raises: OSError of the file."""
+    """When somebody was told last, in seconds since 1970; 0: never. Raises: OSError (of the file)."""
     with suppress(OSError):
         return _note(directory, file).stat().st_mtime
     return 0.0

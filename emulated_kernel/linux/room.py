@@ -21,7 +21,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 def unnamed_file(write: Callable[[IO[bytes]], None], size: int, whole: int) -> IO[bytes]:
     """A file that `write` has written, in the first directory with room; it has no name.
 
-    `size`: bytes on disk; `whole`: with holes. Raises: KernelError ENOSPC; OSError; whatever `write` raises.
+    `size`: bytes on disk; `whole`: with holes. Raises: KernelError ENOSPC, OSError, whatever `write` raises.
     """
     places = [*_places()]
     for directory in places:

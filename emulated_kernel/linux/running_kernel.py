@@ -72,7 +72,7 @@ class RunningMemory(LinkedMemory):
 class RunningKernel(LinuxKernel):
     """Its tables as it keeps them, without those of its modules.
 
-    Raises: KernelError ENOEXEC for memory without a table of symbols, ENODATA without BTF.
+    Raises: KernelError ENOEXEC (memory without a table of symbols), ENODATA (no BTF).
     """
 
     return_sites = AddressSet()

@@ -229,7 +229,7 @@ def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
 def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T | None:
     """What `made` makes of what was kept; None where there is none, or a damaged one, which is removed.
 
-    Raises: KernelError of `made`, for what was kept whole and isn't usable.
+    Raises: KernelError (of `made`, for what was kept whole and isn't usable).
     """
     try:
         with open_regular(source) as file:

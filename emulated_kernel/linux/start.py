@@ -37,7 +37,7 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
     """Boot the kernel of a file, or with `host` of the one that runs here, unless that was done before.
 
     `progress` is called with what of the boot is done, and what there is to do.
-    Raises: KernelError ENOEXEC for a kernel that can't be run, EIO where the emulator can't; OSError.
+    Raises: KernelError ENOEXEC (a kernel that can't be run), EIO (the emulator can't), OSError.
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed)

@@ -29,7 +29,7 @@ class SyscallWork:
         return self._kernel.kallsyms.lookup_name(_COUNT) is not None and self._kernel.btf.has(_MEMBER)
 
     def switch(self, on: bool) -> None:
-        """Tasks that are forked later take it after the count. Raises: MemoryFault for a damaged list."""
+        """Tasks that are forked later take it after the count. Raises: MemoryFault (a damaged list)."""
         btf = self._kernel.btf
         flag = 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
         count_at = self._kernel.kallsyms.lookup_name(_COUNT)

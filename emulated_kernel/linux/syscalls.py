@@ -217,7 +217,7 @@ class LinuxSyscalls:
         offset: int | None,
         service: Service | None = None,
     ) -> int:
-        """write(2), or pwrite64(2) with an offset. Raises: Blocked; WouldBlock, as `service`."""
+        """write(2), or pwrite64(2) with an offset. Raises: Blocked, WouldBlock, as `service`."""
         data = data[:DATA_SIZE]
         self._tasks.put(task, _DATA, data)
         if offset is None:

@@ -63,7 +63,7 @@ class Blocked(Exception):
 Service = Callable[[], Callable[[], None]]
 """Does what a call asks the host for; what it returns puts the answer into the task's registers.
 
-Raises: WouldBlock: the task waits on, and its client asks again. Nothing else.
+Raises: WouldBlock (the task waits on, and its client asks again). Nothing else.
 """
 
 
@@ -94,7 +94,7 @@ class LinuxTask:
 class LinuxTasks(RunningLinux):
     """The tasks, and which of them stands at the stub; needs a machine at init's stub.
 
-    Raises: KernelError with the errno of a system call; GuestFault: the guest has died.
+    Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
@@ -366,7 +366,7 @@ class LinuxTasks(RunningLinux):
         patience: int = 0,
         service: Service | None = None,
     ) -> int:
-        """A system call of the task's. Raises: Blocked; WouldBlock, as `service`; KernelError: its errno."""
+        """A system call of the task's. Raises: Blocked, WouldBlock, as `service`, KernelError (its errno)."""
         task.service = service
         self._begin(task, SYSCALL, number, arguments)
         return self.answer(task, patience)
@@ -380,7 +380,7 @@ class LinuxTasks(RunningLinux):
         return self.answer(task, patience)
 
     def answer(self, task: LinuxTask, patience: int = 0) -> int:
-        """What its call has returned. Raises: Blocked where it sleeps for more than `patience` microseconds.
+        """What its call has returned. Raises: Blocked (it sleeps for more than `patience` microseconds).
 
         With 0 it waits for ever, as far as something will ever interrupt the guest. WouldBlock; KernelError.
         """

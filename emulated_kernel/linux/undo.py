@@ -64,7 +64,7 @@ class Undo:
         return [found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY])]
 
     def _scanned(self) -> Iterator[int]:
-        """The same. Raises: OSError by a host whose kernel doesn't know that request."""
+        """The same. Raises: OSError (by a host whose kernel doesn't know that request)."""
         at, end = self._start, self._start + self._pages * PAGE
         wanted = 0, _FILE, _FILE, _PRESENT_OR_SWAPPED, _FILE
         while at < end:

@@ -125,7 +125,7 @@ class Watchdog:
     def arm(self, budget: float | None = None) -> None:
         """A run starts; it may take `budget` seconds instead of the usual ones.
 
-        Raises: KernelError ENOMEM, where the host has no thread: no run may go on without.
+        Raises: KernelError ENOMEM (the host has no thread: no run may go on without).
         """
         self._allowed = self._budget if budget is None else budget
         self._runner, self._ident = get_native_id(), get_ident()

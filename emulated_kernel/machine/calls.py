@@ -42,8 +42,8 @@ class HostCalls:
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call a function with up to six integer arguments, each a word; returns its result register.
 
-        Raises: GuestFault: it ended in an exception without a fixup, or in a hypercall; BudgetExceeded: it
-        did not return in time; TypeError: too many arguments.
+        Raises: GuestFault (it ended in an exception without a fixup, or in a hypercall), BudgetExceeded (it
+        did not return in time), TypeError (too many arguments).
         """
         if len(args) > MAX_ARGUMENTS:
             raise TypeError(f"{len(args)} arguments; at most {MAX_ARGUMENTS} are passed")
@@ -63,7 +63,7 @@ class HostCalls:
         the stack (`stack_top` is good). The end state's ip is behind the return pad. The guest's own
         registers are as before in any case. The clock is not set: from the same state comes the same end.
 
-        Raises: GuestFault, BudgetExceeded, MemoryFault: as `call`; the stack isn't writable.
+        Raises: GuestFault, BudgetExceeded, MemoryFault (as `call`; the stack isn't writable).
         """
         return self._enter(start, tick=False)
 
@@ -81,7 +81,7 @@ class HostCalls:
         """Call a function from within a handler that was put off, on the guest's own stack below `sp`.
 
         It runs with interrupts off; as many arguments as there are registers for. What has hooked the guest's
-        traps takes them there too. Raises: GuestFault, BudgetExceeded: as `call`; MemoryFault: no stack.
+        traps takes them there too. Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (no stack).
         """
         regs, hooks, cpu = self._regs, self._hooks, self._cpu
         saved, usual = regs.snapshot(), hooks.dispatch

@@ -121,7 +121,7 @@ class VirtualClock:
 class MachineClock(GuestClock):
     """The machine's clock, over the guest's two u64 cells; what it follows can be changed.
 
-    Raises: ValueError: as `select`.
+    Raises: ValueError (as `select`).
     """
 
     def __init__(self, cells: memoryview, kind: str, seed: int) -> None:
@@ -133,7 +133,7 @@ class MachineClock(GuestClock):
     def select(self, kind: str, seed: int) -> None:
         """Follow "real" or "virtual" time from now on; the guest's time goes on where it is.
 
-        Raises: ValueError: neither of the two.
+        Raises: ValueError (neither of the two).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")

@@ -15,7 +15,7 @@ from emulated_kernel.machine.traps.trap import HardwareError
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
 """Makes the hooks fit the library, and tests it; takes what `quirks.find_cpu_state` found.
 
-Raises: HardwareError where a check failed: it can't be used.
+Raises: HardwareError (a check failed: it can't be used).
 """
 
 
@@ -54,7 +54,7 @@ _FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv
 
 @cache
 def cpu_parts(arch: str) -> CpuParts:
-    """Those of an architecture. Raises: HardwareError where there is none."""
+    """Those of an architecture. Raises: HardwareError (there is none)."""
     if arch not in _FAMILIES:
         raise HardwareError(f"no machine for {arch}")
     return next(parts for parts in _FAMILIES[arch]() if parts.model.name == arch)

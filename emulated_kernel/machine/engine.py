@@ -71,7 +71,7 @@ def _library_path() -> str:
 def library_release() -> int:
     """The library's whole version, a byte each for major, minor, patch and what follows that.
 
-    Raises: OSError where there is no library.
+    Raises: OSError (there is no library).
     """
     return int(ctypes.PyDLL(_library_path()).uc_version(None, None))
 
@@ -92,7 +92,7 @@ class Engine(CodeCache):
     """One uc_engine; every method is a single library call.
 
     Calls that are short keep the GIL (PyDLL, no release and reacquire); `start` releases it, so that other
-    threads run while the guest runs. Raises: HardwareError: the library isn't there or refuses.
+    threads run while the guest runs. Raises: HardwareError (the library isn't there or refuses).
     """
 
     def __init__(self, arch: int, mode: int, cpu_model: int | None = None) -> None:
@@ -293,7 +293,7 @@ class Engine(CodeCache):
         return ctypes.string_at(context.value, self.context_size())
 
     def restore_context(self, saved: bytes) -> None:
-        """Raises: HardwareError for bytes that aren't as many as a context has."""
+        """Raises: HardwareError (bytes that aren't as many as a context has)."""
         context = self._scratch_context
         if len(saved) != self.context_size():
             raise HardwareError("a saved CPU state of another size")

@@ -22,7 +22,7 @@ def page_up(value: int) -> int:
 def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
     """Copy and map all segments, then the direct map; returns the first free physical address behind them.
 
-    Raises: HardwareError: the image does not fit in RAM, or the RAM not in the direct map.
+    Raises: HardwareError (the image does not fit in RAM, or the RAM not in the direct map).
     """
     limit = memory.host_pages.base
     if len(memory.ram) > layout.direct_map_size:

@@ -44,8 +44,8 @@ class Machine(ProbedMachine):
 
     Not thread-safe: one thread at a time runs or inspects it. While the guest runs, other Python threads run.
 
-    Raises: HardwareError: the image does not fit, the architecture is unknown, or the library is broken;
-    GuestFault: the kernel stopped otherwise than booted.
+    Raises: HardwareError (the image does not fit, the architecture is unknown, or the library is broken),
+    GuestFault (the kernel stopped otherwise than booted).
     """
 
     memory: Memory
@@ -188,8 +188,8 @@ class Machine(ProbedMachine):
     def run(self, budget: float | None = None) -> Trap:
         """Run the guest until it stops by itself, or for `budget` seconds instead of the configured ones.
 
-        Raises: HardwareError: called from within a run; the emulator failed; Exception: what a breakpoint
-        handler or the fault hook raised; the guest stands where it was.
+        Raises: HardwareError (called from within a run; the emulator failed), Exception (what a breakpoint
+        handler or the fault hook raised; the guest stands where it was).
         """
         if self._quantum is None:
             return self._runner.run(budget=budget)
@@ -245,7 +245,7 @@ class Machine(ProbedMachine):
     def switch_to(self, number: int) -> None:
         """Make another CPU the current one; the one that was stays where it stands.
 
-        Raises: HardwareError: called from within a run.
+        Raises: HardwareError (called from within a run).
         """
         if number == self.cpu:
             return
@@ -302,8 +302,8 @@ class Machine(ProbedMachine):
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
         """Interrupt the stopped guest: it enters its handler at the next run.
 
-        Raises: GuestFault: its stack can't take the frame (DOUBLE_FAULT); HardwareError: the image has no
-        interrupt handler.
+        Raises: GuestFault (its stack can't take the frame (DOUBLE_FAULT)), HardwareError (the image has no
+        interrupt handler).
         """
         if not self._delivery.possible:
             raise HardwareError("the image takes no interrupts")

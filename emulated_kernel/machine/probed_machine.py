@@ -60,12 +60,12 @@ class ProbedMachine(ABC):
     def alloc_pages(self, size: int, /) -> int:
         """Zeroed pages of the host's that the guest can read and write; an address of the direct map.
 
-        Raises: HardwareError: none left.
+        Raises: HardwareError (none left).
         """
 
     @abstractmethod
     def free_pages(self, va: int, /) -> None:
-        """Give back what `alloc_pages` returned. Raises: HardwareError: not allocated."""
+        """Give back what `alloc_pages` returned. Raises: HardwareError (not allocated)."""
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ class Quantum:
     """
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
-        """`mean`: instructions of a run on average. Raises: ValueError: fewer than one."""
+        """`mean`: instructions of a run on average. Raises: ValueError (fewer than one)."""
         if mean < _FEWEST:
             raise ValueError(f"a quantum of {mean} instructions")
         self._hooks = hooks

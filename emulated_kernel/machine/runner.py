@@ -36,8 +36,8 @@ class Runner:
 
         `budget`: seconds that this run may take; None takes the machine's.
 
-        Raises: HardwareError: called from within a run; the emulator failed; Exception: what a Python hook
-        raised.
+        Raises: HardwareError (called from within a run; the emulator failed), Exception (what a Python hook
+        raised).
         """
         self.check_stopped()
         if tick:
@@ -56,12 +56,12 @@ class Runner:
     def run_within(self) -> Trap:
         """Run from within a handler that was put off, in the time that the run has which it belongs to.
 
-        Raises: HardwareError: the emulator failed; Exception: what a Python hook raised.
+        Raises: HardwareError (the emulator failed), Exception (what a Python hook raised).
         """
         return self._why_stopped(self.hooks.run(self.regs.ip), self.watchdog.has_expired)
 
     def check_stopped(self) -> None:
-        """Raises: HardwareError within a run."""
+        """Raises: HardwareError (within a run)."""
         if self.is_running:
             raise HardwareError("the guest runs already: this was called from a hook")
 

@@ -12,12 +12,13 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import LEGACY_PREFIXES, decode_all, decode_insn, iced_decoder
 from emulated_kernel.errors import KernelError
 from tests.oracle.recorded import oracle_directory, recordings
+from tests.sample import fewer
 
 ARCH = X86_64()
 ADDR, SLOT = 0xFFFF_FFFF_8100_0000, 0xFFFF_FFFF_A000_0000
 # Few of all byte strings are instructions.
 drawn = settings(
-    max_examples=800,
+    max_examples=fewer(800, 8),
     suppress_health_check=[*settings().suppress_health_check, HealthCheck.filter_too_much],
 )
 

@@ -15,6 +15,7 @@ from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import Liveness
 from tests.arch import engines
+from tests.sample import fewer
 
 ADDR = 0x10_0000
 STACK = 0x20_0800
@@ -52,7 +53,7 @@ def live(code: str, offset: int = 0, **fields: object) -> Live:
     return Liveness(Function("f", ADDR, len(data), data, **fields)).at(ADDR + offset)  # type: ignore[arg-type]
 
 
-@settings(max_examples=400)
+@settings(max_examples=fewer(400, 4))
 @given(insns=st.lists(st.sampled_from(INSNS), min_size=1, max_size=8), number=st.integers(0, 1 << 32))
 def test_dead_state_does_not_matter(insns: list[bytes], number: int) -> None:
     code = b"".join(insns)

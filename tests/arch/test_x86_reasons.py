@@ -15,6 +15,7 @@ from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.image.kallsyms import Symbol
 from tests.arch.sample import Sample
 from tests.oracle.recorded import oracle_directory, recording, versions
+from tests.sample import fewer
 
 TEXT = 0xFFFF_FFFF_8100_0000
 NAMES = {
@@ -82,7 +83,7 @@ def one_by_one(asked: Verdict[Any], symbol: Symbol) -> list[tuple[int, Reason | 
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=fewer(400, 4))
 @given(st.data(), st.sampled_from(("x86_64", "i386")))
 def test_the_same_for_any_code_and_tables(data: st.DataObject, arch: str) -> None:
     pieces = st.lists(st.sampled_from(PIECES) | st.binary(min_size=1, max_size=6), min_size=1, max_size=24)

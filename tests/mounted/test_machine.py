@@ -26,13 +26,11 @@ def times(files: Files) -> list[float]:
 
 def test_a_load_runs_while_the_mount_answers(files: Files) -> None:
     files.probe("p:forks kernel_clone")
-    files.write("machine/load", "fork rate=1000 duration=30\n")
-    slowest = 0.0
+    files.write("machine/load", "fork rate=1000 duration=300\n")
     for _ in range(50):
-        start = time.monotonic()
         assert files.read("machine/version").startswith("Linux")
-        slowest = max(slowest, time.monotonic() - start)
-    assert slowest < 1
+    (line,) = files.lines("machine/load")
+    assert counts(line)["state"] == "running"
     files.write("machine/load", "stop")
     (line,) = files.lines("machine/load")
     assert counts(line)["state"] == "stopped"

@@ -62,11 +62,9 @@ def state_of(files: Files, pid: int) -> str | None:
 
 
 def test_a_hit_wakes_the_reader(probed: Files, reader: subprocess.Popen[str]) -> None:
-    started = time.monotonic()
     hit(probed)
     assert reader.stdout is not None
     assert " made: (vfs_mkdir+0x0/" in reader.stdout.readline()
-    assert time.monotonic() - started < 1
     assert state_of(probed, reader.pid) == "S"
     hit(probed, "e")
     assert " made: (vfs_mkdir+0x0/" in reader.stdout.readline()
@@ -121,10 +119,9 @@ def test_readiness(probed: Files, pipe: int) -> None:
 
 
 def test_polling_is_woken(probed: Files, pipe: int) -> None:
+    assert select.select([pipe], [], [], 0)[0] == []
     maker = subprocess.Popen(["sh", "-c", f"sleep 0.3; mkdir {probed.path('scratch/late')}"])
-    started = time.monotonic()
     assert select.select([pipe], [], [], TIMEOUT)[0] == [pipe]
-    assert 0.2 < time.monotonic() - started < 3
     assert maker.wait(TIMEOUT) == 0
 
 
@@ -149,12 +146,10 @@ def _can_open(path: Path) -> bool:
 def test_everything_else_goes_on_beside_a_sleeping_reader(
     probed: Files, reader: subprocess.Popen[str]
 ) -> None:
-    started = time.monotonic()
     for number in range(50):
         probed.path(f"scratch/f{number}").write_text("x" * 5000)
         assert probed.read("kprobes/enabled") == "1\n"
     assert probed.shell("cat scratch/f* | wc -c").stdout.strip() == "250000"
-    assert time.monotonic() - started < 5
     assert reader.poll() is None
 
 

@@ -1,4 +1,4 @@
-"""Names: one public class each, and nothing public that only tests would call."""
+"""Names: one class each, and nothing public that only tests would call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def parsed(*packages: str) -> Iterator[tuple[str, ast.Module]]:
             yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
 
 
-def public_classes(packages: tuple[str, ...]) -> dict[str, list[str]]:
+def classes(packages: tuple[str, ...]) -> dict[str, list[str]]:
     places = defaultdict(list)
     for path, tree in parsed(*packages):
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path}:{node.lineno}")
     return places
 
@@ -51,8 +51,8 @@ def uncalled() -> dict[str, str]:
     }
 
 
-def test_no_two_public_classes_share_a_name() -> None:
-    found = public_classes((LIBRARY, PROGRAM))
+def test_no_two_classes_share_a_name() -> None:
+    found = classes((LIBRARY, PROGRAM))
     assert len(found) > 300
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
@@ -61,14 +61,26 @@ def test_nothing_public_is_called_by_tests_alone() -> None:
     assert uncalled().keys() == CALLED_FROM_OUTSIDE.keys(), uncalled()
 
 
-def test_docstrings_name_errnos_in_one_form() -> None:
-    """`KernelError EINVAL (why), EBUSY`: a call's form is for code."""
-    docstrings = [
-        (path, ast.get_docstring(node) or "")
-        for path, tree in parsed(LIBRARY, PROGRAM)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+def documentation() -> Iterator[tuple[str, str]]:
+    """Docstrings, those of attributes too: strings that stand alone."""
+    for path, tree in parsed(LIBRARY, PROGRAM):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield f"{path}:{node.lineno}", " ".join(text.split())
+
+
+REASON = r"(?: \((?:[^()]|\([^()]*\))*\))?"
+RAISED = rf"(?:(?:[A-Z]\w+ )?E[A-Z0-9]+|[A-Z][A-Za-z]+|(?:as|what|whatever|others) (?:[^;,()]|\(\))+){REASON}"
+RAISES = re.compile(rf"Raises: {RAISED}(?:, {RAISED})*\.(?: |$)")
+
+
+def test_raises_has_one_form() -> None:
+    """`Raises: KernelError EINVAL (why), EBUSY, OSError, as `other`.`: types, errnos, reasons in brackets."""
+    found = [
+        (place, text[start:])
+        for place, text in documentation()
+        for start in (match.start() for match in re.finditer(r"\bRaises\b|\bKernelError\(", text))
     ]
-    called = re.compile(r"KernelError\((?:errno\.)?E[A-Z0-9]+\)")
-    assert [path for path, text in docstrings if called.search(text)] == []
-    assert sum("KernelError E" in text for _, text in docstrings) > 100
+    assert len(found) > 600
+    assert [each for each in found if not RAISES.match(each[1])] == []

@@ -62,7 +62,7 @@ class SourceText:
     def parse(cls, text: str, name: str = "code") -> SourceText:
         """Statements end at `;` or with the line, comments begin with `#` or `//`; messages call it `name`.
 
-        Raises: KernelError EINVAL: a label that there is already.
+        Raises: KernelError EINVAL (a label that there is already).
         """
         statements: list[Statement] = []
         labels: dict[str, int] = {}
@@ -89,7 +89,7 @@ def _pieces(text: str, name: str) -> Iterator[Statement]:
 
 
 def cell_offset(statement: Statement, offset: int, size: int) -> int:
-    """An offset into a cell, of an access of `size` bytes. Raises: KernelError EINVAL: beyond it."""
+    """An offset into a cell, of an access of `size` bytes. Raises: KernelError EINVAL (beyond it)."""
     if not 0 <= offset <= CELL_SIZE - size:
         raise statement.refused(f"a cell has {CELL_SIZE} bytes")
     return offset

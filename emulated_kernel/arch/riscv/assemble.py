@@ -185,7 +185,7 @@ def branch(condition: BranchFunct3, left: int, right: int, offset: int) -> bytes
 
 
 def jal(rd: int, source: int, target: int) -> bytes:
-    """A jump at `source`. Raises: KernelError ERANGE beyond 1 MiB."""
+    """A jump at `source`. Raises: KernelError ERANGE (beyond 1 MiB)."""
     distance = target - source
     if not -_JUMP_RANGE <= distance < _JUMP_RANGE:
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 1 MiB")
@@ -205,7 +205,7 @@ def jump_register(register: int) -> bytes:
 def long_jump(link: int, scratch: int, source: int, target: int) -> bytes:
     """auipc and jalr by way of `scratch`, leaving the address behind them in `link`.
 
-    Raises: KernelError ERANGE beyond 2 GiB. Mirrors: opt.c:in_auipc_jalr_range (optprobes v6, 2023).
+    Raises: KernelError ERANGE (beyond 2 GiB). Mirrors: opt.c:in_auipc_jalr_range (optprobes v6, 2023).
     """
     distance = target - source
     if not -(1 << 31) - (1 << 11) <= distance < _LONG_LIMIT:

@@ -78,12 +78,12 @@ class RiscvAssembler(Assembler):
     """GNU's syntax. `la` gives the address of a cell; a store to one needs a third register for that."""
 
     def cells(self, source: SourceText) -> tuple[str, ...]:
-        lines = [_Line.of(statement) for statement in source.statements]
+        lines = [_SourceLine.of(statement) for statement in source.statements]
         found = [line.cell_operand() for line in lines]
         return tuple(dict.fromkeys(name for name, _ in filter(None, found)))
 
     def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:
-        lines = [_Line.of(statement) for statement in source.statements]
+        lines = [_SourceLine.of(statement) for statement in source.statements]
         codes = [line.code(cells) for line in lines]
         places = [sum(map(len, codes[:number])) for number in range(len(codes) + 1)]
         labels = {name: places[number] for name, number in source.labels.items()}
@@ -103,7 +103,7 @@ class RiscvAssembler(Assembler):
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _SourceLine:
     """An instruction, as a name and its operands."""
 
     statement: Statement
@@ -111,7 +111,7 @@ class _Line:
     operands: Sequence[str]
 
     @classmethod
-    def of(cls, statement: Statement) -> _Line:
+    def of(cls, statement: Statement) -> _SourceLine:
         """Shorthands are written out."""
         name, *more = statement.text.split(None, 1)
         operands = [operand.strip() for operand in more[0].split(",")] if more else []
@@ -157,7 +157,7 @@ class _Line:
         return cell[1], -offset if cell[2] == "-" else offset
 
     def check_effect(self, reads: int, writes: int) -> None:
-        """Raises: KernelError EINVAL: not for handlers."""
+        """Raises: KernelError EINVAL (not for handlers)."""
         for number, why in _KEPT.items():
             if writes >> number & 1 or (number == SP and reads >> number & 1):
                 raise self.statement.refused(why)
@@ -193,7 +193,7 @@ class _Line:
         return None if cell is None else cells[cell[0]] + cell_offset(self.statement, cell[1], size)
 
 
-def _op(line: _Line, _cells: Mapping[str, int]) -> bytes:
+def _op(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     line.check_count(3)
     rd, rs1, rs2 = map(line.register, range(3))
     narrow = line.name in _OP_32
@@ -201,7 +201,7 @@ def _op(line: _Line, _cells: Mapping[str, int]) -> bytes:
     return _word(r_type(RiscvOpcode.OP_32 if narrow else RiscvOpcode.OP, rd, funct3, rs1, rs2, funct7))
 
 
-def _op_imm(line: _Line, _cells: Mapping[str, int]) -> bytes:
+def _op_imm(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     line.check_count(3)
     value = line.number(line.operands[2], range(-0x800, 0x800))
     opcode = RiscvOpcode.OP_IMM_32 if line.name == "addiw" else RiscvOpcode.OP_IMM
@@ -209,7 +209,7 @@ def _op_imm(line: _Line, _cells: Mapping[str, int]) -> bytes:
     return _word(i_type(opcode, line.register(0), funct3, line.register(1), value))
 
 
-def _shift(line: _Line, _cells: Mapping[str, int]) -> bytes:
+def _shift(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     line.check_count(3)
     narrow = line.name.endswith("w")
     count = line.number(line.operands[2], range(32 if narrow else 64))
@@ -218,7 +218,7 @@ def _shift(line: _Line, _cells: Mapping[str, int]) -> bytes:
     return _word(i_type(opcode, line.register(0), funct3, line.register(1), funct7 << 5 | count))
 
 
-def _load(line: _Line, cells: Mapping[str, int]) -> bytes:
+def _load(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
     line.check_count(2)
     rd, (size, sign) = line.register(0), _LOADS[line.name]
     place = line.place(size, cells)
@@ -228,7 +228,7 @@ def _load(line: _Line, cells: Mapping[str, int]) -> bytes:
     return before + load(rd, base, offset, size, sign=sign)
 
 
-def _store(line: _Line, cells: Mapping[str, int]) -> bytes:
+def _store(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
     size = _STORES[line.name]
     place = line.place(size, cells)
     if place is None:
@@ -242,7 +242,7 @@ def _store(line: _Line, cells: Mapping[str, int]) -> bytes:
     return before + store(base, offset, line.register(0), size)
 
 
-def _address(line: _Line, cells: Mapping[str, int]) -> bytes:
+def _address(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
     line.check_count(2)
     place, rd = line.place(1, cells), line.register(0)
     if place is None:
@@ -250,7 +250,7 @@ def _address(line: _Line, cells: Mapping[str, int]) -> bytes:
     return set_register(rd, place) + arithmetic(ArithmeticFunct3.ADD, rd, rd, GP)
 
 
-def _reached(line: _Line, place: int, register: int) -> tuple[int, int, bytes]:
+def _reached(line: _SourceLine, place: int, register: int) -> tuple[int, int, bytes]:
     """Base and offset of the CPU's own data, and what makes the base in a register where it isn't gp."""
     if fits_12(place):
         return GP, place, b""
@@ -264,7 +264,7 @@ def _reached(line: _Line, place: int, register: int) -> tuple[int, int, bytes]:
     )
 
 
-def _amo(line: _Line, _cells: Mapping[str, int]) -> bytes:
+def _amo(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     line.check_count(3)
     base, offset = line.memory(2)
     if offset:
@@ -274,7 +274,7 @@ def _amo(line: _Line, _cells: Mapping[str, int]) -> bytes:
     return _word(r_type(RiscvOpcode.AMO, line.register(0), funct3, base, line.register(1), funct7))
 
 
-def _set(line: _Line, _cells: Mapping[str, int]) -> bytes:
+def _set(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     line.check_count(2)
     if line.name == "lui":
         return _word(
@@ -283,12 +283,12 @@ def _set(line: _Line, _cells: Mapping[str, int]) -> bytes:
     return set_register(line.register(0), line.number(line.operands[1], range(-1 << 63, 1 << 64)))
 
 
-def _nop(line: _Line, _cells: Mapping[str, int]) -> bytes:
+def _nop(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     line.check_count(0)
     return NOP
 
 
-def _branch(line: _Line, _cells: Mapping[str, int]) -> bytes:
+def _branch(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     """Without its target."""
     if line.name == "j":
         line.check_count(1)
@@ -297,7 +297,7 @@ def _branch(line: _Line, _cells: Mapping[str, int]) -> bytes:
     return branch(_BRANCHES[line.name], line.register(0), line.register(1), 0)
 
 
-_MAKERS: dict[str, Callable[[_Line, Mapping[str, int]], bytes]] = {
+_MAKERS: dict[str, Callable[[_SourceLine, Mapping[str, int]], bytes]] = {
     **dict.fromkeys((*_OP, *_OP_32), _op),
     **dict.fromkeys((*_OP_IMM, "addiw"), _op_imm),
     **dict.fromkeys((*_SHIFTS, *(f"{name}w" for name in _SHIFTS)), _shift),

@@ -33,7 +33,7 @@ MAX_REGION = 10
 MAX_COPIED = MAX_REGION + LONG_JUMP_SIZE
 MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD
-"""The frame and the word behind it, aligned as the stack pointer is."""
+"""Bytes of stack that a return trampoline takes: pt_regs and the return address, 16-byte aligned."""
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
 

@@ -35,7 +35,7 @@ def load_general(*, but: int = SP) -> bytes:
 
 
 def complete(set_ip: bytes, room: int = SIZE) -> bytes:
-    """Save the rest; `set_ip` leaves it in t0, which is overwritten as all that has been saved."""
+    """Fill in the rest of a pt_regs; t0, which is saved by then, is overwritten, by `set_ip` with ip."""
     code = set_ip + store(SP, OFFSETS["ip"], T0, WORD)
     code += addi(T0, SP, room) + store(SP, OFFSETS["sp"], T0, WORD)
     code += read_status(T0) + store(SP, OFFSETS["status"], T0, WORD)

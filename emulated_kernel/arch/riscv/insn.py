@@ -305,7 +305,7 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
     """The first instruction of `code`; `compressed`: the kernel has RVC.
 
     Linux: whatever stands there is an instruction, also where a processor knows none.
-    Raises: KernelError EINVAL where `code` ends within it, or it is 2 bytes long without RVC.
+    Raises: KernelError EINVAL (`code` ends within it, or it is 2 bytes long without RVC).
     """
     bits = int.from_bytes(code[:RVI_SIZE], "little")
     length = insn_length(bits)

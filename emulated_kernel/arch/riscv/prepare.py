@@ -13,7 +13,7 @@ from emulated_kernel.errors import KernelError
 def prepare(code: bytes, addr: int, breakpoint_: bytes, *, compressed: bool) -> Prepared:
     """Out-of-line form of the instruction at `addr`.
 
-    Raises: KernelError EINVAL for system instructions and fences.
+    Raises: KernelError EINVAL (system instructions and fences).
     Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe, arch_prepare_ss_slot (v6.1).
     """
     insn = decode_insn(code, compressed=compressed)

@@ -184,7 +184,7 @@ def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
 
 
 def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
-    """A cell and an offset into it, if that is the address. Raises: KernelError EINVAL: more than that."""
+    """A cell and an offset into it, if that is the address. Raises: KernelError EINVAL (more than that)."""
     unknown = [name for name in _NAME.findall(inner) if not _REGISTER.fullmatch(name.lower())]
     if not unknown:
         return None
@@ -236,7 +236,7 @@ def _memory_size(insn: Any) -> int:
 def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]]:
     """Mask of the general registers that it may write, and what `needed` asks for.
 
-    Raises: KernelError EINVAL: not for handlers.
+    Raises: KernelError EINVAL (not for handlers).
     """
     from iced_x86 import FlowControl, InstructionInfoFactory, OpAccess, RegisterExt, RflagsBits
 

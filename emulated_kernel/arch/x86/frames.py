@@ -22,13 +22,13 @@ def frame_insns(
     """Each instruction of a function; `switches_stack`: to one that was left by the same code."""
     from iced_x86 import InstructionInfoFactory
 
-    reader = _Reader(bits, InstructionInfoFactory(), range(addr + 1, addr + len(code)), switches_stack)
+    reader = _FrameReader(bits, InstructionInfoFactory(), range(addr + 1, addr + len(code)), switches_stack)
     for at, length, insn in decode_all(code, addr, bits):
         if insn is not None:
             yield at, reader.read(insn, length)
 
 
-class _Reader:
+class _FrameReader:
     def __init__(self, bits: int, factory: Any, inside: range, switches_stack: bool) -> None:
         self._word = bits // 8
         self._factory = factory

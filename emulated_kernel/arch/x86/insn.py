@@ -88,7 +88,7 @@ class X86Insn:
 def decode_insn(code: bytes, bits: int = 64) -> X86Insn:
     """The instruction at the start of `code`.
 
-    Raises: KernelError EINVAL if it isn't decodable or not complete.
+    Raises: KernelError EINVAL (it isn't decodable or not complete).
     Mirrors: arch/x86/lib/insn.c:insn_decode (v6.1)
     """
     return _decode(bytes(code[:MAX_INSN_SIZE]), bits)

@@ -53,7 +53,7 @@ DISP32_SIZE = 4
 
 
 def relative_jump(source: int, target: int) -> bytes:
-    """A `jmp rel32` at `source`. Raises: KernelError ERANGE where 32 bits don't reach."""
+    """A `jmp rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
     distance = target - (source + JMP32_SIZE)
     if not is_signed(distance, 32):
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
@@ -63,8 +63,8 @@ def relative_jump(source: int, target: int) -> bytes:
 def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple[bytes, X86Insn]:
     """The first instruction of `code`, which stands at `addr`, made to run at `real`.
 
-    Raises: KernelError EINVAL for what must not be copied: a breakpoint of somebody else, forced
-    emulation, instructions that mask exceptions, a displacement that doesn't reach from `real`.
+    Raises: KernelError EINVAL (what must not be copied: a breakpoint of somebody else, forced emulation,
+    instructions that mask exceptions, a displacement that doesn't reach from `real`).
     Mirrors: arch/x86/kernel/kprobes/core.c:__copy_instruction (v6.1)
     """
     insn = decode_insn(code, bits)
@@ -80,7 +80,7 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
 
 
 def check_copyable(insn: X86Insn) -> None:
-    """Raises: KernelError EINVAL for what must not be copied, wherever to."""
+    """Raises: KernelError EINVAL (what must not be copied, wherever to)."""
     if insn.emulate_prefix:
         raise KernelError(EINVAL, "forced-emulation prefix")
     if insn.opcode == INT3:
@@ -119,7 +119,7 @@ def prepare(code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault
 def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation | None:
     """How `insn` is emulated, or None if its copy can be stepped.
 
-    Raises: KernelError EOPNOTSUPP for control transfers that can be neither.
+    Raises: KernelError EOPNOTSUPP (control transfers that can be neither).
     Mirrors: arch/x86/kernel/kprobes/core.c:prepare_emulation (v6.1)
     """
     opcode = insn.opcode[0]

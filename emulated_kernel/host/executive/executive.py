@@ -21,7 +21,7 @@ from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Memory
 HostfsHandler = Callable[[int, int, int], int]
 """Serves a file of ours for the task that asks: (op, user buffer, count) -> result.
 
-Raises: KernelError for an errno, WouldBlock to let the task sleep and ask again.
+Raises: KernelError (an errno), WouldBlock (let the task sleep and ask again).
 """
 
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
@@ -88,14 +88,14 @@ class Request:
     """What the handler raised that is no errno; raised again outside of the guest."""
 
     def kill(self) -> None:
-        """The task ended in the call, if that hadn't ended before."""
+        """Note that the task died in this call: the result is -EIO, unless there is one."""
         if self.result is None:
             self.killed = True
             self.result = -errno.EIO
 
 
 class At(Enum):
-    """State of a CPU between two runs of the guest."""
+    """Where a CPU stands between two runs of the guest."""
 
     USER = auto()
     IDLE = auto()
@@ -162,8 +162,8 @@ class Executive:
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """Run a system call in this task; its result, negative errno included.
 
-        Raises: WouldBlock when the task sleeps in a file of ours (go on with `resume`); KernelError
-        EIO when the guest is dead or the call killed its task, EDEADLK from a probe's handler.
+        Raises: WouldBlock (the task sleeps in a file of ours (go on with `resume`)), KernelError EIO (the
+        guest is dead or the call killed its task), EDEADLK (from a probe's handler).
         """
         return self.run(task, Request(nr, args, hostfs))
 
@@ -188,7 +188,7 @@ class Executive:
         return self._user if self._user is not None and self._user.request is None else None
 
     def check_stopped(self) -> None:
-        """A running guest can't take a system call. Raises: KernelError EDEADLK in a probe's handler."""
+        """A running guest can't take a system call. Raises: KernelError EDEADLK (in a probe's handler)."""
         self._lock.assert_held()
         if self._machine.is_running:
             raise KernelError(errno.EDEADLK, "called from within the guest's run")
@@ -308,7 +308,7 @@ class Executive:
             self._step()
 
     def _wake(self, task: GuestTask) -> None:
-        """Make the guest switch to this task when it goes on. Raises: KernelError EIO where it is dead."""
+        """Make the guest switch to this task when it goes on. Raises: KernelError EIO (it is dead)."""
         if self._at is At.DEAD:
             self._refuse(task)
         if self._at is At.IDLE:
@@ -443,7 +443,7 @@ class Executive:
             return -errno.EIO
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """The awaited task sleeps, and no other runs. Raises: WouldBlock where it waits for the host."""
+        """The awaited task sleeps, and no other runs. Raises: WouldBlock (it waits for the host)."""
         if request.waits_for_host:
             raise WouldBlock
         if slept >= MAX_SLEEP_JIFFIES:

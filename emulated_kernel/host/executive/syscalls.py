@@ -90,7 +90,7 @@ class GuestEntry(NamedTuple):
 
 
 def check(result: int, word_size: int) -> int:
-    """A system call's result register of so many bytes. Raises: KernelError for a negative errno."""
+    """A system call's result register of so many bytes. Raises: KernelError (a negative errno)."""
     size = 1 << 8 * word_size
     result %= size
     if result >= size - _MAX_ERRNO:
@@ -122,7 +122,7 @@ class Syscalls:
         return name in self._nr
 
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """One system call by its name. Raises: KernelError; WouldBlock (see Executive.syscall)."""
+        """One system call by its name. Raises: KernelError, WouldBlock (see Executive.syscall)."""
         nr = self._nr[name]
         return check(self._executive.syscall(task, nr, *args, hostfs=hostfs), self._memory.word_size)
 
@@ -275,7 +275,7 @@ class Syscalls:
         self._by_any_name(task, "ftruncate", [fd, size])
 
     def seek(self, task: GuestTask, fd: int, offset: int) -> None:
-        """lseek(2) from the file's start. Raises: KernelError, EOVERFLOW beyond the guest's long."""
+        """lseek(2) from the file's start. Raises: KernelError, EOVERFLOW (beyond the guest's long)."""
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
@@ -313,7 +313,7 @@ class Syscalls:
                 at += (_ENTRY_SIZE + length + 7) & ~7
 
     def _ask(self, function: int, path: str, *args: int) -> int:
-        """Raises: KernelError, EIO where the guest is dead, EDEADLK from a probe's handler."""
+        """Raises: KernelError, EIO (the guest is dead), EDEADLK (from a probe's handler)."""
         self._executive.check_stopped()
         if self._executive.is_dead:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")

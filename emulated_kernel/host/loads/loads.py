@@ -107,8 +107,8 @@ class Loads:
         return partial(self.start, *self._orders(verb, words))
 
     def start(self, *orders: LoadOrder) -> None:
-        """Start loads in the background. Raises: KernelError EBUSY, EIO (the guest is dead), none started;
-        ENOMEM (no thread), those before it started."""
+        """Start loads in the background. Raises: KernelError EBUSY, EIO (the guest is dead, none started),
+        ENOMEM (no thread, those before it started)."""
         self._lock.assert_held()
         if self._guest.is_dead:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")

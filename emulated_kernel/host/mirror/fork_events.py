@@ -41,7 +41,7 @@ _FILTER = (
 
 
 class ForkEvents:
-    """Parents of processes, from the moment that this is made. Raises: OSError where nobody tells."""
+    """Parents of processes, from the moment that this is made. Raises: OSError (nobody tells)."""
 
     def __init__(self) -> None:
         # What other listeners asked for is heard everywhere: an event proves nothing.

@@ -82,7 +82,7 @@ class TaskMirror(TaskObserver):
 
         A request without a process (the host kernel's own, pid 0) is init's, and so is one for whose
         process the guest has no memory: files that free some must stay within reach. Raises: KernelError EIO
-        where the guest's own data lead nowhere.
+        (the guest's own data lead nowhere).
         """
         for tell in self._events.request_begins:
             tell()

@@ -16,7 +16,7 @@ _RECORD = struct.Struct("<QQHHB3x")
 def read_log(memory: Memory, symbols: Kallsyms) -> Iterator[Message]:
     """All messages that the ring still holds, oldest first; up to one that the guest has overwritten.
 
-    Raises: MemoryFault where the guest has corrupted the variables.
+    Raises: MemoryFault (the guest has corrupted the variables).
     """
     at = {name: symbols.lookup_name(name) or 0 for name in _VARIABLES}
     buffer = at["__log_buf"]

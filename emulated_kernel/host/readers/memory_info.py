@@ -16,7 +16,7 @@ _MAX_NAME = 64
 
 
 def read_memory(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> MemoryInfo:
-    """The counters of a guest that stands still. Raises: MemoryFault where it has corrupted its lists."""
+    """The counters of a guest that stands still. Raises: MemoryFault (it has corrupted its lists)."""
     zone, word, u32 = address_of(symbols, "contig_zone"), memory.read_word, memory.read_u32
     return MemoryInfo(
         total=word(zone + abi["zone.managed_pages"]),

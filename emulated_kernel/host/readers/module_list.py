@@ -30,7 +30,7 @@ _SYMBOLS = {8: struct.Struct("<IBBHQQ"), 4: struct.Struct("<IIIBBH")}
 class ModuleReader:
     """Reads struct module as the guest's ABI table lays it out.
 
-    Raises, in all methods: MemoryFault where the guest has corrupted it.
+    Raises: MemoryFault (in all methods: the guest has corrupted it).
     """
 
     def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> None:

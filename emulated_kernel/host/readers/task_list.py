@@ -15,7 +15,7 @@ _MAX_TASKS = 1 << 16
 
 
 def read_tasks(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[TaskInfo]:
-    """All tasks, the idle task first. Raises: MemoryFault where the guest has corrupted its list."""
+    """All tasks, the idle task first. Raises: MemoryFault (the guest has corrupted its list)."""
     link = abi["task_struct.tasks"]
     first = symbols.lookup_name("init_task") or 0
     task = first
@@ -27,7 +27,7 @@ def read_tasks(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Ite
 
 
 def read_task(memory: Memory, task: int, abi: Mapping[str, int]) -> TaskInfo:
-    """The task at an address. Raises: MemoryFault where there is none."""
+    """The task at an address. Raises: MemoryFault (there is none)."""
 
     def word(field: str) -> int:
         return memory.read_u32(task + abi[f"task_struct.{field}"])
@@ -48,7 +48,7 @@ def read_task(memory: Memory, task: int, abi: Mapping[str, int]) -> TaskInfo:
 def read_cpus(memory: Memory, abi: Mapping[str, int], areas: Sequence[int]) -> Iterator[CpuInfo]:
     """All CPUs, by the addresses of their per-CPU areas.
 
-    Raises: MemoryFault where the guest has corrupted what they point to.
+    Raises: MemoryFault (the guest has corrupted what they point to).
     """
     for number, area in enumerate(areas):
         queue = area + abi["percpu.runqueues"]

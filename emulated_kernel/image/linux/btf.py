@@ -92,7 +92,7 @@ _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 class Btf:
     """The types of one kernel; each has a number, void is 0.
 
-    Raises: KernelError ENOEXEC for damaged data, ENOENT for what it has no type for.
+    Raises: KernelError ENOEXEC (damaged data), ENOENT (what it has no type for).
     """
 
     def __init__(self, data: bytes, index: tuple[bytes, bytes] | None = None) -> None:

@@ -30,8 +30,8 @@ class Readable(Protocol):
 def unpack(packed: Readable, limit: int) -> Iterator[bytes]:
     """The pieces of what `packed` holds; bytes behind its end are left alone.
 
-    Raises: KernelError ENOEXEC where the compression isn't recognised, or it is damaged, or more
-    than `limit` bytes come out of it.
+    Raises: KernelError ENOEXEC (the compression isn't recognised, or it is damaged, or more than `limit`
+    bytes come out of it).
     """
     start = packed.read(6)
     for magic, name, unpacked in _FORMATS:

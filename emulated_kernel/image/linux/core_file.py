@@ -50,7 +50,7 @@ class CoreSegment(NamedTuple):
 class CoreFile:
     """An open dump; `segments` by address, without the memory of devices. Nothing of it is mapped.
 
-    Raises: UnusableFile for what is no whole dump of an x86_64 machine, here and while it is read.
+    Raises: UnusableFile (what is no whole dump of an x86_64 machine, here and while it is read).
     """
 
     def __init__(self, file: int) -> None:

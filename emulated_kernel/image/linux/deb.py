@@ -42,7 +42,7 @@ class _Part:
 class PackageTar:
     """The tar of a package, unpacked from where its compression allows to begin.
 
-    Raises: KernelError ENOEXEC, here and while it is read.
+    Raises: KernelError ENOEXEC (here and while it is read).
     """
 
     def __init__(self, package: BinaryIO) -> None:

@@ -68,7 +68,7 @@ class Structures:
         return self.string(pointer) if pointer else ""
 
     def string(self, va: int) -> str:
-        """A string. Raises: KernelError ENOEXEC, also for too many since begin()."""
+        """A string. Raises: KernelError ENOEXEC (also for too many since begin())."""
         found = self.vmlinux.string(va)
         self._left -= len(found)
         if self._left < 0:

@@ -61,7 +61,7 @@ _MUCH = 1 << 20
 class KeptKernel(LinuxKernel):
     """A kernel out of its parts, which stay where they are; its tables aren't read out of it again.
 
-    Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError for other parts.
+    Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (other parts).
     """
 
     def __init__(self, parts: Mapping[str, memoryview]) -> None:

@@ -34,7 +34,7 @@ _SECOND_HALF = 0x20
 
 
 class Returns(Enum):
-    """What a CPU's mitigations make of a kernel's returns; the value is what people call it."""
+    """How a kernel's `ret` are rewritten at boot, as the CPU's mitigations need; the value is for people."""
 
     PLAIN = "plain returns"
     ITS = "return thunks in the first half of cache lines"
@@ -46,7 +46,7 @@ class Returns(Enum):
         return self is Returns.THUNKS or (self is Returns.ITS and not site & _SECOND_HALF)
 
 
-class _Place(NamedTuple):
+class _TablePlace(NamedTuple):
     """Where a table stands: between two symbols, or in a section of its own."""
 
     start: str
@@ -54,23 +54,23 @@ class _Place(NamedTuple):
     section: str = ""
 
 
-_EX_TABLE = _Place("__start___ex_table", "__stop___ex_table", "__ex_table")
-_BLACKLIST = _Place("__start_kprobe_blacklist", "__stop_kprobe_blacklist", "_kprobe_blacklist")
-_MCOUNT = _Place("__start_mcount_loc", "__stop_mcount_loc", "__mcount_loc")
-_JUMP_LABELS = _Place("__start___jump_table", "__stop___jump_table", "__jump_table")
-_STATIC_CALLS = _Place("__start_static_call_sites", "__stop_static_call_sites", ".static_call_sites")
-_BUGS = _Place("__start___bug_table", "__stop___bug_table", "__bug_table")
-_RETURN_SITES = _Place("__return_sites", "__return_sites_end", ".return_sites")
-_BTF = _Place("__start_BTF", "__stop_BTF", ".BTF")
-_EVENTS = _Place("__start_ftrace_events", "__stop_ftrace_events", "_ftrace_events")
-_EVAL_MAPS = _Place("__start_ftrace_eval_maps", "__stop_ftrace_eval_maps", "_ftrace_eval_map")
-_SYSCALLS = _Place("__start_syscalls_metadata", "__stop_syscalls_metadata", "__syscalls_metadata")
+_EX_TABLE = _TablePlace("__start___ex_table", "__stop___ex_table", "__ex_table")
+_BLACKLIST = _TablePlace("__start_kprobe_blacklist", "__stop_kprobe_blacklist", "_kprobe_blacklist")
+_MCOUNT = _TablePlace("__start_mcount_loc", "__stop_mcount_loc", "__mcount_loc")
+_JUMP_LABELS = _TablePlace("__start___jump_table", "__stop___jump_table", "__jump_table")
+_STATIC_CALLS = _TablePlace("__start_static_call_sites", "__stop_static_call_sites", ".static_call_sites")
+_BUGS = _TablePlace("__start___bug_table", "__stop___bug_table", "__bug_table")
+_RETURN_SITES = _TablePlace("__return_sites", "__return_sites_end", ".return_sites")
+_BTF = _TablePlace("__start_BTF", "__stop_BTF", ".BTF")
+_EVENTS = _TablePlace("__start_ftrace_events", "__stop_ftrace_events", "_ftrace_events")
+_EVAL_MAPS = _TablePlace("__start_ftrace_eval_maps", "__stop_ftrace_eval_maps", "_ftrace_eval_map")
+_SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata", "__syscalls_metadata")
 
 
 class LinuxKernel:
     """What a kernel's file tells; a table is read when first asked for, and empty where there is none.
 
-    Raises: KernelError ENOEXEC for a kernel without symbols.
+    Raises: KernelError ENOEXEC (a kernel without symbols).
     """
 
     bits = 64
@@ -162,7 +162,7 @@ class LinuxKernel:
         return Range(first, last) if first < last else Range(0, 0)
 
     def required(self, name: str) -> int:
-        """A symbol's address. Raises: KernelError ENOEXEC where there is no such symbol."""
+        """A symbol's address. Raises: KernelError ENOEXEC (there is no such symbol)."""
         address = self.kallsyms.lookup_name(name)
         if address is None:
             raise unusable(f"its symbols lack {name}")
@@ -234,7 +234,7 @@ class LinuxKernel:
 
     @cached_property
     def btf(self) -> Btf:
-        """Its types. Raises: KernelError ENODATA where it was built without."""
+        """Its types. Raises: KernelError ENODATA (it was built without)."""
         return Btf(self._btf_data())
 
     def _btf_data(self) -> bytes:
@@ -249,7 +249,7 @@ class LinuxKernel:
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
-        """Its trace events, those of system calls too. Raises: KernelError ENODATA without BTF."""
+        """Its trace events, those of system calls too. Raises: KernelError ENODATA (no BTF)."""
         calls, maps = (tables.words(self._table(place)[1]) for place in (_EVENTS, _EVAL_MAPS))
         return tuple(kernel_events(self._structures, calls, maps))
 
@@ -265,7 +265,7 @@ class LinuxKernel:
             names.setdefault(symbol.address, []).append(symbol.name)
         return syscall_numbers(self.vmlinux, table, names)
 
-    def _table(self, place: _Place) -> tuple[int, bytes]:
+    def _table(self, place: _TablePlace) -> tuple[int, bytes]:
         """Address and contents; nothing where it isn't there."""
         found = self.between(place.start, place.stop)
         if found.end:
@@ -276,6 +276,6 @@ class LinuxKernel:
 def open_kernel(source: str) -> LinuxKernel:
     """The kernel of a vmlinuz, a vmlinux or a Debian package, or with `host` the one that runs here.
 
-    Raises: KernelError ENOEXEC for what isn't one, ENOENT without the running kernel's file; OSError.
+    Raises: KernelError ENOEXEC (what isn't one), ENOENT (the running kernel's file isn't there), OSError.
     """
     return LinuxKernel(open_vmlinux(source))

@@ -37,7 +37,7 @@ class ModuleFiles:
     def read(self, name: str) -> list[tuple[str, bytes]]:
         """Names and contents of a module, by name or by path with a slash, behind all those that it needs.
 
-        Raises: KernelError ENOENT where there is none, ENOEXEC for what is none; OSError.
+        Raises: KernelError ENOENT (there is none), ENOEXEC (what is none), OSError.
         """
         found: dict[str, bytes] = {}
         if "/" in name:
@@ -82,7 +82,7 @@ class _Package:
         """The latest one last."""
 
     def read(self, names: set[str]) -> dict[str, bytes] | None:
-        """Those of the modules that are in it; None where it is no package. Raises: OSError; UnusableFile."""
+        """Those of the modules that are in it; None where it is no package. Raises: OSError, UnusableFile."""
         with self._lock, open_regular(self._path) as file, read_as(f"package ({self._path.name})"):
             if file.read(len(AR_MAGIC)) != AR_MAGIC:
                 return None

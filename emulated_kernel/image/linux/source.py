@@ -34,14 +34,14 @@ def host_kernel() -> Path:
 
 
 def kernel_file(source: str) -> Path:
-    """The file that a source names. Raises: KernelError ENOENT without the running kernel's."""
+    """The file that a source names. Raises: KernelError ENOENT (the running kernel's isn't there)."""
     return host_kernel() if source == HOST else Path(source)
 
 
 def open_vmlinux(source: str) -> Vmlinux:
     """The unpacked kernel of a file, or of the host.
 
-    Raises: KernelError ENOEXEC for what isn't one, with what is wrong; OSError where it can't be read.
+    Raises: KernelError ENOEXEC (what isn't one, with what is wrong), OSError (it can't be read).
     """
     with open_elf(kernel_file(source)) as file:
         return Vmlinux(file)
@@ -66,7 +66,7 @@ def is_linux(path: Path) -> bool:
 def open_elf(path: Path) -> Iterator[BinaryIO]:
     """The ELF file that a kernel's file is, or that is packed in it.
 
-    Raises: KernelError ENOEXEC for a file that has none, OSError.
+    Raises: KernelError ENOEXEC (a file that has none), OSError.
     """
     with _opened(path) as file:
         start = file.read(_START)
@@ -98,7 +98,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _bounded(file: BinaryIO) -> bytes:
-    """All of it. Raises: KernelError ENOEXEC for more than a vmlinuz has, before memory is taken for that."""
+    """All of it. Raises: KernelError ENOEXEC (more than a vmlinuz has, before memory is taken for that)."""
     if file.seek(0, os.SEEK_END) > _BZIMAGE_LIMIT:
         raise unusable(f"a vmlinuz of more than {_BZIMAGE_LIMIT >> 20} MiB")
     file.seek(0)

@@ -80,7 +80,7 @@ class LinkedMemory:
         return segment.data[va - segment.va : va - segment.va + size]
 
     def read(self, va: int, size: int) -> bytes:
-        """Memory as it is linked. Raises: KernelError ENOEXEC where there is none."""
+        """Memory as it is linked. Raises: KernelError ENOEXEC (there is none)."""
         segment = self._segment_at(va)
         if segment is None or va + size > segment.va + segment.mem_size or size < 0:
             raise unusable(f"{size} bytes at {va:#x} aren't in it")
@@ -88,7 +88,7 @@ class LinkedMemory:
         return bytes(segment.data[offset : offset + size]).ljust(size, b"\0")
 
     def string(self, va: int, limit: int = 1 << 16) -> str:
-        """The text at an address, up to its zero byte. Raises: KernelError ENOEXEC where there is none."""
+        """The text at an address, up to its zero byte. Raises: KernelError ENOEXEC (there is none)."""
         segment = self._segment_at(va)
         if segment is None or not segment.va <= va < segment.va + len(segment.data):
             raise unusable(f"no text at {va:#x}")
@@ -132,7 +132,7 @@ class LinkedMemory:
 class ElfReader:
     """Headers and pieces of a linked ELF file for x86_64; nothing that it says of its sizes is believed.
 
-    Raises: KernelError ENOEXEC for anything else.
+    Raises: KernelError ENOEXEC (anything else).
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -152,7 +152,7 @@ class ElfReader:
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
 
     def program_headers(self) -> Iterator[tuple[int, ...]]:
-        """The fields of each. Raises: KernelError ENOEXEC where one isn't all there."""
+        """The fields of each. Raises: KernelError ENOEXEC (one isn't all there)."""
         offset, size, count = self._programs
         for index in range(count):
             yield self._unpack(_PROGRAM, offset + index * size, "program header")
@@ -205,7 +205,7 @@ def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, 
 class Vmlinux(LinkedMemory):
     """An ELF file for x86_64 as it is linked, never booted: reading it is all that is done with the file.
 
-    Raises: KernelError ENOEXEC for anything else.
+    Raises: KernelError ENOEXEC (anything else).
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -12,7 +12,7 @@ COLLECT_DELAY = 5
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Piece:
+class _GarbagePiece:
     span: Span
     free: Callable[[], None]
     leads_on: bool
@@ -27,7 +27,7 @@ class TextGarbage:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_GarbagePiece] = []
         self.work = DelayedWork(self._work, scheduler)
 
     @property
@@ -37,7 +37,7 @@ class TextGarbage:
 
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:
         """Call `free` once `span` is quiescent; `leads_on`: its code may jump into other garbage."""
-        self._pieces.append(_Piece(span, free, leads_on))
+        self._pieces.append(_GarbagePiece(span, free, leads_on))
         self.work.schedule(COLLECT_DELAY)
 
     def collect(self) -> bool:

@@ -36,7 +36,7 @@ class SavedFrames:
     def at(self, address: int) -> Any:
         """The frame at a stack address; stacks stay mapped where they are, so known ones are kept.
 
-        Raises: MemoryFault where it isn't writable memory in one piece.
+        Raises: MemoryFault (it isn't writable memory in one piece).
         """
         frame = self._known.get(address)
         if frame is None:

@@ -18,7 +18,7 @@ def register_all(
 ) -> None:
     """Register in order; at the first that fails unregister those before it.
 
-    Raises: KernelError of that one; EINVAL for an empty sequence.
+    Raises: KernelError (of that one), EINVAL (an empty sequence).
     Mirrors: kernel/kprobes.c:register_kprobes (v6.1).
     """
     if not probes:

@@ -81,7 +81,7 @@ class Fprobe(AssemblyOwner):
     raised: int = field(default=0, init=False)
     """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
     functions: tuple[int, ...] = field(default=(), init=False)
-    """Their addresses, while it is registered."""
+    """Addresses of the functions that it is attached to; empty while it isn't registered."""
 
     @property
     def nmissed(self) -> int:
@@ -123,7 +123,7 @@ class PartialRegs:
 
 
 @dataclass(eq=False)
-class _Registered:
+class _FprobeOps:
     ops: FtraceOps
     code: CompiledCode | None = None
     """What the functions' sites call instead."""
@@ -152,7 +152,7 @@ class Fprobes:
         self._arch = arch
         self._traceable = functions
         self._cpus = cpus
-        self._registered: dict[Fprobe, _Registered] = {}
+        self._registered: dict[Fprobe, _FprobeOps] = {}
 
     @cached_property
     def functions(self) -> Mapping[str, int]:
@@ -217,7 +217,7 @@ class Fprobes:
             fp.raised += assembled.faults
             self._kprobes.forget(assembled)
 
-    def _attach_assembly(self, fp: Fprobe, registered: _Registered) -> None:
+    def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
         """Let it run where Python handles calls, or not while the fprobe is disabled."""
         moments = () if fp.is_disabled else fp.texts
         registered.ops.assembly = fp if Moment.HIT in moments else None
@@ -248,12 +248,12 @@ class Fprobes:
             self._attach_assembly(fp, registered)
             self._set_code(fp, registered, {})
 
-    def _set_code(self, fp: Fprobe, registered: _Registered, codes: Mapping[int, int]) -> None:
+    def _set_code(self, fp: Fprobe, registered: _FprobeOps, codes: Mapping[int, int]) -> None:
         assert self._kprobes.sites is not None
         self._kprobes.sites.set_code(registered.ops, codes)
         self._kprobes.compiler.drop_asides(fp)
 
-    def _drop_code(self, fp: Fprobe, registered: _Registered) -> None:
+    def _drop_code(self, fp: Fprobe, registered: _FprobeOps) -> None:
         registered.is_python = False
         if registered.code is not None:
             self._set_code(fp, registered, {})
@@ -285,7 +285,7 @@ class Fprobes:
 
     # Hits
 
-    def _prepare(self, fp: Fprobe) -> _Registered:
+    def _prepare(self, fp: Fprobe) -> _FprobeOps:
         on_entry, on_exit = self._saved(fp)
         partial = fp.registers is FprobeRegs.FTRACE_REGS
         if fp.exit_handler is not None or fp.return_code is not None:
@@ -305,10 +305,10 @@ class Fprobes:
             if not is_settled and kprobes.split_jumps.may_patch() and kprobes.compiler.may_make():
                 self._compile(fp, registered)
 
-        registered = _Registered(FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True))
+        registered = _FprobeOps(FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True))
         return registered
 
-    def _compile(self, fp: Fprobe, registered: _Registered) -> None:
+    def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
         """What hits are to be from now on."""
         sites, builder = self._kprobes.sites, ProgramBuilder()
         assert sites is not None

@@ -54,7 +54,7 @@ class GuestKprobe(Kprobe):
 
 
 @dataclass(frozen=True, eq=False)
-class _Registered:
+class _GuestProbe:
     """A structure of the guest's, and the probe that stands for it."""
 
     address: int
@@ -92,7 +92,7 @@ class GuestProbes:
         self._mask = (1 << arch.bits) - 1
         self._names, self._fixed = arch.pt_regs, arch.fixed_registers
         self._sp = arch.registers.sp
-        self._found: dict[int, _Registered] = {}
+        self._found: dict[int, _GuestProbe] = {}
         self._given_up: set[int] = set()
         """Handlers that faulted or didn't return."""
         if jprobes is not None and "host_jprobe_return" in self._abi:
@@ -102,7 +102,7 @@ class GuestProbes:
         """A request of the guest's about the structure at `probe`.
 
         Raises: KernelError EFAULT (no such memory), EINVAL (no such op, registered already or not at all),
-        EOPNOTSUPP (a jprobe, where there are none), and as Kprobes and Kretprobes do.
+        EOPNOTSUPP (a jprobe, where there are none), as `Kprobes` and `Kretprobes` do.
         """
         try:
             match op:
@@ -123,7 +123,7 @@ class GuestProbes:
 
     # Registration
 
-    def _known(self, probe: int) -> _Registered:
+    def _known(self, probe: int) -> _GuestProbe:
         found = self._found.get(probe)
         if found is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
@@ -156,7 +156,7 @@ class GuestProbes:
     def _is_disabled(self, probe: int) -> bool:
         return bool(self._read_int(probe, "kprobe.flags") & _FLAGS[KprobeFlag.DISABLED])
 
-    def _register_kprobe(self, probe: int) -> _Registered:
+    def _register_kprobe(self, probe: int) -> _GuestProbe:
         before, behind = (self._read(probe, f"kprobe.{name}") for name in ("pre_handler", "post_handler"))
 
         def pre_handler(kprobe: Kprobe, regs: Regs) -> int:
@@ -174,9 +174,9 @@ class GuestProbes:
             missed_at=probe + self._abi["kprobe.nmissed"],
         )
         self._kprobes.register_kprobe(kprobe)
-        return _Registered(probe, kprobe, (before, behind))
+        return _GuestProbe(probe, kprobe, (before, behind))
 
-    def _register_return(self, probe: int) -> _Registered:
+    def _register_return(self, probe: int) -> _GuestProbe:
         entry, leave = (self._read(probe, f"kretprobe.{name}") for name in ("entry_handler", "handler"))
         header, size = self._abi["kretprobe_instance.data"], self._read(probe, "kretprobe.data_size")
         if size > KRETPROBE_MAX_DATA_SIZE - header:
@@ -200,7 +200,7 @@ class GuestProbes:
         self._kretprobes.register_kretprobe(rp)
         self._write_int(probe, "kretprobe.maxactive", rp.maxactive)
         self._write_int(probe, "kretprobe.nmissed", 0)
-        return _Registered(probe, rp, (entry, leave))
+        return _GuestProbe(probe, rp, (entry, leave))
 
     def _instance(self, probe: int, instance: Instance) -> int:
         """Fill in the struct kretprobe_instance in front of a call's data; its address."""
@@ -211,14 +211,14 @@ class GuestProbes:
         self._write(address, "kretprobe_instance.fp", instance.frame)
         return address
 
-    def _register_jprobe(self, probe: int) -> _Registered:
+    def _register_jprobe(self, probe: int) -> _GuestProbe:
         if self._jprobes is None:
             raise KernelError(errno.EOPNOTSUPP, f"{self._kprobes.profile.name} has no jprobes")
         place, entry = self._place(probe), self._read(probe, "jprobe.entry")
         jprobe = Jprobe(entry, symbol_name=place["symbol_name"], addr=place["addr"])
         jprobe.kp.offset, jprobe.kp.disabled = place["offset"], self._is_disabled(probe)
         self._jprobes.register_jprobe(jprobe)
-        return _Registered(probe, jprobe, (entry,))
+        return _GuestProbe(probe, jprobe, (entry,))
 
     def _unregister(self, probe: int) -> None:
         found = self._found.pop(probe, None)

@@ -62,7 +62,7 @@ class Jprobes:
     def register_jprobe(self, jprobe: Jprobe) -> None:
         """Register a jprobe.
 
-        Raises: KernelError as register_kprobe; EINVAL (not a function's entry), EEXIST (it has a jprobe).
+        Raises: KernelError (as register_kprobe), EINVAL (not a function's entry), EEXIST (it has a jprobe).
         Mirrors: kernel/kprobes.c:register_jprobe (v4.14).
         """
         kp = jprobe.kp

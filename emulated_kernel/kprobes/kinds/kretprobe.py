@@ -104,7 +104,7 @@ class Kretprobes:
         """Register a probe on a function's return.
 
         Raises: KernelError EINVAL (not a function's entry, its return can't be hooked, registered already),
-        E2BIG (data_size), EOPNOTSUPP (unified, and not traceable), ENOMEM, and as register_kprobe.
+        E2BIG (data_size), EOPNOTSUPP (unified, and not traceable), ENOMEM, as `register_kprobe`.
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
         address = self._kprobes.function_entry(rp)

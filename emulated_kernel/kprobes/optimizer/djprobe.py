@@ -30,7 +30,7 @@ class Djprobes(Optimizer):
     def ask(self, kprobe: Kprobe) -> None:
         """See Optimizer.ask: what the paper's user does, who takes the length from the static analysis.
 
-        Raises: KernelError EOPNOTSUPP: that says 0.
+        Raises: KernelError EOPNOTSUPP (that says 0).
         """
         found = self._verdict.detoured(kprobe.address)
         if isinstance(found, Finding):
@@ -77,7 +77,7 @@ class Djprobes(Optimizer):
     def commit(self) -> None:
         """Write the jumps of registered djprobes and free the detours of unregistered ones.
 
-        Raises: KernelError EBUSY: a task stays where it is in the way, or doesn't freeze; nothing was done.
+        Raises: KernelError EBUSY (a task stays where it is in the way, or doesn't freeze; nothing was done).
         Source: section 3.4.
         """
         with self._all_at_known_places() as all_frozen:

@@ -42,7 +42,7 @@ class ShadowStack(ABC):
     header: ClassVar[int]
     """Words of a node before its data."""
     is_kretprobes: ClassVar[bool] = False
-    """It is of the time before rethook, when kretprobes had it for themselves."""
+    """The list that kretprobes had to themselves before rethook (Linux up to 5.17)."""
 
     needs_fentry: ClassVar[bool] = False
     """Functions are hooked from their fentry sites alone."""

@@ -104,7 +104,7 @@ class ReturnHooks:
     def select_return_hook(self, name: str) -> None:
         """Use another shadow stack from now on.
 
-        Raises: KernelError EINVAL (unknown), EBUSY while a function is hooked or has yet to return.
+        Raises: KernelError EINVAL (unknown), EBUSY (while a function is hooked or has yet to return).
         """
         self._lock.assert_held()
         stack = self._make_stack(name)

@@ -84,7 +84,7 @@ class StackCode(ABC, Generic[Stack]):
 
     @abstractmethod
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
-        """The running task's newest call, NODE, is one that returns to RET, its slot SLOT; these are kept.
+        """Push NODE on the running task's shadow stack: return address RET, from stack slot SLOT (both kept).
 
         Goes to `missed`, with nothing changed, where no node is left.
         """

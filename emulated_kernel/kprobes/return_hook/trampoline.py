@@ -59,7 +59,7 @@ class Trampoline:
         """Whether the guest knows it."""
 
     def install(self) -> None:
-        """Make it, once. Raises: HardwareError where no executable memory is left."""
+        """Make it, once. Raises: HardwareError (no executable memory is left)."""
         if self.address:
             return
         text, arch = self._machine.text, self._arch
@@ -117,7 +117,7 @@ class Trampoline:
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
         """At a function's entry: the address that the function would return to, and the slot that held it.
 
-        Raises: MemoryFault where the stack isn't writable memory.
+        Raises: MemoryFault (the stack isn't writable memory).
         """
         link = self._arch.registers.link
         if link is not None:

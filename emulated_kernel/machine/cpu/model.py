@@ -100,5 +100,5 @@ class CpuModel(ABC):
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
         """The registers and the stack as a call instruction leaves them that returns to `return_address`.
 
-        Raises: MemoryFault where the stack isn't writable.
+        Raises: MemoryFault (the stack isn't writable).
         """

@@ -85,11 +85,11 @@ class Regs:
         self.flags = flags | self._trap_flag if on else flags & ~self._trap_flag
 
     def get(self, name: str) -> int:
-        """A register by name. Raises: AttributeError: no such register."""
+        """A register by name. Raises: AttributeError (no such register)."""
         return int(getattr(self, name))
 
     def set(self, name: str, value: int) -> None:
-        """Set a register by name. Raises: AttributeError: no such register, or one that can only be read."""
+        """Set a register by name. Raises: AttributeError (no such register, or one that can only be read)."""
         setattr(self, name, value)
 
     def snapshot(self) -> Any:

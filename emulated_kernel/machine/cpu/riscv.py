@@ -34,7 +34,7 @@ C_EBREAK = bytes.fromhex("0290")
 
 
 def vector_of(cause: int) -> Vector:
-    """The machine's number for an exception; its error code is the cause."""
+    """The Vector of an exception, by its scause; the error code is scause."""
     if cause in _PAGE_FAULTS:
         return Vector.PAGE_FAULT
     if cause == CAUSE_BREAKPOINT:

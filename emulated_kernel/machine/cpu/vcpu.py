@@ -26,7 +26,7 @@ class VCpu:
     def saved(self, name: str) -> int:
         """A register as it was saved, by its name in pt_regs; only while another CPU is current.
 
-        Raises: KeyError: no such register.
+        Raises: KeyError (no such register).
         """
         return self._engine.context_read(self._context, self._model.registers[name])
 

@@ -45,7 +45,7 @@ class Delivery:
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
         """Interrupt the guest where it stands.
 
-        Raises: MemoryFault: its stack can't take the frame; nothing was changed.
+        Raises: MemoryFault (its stack can't take the frame; nothing was changed).
         """
         regs = self._regs
         flags = regs.flags

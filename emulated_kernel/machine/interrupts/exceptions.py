@@ -50,7 +50,7 @@ class ContextExceptionState:
         self._in_flight = ctypes.c_int32.from_address(context.value + in_flight_offset)
 
     def take(self) -> int:
-        """The error code; the whole state is written back, with its mark taken away."""
+        """The error code. Clears the mark that an exception is in flight: the CPU's context, written back."""
         self._engine.context_save(self._context)
         self._in_flight.value = NONE_IN_FLIGHT
         self._engine.context_restore(self._context)

@@ -53,7 +53,7 @@ class RiscvDelivery(Delivery):
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
         """Interrupt the guest where it stands.
 
-        Raises: MemoryFault: its stack can't take the registers; nothing was changed that counts.
+        Raises: MemoryFault (its stack can't take the registers; nothing was changed that counts).
         """
         regs, write = self._regs, self._engine.reg_write
         for place in (regs.sp - 8, regs.sp - _FRAME_SIZE):

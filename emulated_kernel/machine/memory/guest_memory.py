@@ -33,7 +33,7 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
-        """Map pages that are not mapped yet. Raises: MemoryFault: not page-aligned, or mapped already."""
+        """Map pages that are not mapped yet. Raises: MemoryFault (not page-aligned, or mapped already)."""
 
     @abstractmethod
     def is_mapped(self, va: int) -> bool:
@@ -41,7 +41,7 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def translate(self, va: int) -> int:
-        """Physical address of `va`. Raises: MemoryFault: not mapped."""
+        """Physical address of `va`. Raises: MemoryFault (not mapped)."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:
@@ -51,14 +51,14 @@ class GuestMemory(ABC):
     def pieces(self, va: int, size: int) -> Iterator[tuple[int, int]]:
         """(pa, length) of the physically contiguous parts of [va, va + size), in order.
 
-        Raises: MemoryFault: with the first address that isn't mapped.
+        Raises: MemoryFault (with the first address that isn't mapped).
         """
 
     @abstractmethod
     def read(self, va: int, size: int) -> bytes:
         """Bytes at `va`, as the guest sees them now.
 
-        Raises: MemoryFault: with the first address that isn't mapped.
+        Raises: MemoryFault (with the first address that isn't mapped).
         """
 
     @abstractmethod
@@ -67,34 +67,34 @@ class GuestMemory(ABC):
 
         Text is refused: `Text.poke` is its only writer, as a plain store leaves translated code stale.
 
-        Raises: MemoryFault: with the first address that isn't mapped writable.
+        Raises: MemoryFault (with the first address that isn't mapped writable).
         """
 
     @abstractmethod
     def view(self, va: int, size: int) -> memoryview:
         """Live bytes of a physically contiguous part, for ring buffers and shared cells; never for text.
 
-        Raises: MemoryFault: not mapped writable in one piece.
+        Raises: MemoryFault (not mapped writable in one piece).
         """
 
     def read_u32(self, va: int) -> int:
-        """A little-endian 32-bit number. Raises MemoryFault."""
+        """A little-endian 32-bit number. Raises: MemoryFault."""
         return int(_U32.unpack(self.read(va, 4))[0])
 
     def read_u64(self, va: int) -> int:
-        """A little-endian 64-bit number. Raises MemoryFault."""
+        """A little-endian 64-bit number. Raises: MemoryFault."""
         return int(_U64.unpack(self.read(va, 8))[0])
 
     def read_word(self, va: int) -> int:
-        """A pointer or an `unsigned long`. Raises MemoryFault."""
+        """A pointer or an `unsigned long`. Raises: MemoryFault."""
         return int(self._word.unpack(self.read(va, self.word_size))[0])
 
     def write_word(self, va: int, value: int) -> None:
-        """Store a pointer or an `unsigned long`. Raises MemoryFault."""
+        """Store a pointer or an `unsigned long`. Raises: MemoryFault."""
         self.write(va, (value & (1 << 8 * self.word_size) - 1).to_bytes(self.word_size, "little"))
 
     def write_u32(self, va: int, value: int) -> None:
-        """Store a 32-bit number. Raises MemoryFault."""
+        """Store a 32-bit number. Raises: MemoryFault."""
         self.write(va, _U32.pack(value & 0xFFFFFFFF))
 
     def give_back(self, pages: Iterable[int]) -> None:  # noqa: B027
@@ -103,7 +103,7 @@ class GuestMemory(ABC):
     def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
         """Bytes up to a NUL (not included) or up to `limit`, whatever comes first.
 
-        Raises: MemoryFault: unmapped memory comes before the NUL and the limit.
+        Raises: MemoryFault (unmapped memory comes before the NUL and the limit).
         """
         parts: list[bytes] = []
         while limit > 0:
@@ -135,7 +135,7 @@ class GuestPool:
     def alloc(self, size: int) -> int:
         """Virtual address of `size` bytes, each holding the fill byte if never used before.
 
-        Raises: HardwareError: the window or the host's pages are exhausted.
+        Raises: HardwareError (the window or the host's pages are exhausted).
         """
         va = self._pool.alloc(size, max(self._mapped, self._pool.base + _ROAMED))
         try:
@@ -149,7 +149,7 @@ class GuestPool:
     def free(self, va: int) -> int:
         """Give back what `alloc` returned; returns its size. The bytes stay mapped.
 
-        Raises: HardwareError: not allocated.
+        Raises: HardwareError (not allocated).
         """
         return self._pool.free(va)
 

@@ -32,14 +32,14 @@ class KeptLayout:
         return self.pages_at + self.pages_size
 
     def cells(self, cpu: int, offset: int, size: int) -> int:
-        """Where cells are in the file. Raises: ValueError: there are none of that offset."""
+        """Where cells are in the file. Raises: ValueError (there are none of that offset)."""
         at = offset - self.cells_base
         if not 0 <= at <= self.cells_size - size:
             raise ValueError(f"no cells at {offset:#x}")
         return self.cells_at[cpu] + at
 
     def pages(self, address: int, size: int) -> int:
-        """Where pages are in the file. Raises: ValueError: there are none of that address."""
+        """Where pages are in the file. Raises: ValueError (there are none of that address)."""
         at = address - self.pages_base
         if not 0 <= at <= self.pages_size - size:
             raise ValueError(f"no pages at {address:#x}")
@@ -58,7 +58,7 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
     """Let a range of `ram` be a file's pages from now on, whatever it was; all in whole pages.
 
     Hazard: a store to a page that the disk has no room for kills the process.
-    Raises: OSError, with nothing changed.
+    Raises: OSError (with nothing changed).
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
     # Hazard: what MAP_FIXED replaces is gone before the file system is asked, which may refuse.

@@ -28,7 +28,7 @@ class UnitPool:
     def alloc(self, size: int, limit: int | None = None) -> int:
         """Address of `size` free bytes, aligned to the unit; below address `limit` if they are free there.
 
-        Raises: HardwareError: nothing is left.
+        Raises: HardwareError (nothing is left).
         """
         count = max(1, -(-size // self.unit))
         free = bytes(count)
@@ -50,7 +50,7 @@ class UnitPool:
     def free(self, address: int) -> int:
         """Give back what `alloc` returned; returns its size in bytes.
 
-        Raises: HardwareError: `address` was not allocated.
+        Raises: HardwareError (`address` was not allocated).
         """
         count = self._lengths.pop(address, 0)
         if not count:

@@ -52,14 +52,14 @@ class RecordMemory:
         self._file: BinaryIO | None = None
 
     def alloc_cells(self, size: int) -> int:
-        """Offset of `size` bytes of each CPU, zeroed. Raises: HardwareError: none left."""
+        """Offset of `size` bytes of each CPU, zeroed. Raises: HardwareError (none left)."""
         offset = self._cells.alloc(size)
         for view in self.cells(offset, size):
             view[:] = bytes(size)
         return offset
 
     def free_cells(self, offset: int) -> None:
-        """Give back what `alloc_cells` returned. Raises: HardwareError: not allocated."""
+        """Give back what `alloc_cells` returned. Raises: HardwareError (not allocated)."""
         self._cells.free(offset)
 
     def cells(self, offset: int, size: int) -> list[memoryview]:
@@ -85,7 +85,7 @@ class RecordMemory:
         return (offset - self._cells.base) // 8
 
     def alloc_pages(self, size: int) -> int:
-        """Address of whole pages, of any content. Raises: HardwareError: none left, here or on the disk."""
+        """Address of whole pages, of any content. Raises: HardwareError (none left, here or on the disk)."""
         va = self._pages.alloc(size)
         if self._file is not None:
             try:
@@ -98,7 +98,7 @@ class RecordMemory:
     def free_pages(self, va: int) -> None:
         """Give back what `alloc_pages` returned, and the host its memory.
 
-        Raises: HardwareError: not allocated.
+        Raises: HardwareError (not allocated).
         """
         size = self._pages.free(va)
         # Not every host can take pages out of a shared mapping; they stay with us then.
@@ -135,7 +135,7 @@ class RecordMemory:
     def keep_in(self, file: BinaryIO) -> None:
         """Let a new file hold all cells and pages from now on: what is written there outlives this process.
 
-        Raises: OSError, after which all of them have what they had, some in the file that they were in.
+        Raises: OSError (after which all of them have what they had, some in the file that they were in).
         """
         layout, memory, descriptor = self.kept_layout, self._memory, file.fileno()
         os.ftruncate(descriptor, layout.size)

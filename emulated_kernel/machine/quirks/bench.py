@@ -39,7 +39,6 @@ class SelfTest:
 
     name: str
     outcome: Outcome
-    detail: str = ""
 
 
 class Bench:
@@ -137,13 +136,13 @@ def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "
     return memoryview(data[: len(data) & -struct.calcsize(code)]).cast(code)
 
 
-def found(function: Callable[..., object], is_there: bool, detail: str) -> SelfTest:
+def found(function: Callable[..., object], is_there: bool) -> SelfTest:
     """Result of looking for what the library hides."""
-    return SelfTest(function.__name__, Outcome.OK if is_there else Outcome.FALLBACK, detail)
+    return SelfTest(function.__name__, Outcome.OK if is_there else Outcome.FALLBACK)
 
 
 def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Iterator[SelfTest]:
-    """Raises: HardwareError: a check failed: the library can't be used."""
+    """Raises: HardwareError (a check failed: the library can't be used)."""
     for check in checks:
         check(bench)
         yield SelfTest(check.__name__, Outcome.OK)

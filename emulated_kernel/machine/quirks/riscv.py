@@ -205,7 +205,7 @@ def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
 
     `cpu` is what `find_cpu_state` found; without it nothing of the library's inside is touched.
 
-    Raises: HardwareError: a check failed: the library can't be used.
+    Raises: HardwareError (a check failed: the library can't be used).
     """
     hooks = bench.hooks
     assert isinstance(hooks, RiscvTrapHooks)
@@ -219,9 +219,9 @@ def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
     if cell is not None:
         hooks.error_cell = memoryview(ctypes.c_int32.from_address(cell)).cast("B").cast("i")
     return [
-        found(find_cpu_state, cpu is not None, "API" if cpu is None else f"{cpu:#x}"),
-        found(find_bad_address, cells is not None, type(hooks.state).__name__),
-        found(find_error_cell, cell is not None, "restart" if cell is None else f"{cell:#x}"),
+        found(find_cpu_state, cpu is not None),
+        found(find_bad_address, cells is not None),
+        found(find_error_cell, cell is not None),
         stop_between_blocks(bench, _ONE, _NEXT, _TWO, "a0"),
         *run_checks(bench, CHECKS),
     ]

@@ -14,7 +14,7 @@ from emulated_kernel.machine.traps.trap import HardwareError
 
 
 @dataclass
-class _Piece:
+class _Allocation:
     pa: int
     size: int
     is_text: bool
@@ -32,12 +32,12 @@ class ModuleSpace:
         self._memory = memory
         self._text = text
         self._pool = UnitPool(cpu.layout.module_space, MODULE_SPACE_SIZE, PAGE_SIZE, first_fit=True)
-        self._pieces: dict[int, _Piece] = {}
+        self._pieces: dict[int, _Allocation] = {}
 
     def alloc(self, size: int, *, is_text: bool) -> int:
         """Address of `size` bytes: breakpoints that can be executed, or zeros that can be written.
 
-        Raises: HardwareError: none left.
+        Raises: HardwareError (none left).
         """
         pages = page_up(size)
         va = self._pool.alloc(pages + PAGE_SIZE)
@@ -50,7 +50,7 @@ class ModuleSpace:
             self._filler * (pages // len(self._filler)) if is_text else bytes(pages)
         )
         self._memory.map(va, pa, pages, Prot.READ | (Prot.EXEC if is_text else Prot.WRITE))
-        self._pieces[va] = _Piece(pa, size, is_text)
+        self._pieces[va] = _Allocation(pa, size, is_text)
         return va
 
     def size(self, va: int) -> int:
@@ -60,7 +60,7 @@ class ModuleSpace:
     def place(self, va: int, code: bytes) -> None:
         """Write text, once: it is the original that the ledger compares with.
 
-        Raises: KeyError: no text of that size was allocated there, or it stands there already.
+        Raises: KeyError (no text of that size was allocated there, or it stands there already).
         """
         piece = self._pieces[va]
         if not piece.is_text or piece.is_placed or len(code) != piece.size:
@@ -70,7 +70,7 @@ class ModuleSpace:
         piece.is_placed = True
 
     def free(self, va: int) -> None:
-        """Unmap it. Raises: KeyError for what isn't allocated."""
+        """Unmap it. Raises: KeyError (what isn't allocated)."""
         piece = self._pieces.pop(va)
         if piece.is_placed:
             self._text.disown(va)

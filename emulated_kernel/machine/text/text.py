@@ -120,7 +120,7 @@ class Text:
     def adopt(self, va: int, original: bytes | memoryview) -> None:
         """Declare mapped text as original: from here on its changes are in the ledger.
 
-        Raises: MemoryFault: not mapped executable.
+        Raises: MemoryFault (not mapped executable).
         """
         self._physical(va, len(original))
         at = bisect_right(self._starts, va)
@@ -130,7 +130,7 @@ class Text:
     def disown(self, va: int) -> None:
         """Forget the original that begins at `va` and its ledger entries: a module goes.
 
-        Raises: KeyError: none begins there.
+        Raises: KeyError (none begins there).
         """
         at = bisect_right(self._starts, va) - 1
         if at < 0 or self._starts[at] != va:
@@ -145,14 +145,14 @@ class Text:
     def poke(self, va: int, data: bytes) -> None:
         """Write text and drop what was translated from it. Mirrors: text_poke() (v6.1), all CPUs at once.
 
-        Raises: MemoryFault: a part isn't mapped executable; nothing was written.
+        Raises: MemoryFault (a part isn't mapped executable; nothing was written).
         """
         self.poke_batch(((va, data),))
 
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
         """Several pokes with one invalidation.
 
-        Raises: MemoryFault: as `poke`; the pokes before the bad one are done.
+        Raises: MemoryFault (as `poke`; the pokes before the bad one are done).
         """
         done: list[tuple[int, bytes]] = []
         words, pages = self.ledger.words, set[int]()
@@ -202,7 +202,7 @@ class Text:
         """Interrupt all CPUs for a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
         The CPUs of one emulator have nothing fetched ahead: only the watcher's do.
-        Raises: HardwareError where several CPUs are and nobody can interrupt them.
+        Raises: HardwareError (several CPUs are and nobody can interrupt them).
         """
         if self.interrupt_cpus is not None:
             self.interrupt_cpus()
@@ -212,11 +212,11 @@ class Text:
             self.watcher.synchronised()
 
     def current(self, va: int, size: int) -> bytes:
-        """Text as patched now. Raises MemoryFault."""
+        """Text as patched now. Raises: MemoryFault."""
         return self._memory.read(va, size)
 
     def original(self, va: int, size: int) -> bytes:
-        """Text as it was before any poke. Raises MemoryFault."""
+        """Text as it was before any poke. Raises: MemoryFault."""
         data, words = self._memory.read(va, size), self.ledger.words
         if not words:
             return data
@@ -239,20 +239,20 @@ class Text:
     def alloc_text(self, size: int) -> int:
         """Executable memory of the host's own, 16-byte aligned, filled with breakpoints; `poke` writes it.
 
-        Raises: HardwareError: none left.
+        Raises: HardwareError (none left).
         """
         return self._slots.alloc(size)
 
     def free_text(self, va: int) -> None:
         """Give it back; it is filled with breakpoints so that a late jump there traps.
 
-        Raises: HardwareError: not allocated.
+        Raises: HardwareError (not allocated).
         """
         size = self._slots.free(va)
         self.poke(va, self._filler * (size // len(self._filler)))
 
     def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
-        """(pa, length) of the contiguous parts of text. Raises MemoryFault before anything is written."""
+        """(pa, length) of the contiguous parts of text. Raises: MemoryFault (before anything is written)."""
         pa = self._memory.locate_text(va, size)
         if pa is not None:
             return ((pa, size),)

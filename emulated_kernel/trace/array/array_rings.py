@@ -45,7 +45,7 @@ class ArrayRings(ABC):
     # -- memory
 
     def new_buffers(self, pages: int) -> list[RingBuffer]:
-        """An empty buffer a CPU, of that many sub-buffers. Raises: MemoryError, nothing taken."""
+        """An empty buffer a CPU, of that many sub-buffers. Raises: MemoryError (nothing taken)."""
         system = self.system
         controls = system.memory.allocate_controls(system.cpus)
         try:
@@ -58,7 +58,7 @@ class ArrayRings(ABC):
         return buffers
 
     def allocate(self, sizes: Iterable[int]) -> list[RingMemory]:
-        """Memory for buffers of so many sub-buffers each. Raises: MemoryError, nothing taken."""
+        """Memory for buffers of so many sub-buffers each. Raises: MemoryError (nothing taken)."""
         memories: list[RingMemory] = []
         with ExitStack() as undo:
             for pages in sizes:

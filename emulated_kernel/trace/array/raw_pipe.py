@@ -31,7 +31,7 @@ class RawPipe(PipeReader):
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
         """What is left of the page that was begun, or a new one; b"" only for size 0 or once closed.
 
-        Raises: WouldBlock while there is nothing.
+        Raises: WouldBlock (while there is nothing).
         Deviates: Linux fills a page only with the events that fit into `size`, and pads it.
         Mirrors: kernel/trace/trace.c:tracing_buffers_read (v6.1)
         """
@@ -50,7 +50,7 @@ class RawPipe(PipeReader):
     def splice_page(self) -> bytes:
         """A sub-buffer that is full, as one page of splice(2).
 
-        Raises: KernelError EAGAIN while there is none, EINVAL while a read(2) has left a part of a page.
+        Raises: KernelError EAGAIN (while there is none), EINVAL (while a read(2) has left a part of a page).
         Deviates: Linux waits for one unless it is told not to.
         Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1)
         """

@@ -34,7 +34,7 @@ class Snapshot:
     """
 
     def __init__(self, array: ArrayRings) -> None:
-        """Raises: MemoryError, nothing taken."""
+        """Raises: MemoryError (nothing taken)."""
         self._array = array
         self.is_allocated = False
         self.condition: object = None

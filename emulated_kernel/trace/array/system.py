@@ -59,7 +59,7 @@ class Tracer:
     """What fills the buffer while it is the current tracer; this one, nop, fills nothing."""
 
     def start(self) -> None:
-        """Raises: KernelError where it can't."""
+        """Raises: KernelError (it can't)."""
 
     def stop(self) -> None:
         """It is another one now."""

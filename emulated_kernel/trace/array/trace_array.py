@@ -54,7 +54,7 @@ class TraceArray(ArrayRings, Recorder):
     def __init__(self, system: TraceSystem, *, expanded: bool = False) -> None:
         """`expanded`: with buffers of full size at once, as instances have.
 
-        Raises: MemoryError, nothing taken.
+        Raises: MemoryError (nothing taken).
         """
         super().__init__(system, expanded=expanded)
         self.options = TraceOptions(
@@ -448,7 +448,7 @@ class TraceArray(ArrayRings, Recorder):
     def set_tracer(self, name: str) -> None:
         """Use another tracer and expand the buffers, which lose what the one before has written.
 
-        Raises: KernelError EINVAL for an unknown one, EBUSY while a pipe is open.
+        Raises: KernelError EINVAL (an unknown one), EBUSY (while a pipe is open).
         Mirrors: kernel/trace/trace.c:tracing_set_tracer (v6.1).
         """
         self.system.lock.assert_held()
@@ -468,7 +468,7 @@ class TraceArray(ArrayRings, Recorder):
     def set_clock(self, name: str) -> None:
         """Count time with another clock; the buffers are cleared, as old times don't compare.
 
-        Raises: KernelError EINVAL for an unknown one. Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1)
+        Raises: KernelError EINVAL (an unknown one). Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1)
         """
         clock = find_clock(name)
         if clock is None:

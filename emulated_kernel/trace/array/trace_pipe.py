@@ -98,7 +98,7 @@ class TracePipe(PipeReader):
     """An open trace_pipe of all CPUs, or of one."""
 
     def __init__(self, array: TraceArray, cpu: int | None = None) -> None:
-        """Raises: KernelError EBUSY while the CPU has a reader, or one of all has it.
+        """Raises: KernelError EBUSY (while the CPU has a reader, or one of all has it).
 
         Mirrors: kernel/trace/trace.c:open_pipe_on_cpu, close_pipe_on_cpu (v6.1)
         """
@@ -120,7 +120,7 @@ class TracePipe(PipeReader):
         """Text of the oldest events, which are consumed: whole lines where `size` allows; b"" is the end.
 
         A read gives 4095 bytes at most. What `size` cuts off comes with the next read.
-        Raises: WouldBlock while there is nothing. A blocking reader that has read something is at the
+        Raises: WouldBlock (while there is nothing). A blocking reader that has read something is at the
         end as soon as tracing is off, and so is every reader once the pipe is closed.
         Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1)
         """

@@ -41,7 +41,7 @@ CALLED = 8
 """Where all users of the function graph keep that time; bytes."""
 _FUNC, _DEPTH, _FLAGS = 0, 16, 20
 _CALL, _CALL_DEPTH, _CALL_FLAGS = POSITION, LIMIT, HIGH
-"""Virtual registers while a call begins or ends; the flags' one is needed for times later."""
+"""Virtual registers while a call begins or ends; HIGH takes parts of times when the flags are stored."""
 _CELL, _HALF = 8, 4
 _INT_MAX = (1 << 31) - 1
 MAX_PIDS = 64

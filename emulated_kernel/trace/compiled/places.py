@@ -20,7 +20,7 @@ class HitCounter:
     offset: int
     """Of the u64, from each CPU's base; bytes."""
     words: Sequence[memoryview]
-    """Memory of each CPU as u64, in which it has the number `index`."""
+    """Each CPU's memory as u64: its counter is words[cpu][index]."""
     index: int
     release: Callable[[], None]
     """Gives the memory back, when no guest code counts in them any more."""

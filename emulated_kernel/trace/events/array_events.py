@@ -40,7 +40,7 @@ class ArrayEvents:
     def set_enabled(self, event: TraceEvent, enabled: bool) -> None:
         """Record the event or not; either makes the buffers grow.
 
-        Raises: KernelError ENODEV (the event was removed), and what starting it raises.
+        Raises: KernelError ENODEV (the event was removed), what starting it raises.
         """
         event.check_alive()
         self.expand()
@@ -52,7 +52,7 @@ class ArrayEvents:
     def set_all(self, events: Iterable[TraceEvent], enabled: bool) -> None:
         """Switch all of `events`. Linux: one that fails doesn't keep the others from it.
 
-        Raises: KernelError of the first that failed.
+        Raises: KernelError (of the first that failed).
         """
         failure: KernelError | None = None
         for event in list(events):
@@ -93,7 +93,7 @@ class ArrayEvents:
     def write(self, data: bytes) -> int:
         """One write(2) to set_event: its first word, "!" before it disables; bytes taken, which may be fewer.
 
-        Raises: KernelError EINVAL (no such event), and what switching one raises.
+        Raises: KernelError EINVAL (no such event), what switching one raises.
         Mirrors: kernel/trace/trace_events.c:ftrace_event_write (v6.1).
         """
         self.expand()

@@ -163,7 +163,7 @@ class TraceEvent(ABC):
     def enable(self, recorder: Recorder) -> None:
         """Record its hits in `recorder`; the first one starts the event.
 
-        Raises: KernelError ENODEV (the event was removed), and what start() raises.
+        Raises: KernelError ENODEV (the event was removed), what start() raises.
         """
         self.check_alive()
         if recorder in self.recorders:
@@ -192,7 +192,7 @@ class TraceEvent(ABC):
             self.stop()
 
     def check_alive(self) -> None:
-        """Raises: KernelError ENODEV if the event was removed."""
+        """Raises: KernelError ENODEV (the event was removed)."""
         if self.is_removed:
             raise KernelError(errno.ENODEV, f"{self.group}/{self.name} was removed")
 
@@ -287,7 +287,7 @@ class EventFile:
     # Enabling; mirrors kernel/trace/trace_events.c:__ftrace_event_enable_disable (v6.1)
 
     def enable(self) -> None:
-        """Record hits. Raises: KernelError of the event."""
+        """Record hits. Raises: KernelError (of the event)."""
         self.soft_disabled = False
         self.event.enable(self.recorder)
 
@@ -298,7 +298,7 @@ class EventFile:
         self.soft_disabled = self.soft_mode
 
     def enable_soft(self) -> None:
-        """One user more for whom hits have to come. Raises: KernelError of the event."""
+        """One user more for whom hits have to come. Raises: KernelError (of the event)."""
         self._soft_references += 1
         if self._soft_references > 1:
             return
@@ -322,7 +322,7 @@ class EventFile:
         self._changed()
 
     def hold(self) -> None:
-        """Have its hits come for who switches it, and keep the event. Raises: KernelError of the event."""
+        """Have its hits come for who switches it, and keep the event. Raises: KernelError (of the event)."""
         self.event.hold()
         try:
             self.enable_soft()
@@ -338,7 +338,7 @@ class EventFile:
     # Triggers
 
     def add(self, trigger: Trigger, *, last: bool = False) -> None:
-        """Put a trigger on the list, before the others or behind them. Raises: KernelError of the event.
+        """Put a trigger on the list, before the others or behind them. Raises: KernelError (of the event).
 
         Mirrors: kernel/trace/trace_events_trigger.c:register_trigger,
         trace_event_trigger_enable_disable (v6.1).

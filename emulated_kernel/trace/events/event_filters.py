@@ -49,7 +49,7 @@ class EventFilters:
     def write(self, event: TraceEvent, data: bytes) -> None:
         """Set the event's filter; "0" clears it, as does one that is wrong, whose error is shown then.
 
-        Raises: KernelError EINVAL (a page or more), FilterParseError as parse_filter does.
+        Raises: KernelError EINVAL (a page or more), FilterParseError (as parse_filter does).
         Mirrors: apply_event_filter (v6.1).
         """
         text = _written(data)

@@ -102,8 +102,8 @@ _ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 def compile_print_fmt(
     text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
 ) -> Callable[[PrintContext], str]:
-    """A function that prints records as `text` says. Raises: ValueError for what isn't understood."""
-    parser = _Parser(text, fields, word_size, names)
+    """A function that prints records as `text` says. Raises: ValueError (what isn't understood)."""
+    parser = _FmtParser(text, fields, word_size, names)
     layout, arguments = parser.whole()
     render = compile_format(layout, word_size)
     return lambda context: render([argument(context) for argument in arguments], context.symbols)
@@ -125,7 +125,7 @@ def _tokens(text: str) -> Iterator[_Token]:
     yield _Token("end", "")
 
 
-class _Parser:
+class _FmtParser:
     """Recursive descent over C's expressions, as far as print formats use them."""
 
     def __init__(

@@ -88,7 +88,7 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     """All arguments of a command, which start at its third word.
 
     Linux: those beyond the 128th are ignored without a word.
-    Raises: KernelError EINVAL, ERANGE, E2BIG; logged. Mirrors: traceprobe_parse_probe_arg (v6.1).
+    Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
     args: list[ProbeArg] = []
     size = 0

@@ -291,7 +291,7 @@ def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
 def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> FetchInsn | None:
     """What `bN@O/SIZE` does to its container; None for other types.
 
-    Raises: ValueError where it is malformed or too wide.
+    Raises: ValueError (it is malformed or too wide).
     Mirrors: kernel/trace/trace_probe.c:__parse_bitfield_probe_arg (v6.1).
     """
     if name is None or not name.startswith("b"):

@@ -55,7 +55,7 @@ def parse_filter(text: str, find_field: FindField) -> FilterProgram:
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
     """
     _check_nesting(text)
-    return _Parser(text, find_field).parse()
+    return _FilterParser(text, find_field).parse()
 
 
 def _check_nesting(text: str) -> None:
@@ -97,7 +97,7 @@ class _Level:
     """The last thing was an operator."""
 
 
-class _Parser:
+class _FilterParser:
     """Levels are kept in a list: a filter may nest as deep as it is long."""
 
     def __init__(self, text: str, find_field: FindField) -> None:

@@ -124,7 +124,7 @@ class HistField:
     name: str = ""
     """Of an expression or a reference."""
     variable: str | None = None
-    """The name of the variable that it is."""
+    """Name of the variable that the field defines, as in `ts0=...`; None: it defines none."""
     index: int = -1
     """Of the variable, in its map's elements."""
     system: str | None = None
@@ -305,7 +305,7 @@ def make_field(
 ) -> HistField:
     """A field that is no expression, reference or stack trace.
 
-    Raises: KernelError ENOMEM for one whose size is no number's.
+    Raises: KernelError ENOMEM (one whose size is no number's).
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
     field = HistField(owner, flags, source.declared if source else None, variable=variable)

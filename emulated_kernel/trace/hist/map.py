@@ -61,7 +61,7 @@ class TracingMap:
         self._elements: dict[bytes, Element] = {}
 
     def add_variable(self) -> int:
-        """The index of a new variable. Raises: KernelError EINVAL if there are 16."""
+        """The index of a new variable. Raises: KernelError EINVAL (there are 16)."""
         if self.variable_count == VARS_MAX:
             raise KernelError(errno.EINVAL, f"more than {VARS_MAX} variables")
         self.variable_count += 1

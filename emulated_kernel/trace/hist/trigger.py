@@ -179,7 +179,7 @@ class HistCommand(TriggerCommand):
     # Removing
 
     def _remove(self, trigger: HistTrigger, file: EventFile) -> None:
-        """Raises: KernelError EBUSY while another histogram uses its variables."""
+        """Raises: KernelError EBUSY (while another histogram uses its variables)."""
         existing = self._find_match(trigger, file, self._find_named(trigger.data.attrs.name))
         if existing is None:
             return

@@ -74,7 +74,7 @@ class Variables:
         return None if file is None else find_file_variable(file, name)
 
     def _find_matched(self, name: str) -> HistField | None:
-        """One of the events that onmatch() names. Raises: KernelError EINVAL if two have it.
+        """One of the events that onmatch() names. Raises: KernelError EINVAL (two have it).
 
         Mirrors: find_match_var (v6.1).
         """

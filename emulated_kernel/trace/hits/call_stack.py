@@ -30,7 +30,7 @@ class Caller(NamedTuple):
     """Where it lies on the stack; the stack pointer, if it is in a register."""
 
 
-class _Place(NamedTuple):
+class _CallSite(NamedTuple):
     regs: Mapping[str, int]
     """What is known of the registers, as pt_regs names them."""
     ip: int
@@ -104,13 +104,13 @@ class CallStack:
     def returns(self, ip: int, regs: Any) -> Iterator[Caller]:
         """Where the calls that led to `ip` return to, innermost first; `regs` has the other registers."""
         known = ((name, getattr(regs, name, None)) for name in self._registers)
-        place = _Place({name: value for name, value in known if value is not None}, ip, False)
+        place = _CallSite({name: value for name, value in known if value is not None}, ip, False)
         with suppress(MemoryFault):
             while (found := self._step(self._probed(place))) is not None:
                 caller, place = found
                 yield caller
 
-    def _step(self, place: _Place) -> tuple[Caller, _Place] | None:
+    def _step(self, place: _CallSite) -> tuple[Caller, _CallSite] | None:
         """One frame up; None where the chain ends."""
         address, arch = place.ip - place.is_behind_call, self._arch
         where = self._symbols.lookup(address)
@@ -120,7 +120,7 @@ class CallStack:
             return None
         regs, cfa = dict(found.regs), found.cfa
         hooked = cfa if arch.registers.link is not None else cfa - arch.word_size
-        above = _Place(regs, self._real(hooked, regs.pop(IP)), not frames.by_interrupt)
+        above = _CallSite(regs, self._real(hooked, regs.pop(IP)), not frames.by_interrupt)
         if above.is_behind_call:
             above = above._replace(regs={n: v for n, v in regs.items() if n in self._kept})
         else:
@@ -130,7 +130,7 @@ class CallStack:
             return None
         return Caller(above.ip, found.slot), above
 
-    def _probed(self, place: _Place) -> _Place:
+    def _probed(self, place: _CallSite) -> _CallSite:
         """Who runs a copy of a probed instruction, or stands in a detour, is where the probe is."""
         address = place.ip - place.is_behind_call
         if self._symbols.lookup(address) is not None:
@@ -146,7 +146,7 @@ class CallStack:
             place = place._replace(regs=found.regs)
         return place._replace(ip=probed + place.is_behind_call)
 
-    def _left(self, frames: FunctionFrames, place: _Place, address: int) -> _Left | None:
+    def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
         """The function's end, from any place in it."""
         frame = frames.at(address)
         bases = {} if frame is None else self._bases(frame, place.regs)

@@ -101,7 +101,7 @@ class GraphPrinter:
 
         `following` is the next record of that CPU; `formatter` has the other options.
         """
-        line = _Line(entry, self, formatter)
+        line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
         if kind == EntryType.GRAPH_RET:
             return line.returned()
@@ -110,7 +110,7 @@ class GraphPrinter:
         return line.comment()
 
 
-class _Line:
+class _GraphLine:
     """One record on its way to the text."""
 
     def __init__(self, entry: TimedRecord, printer: GraphPrinter, formatter: LineFormatter) -> None:

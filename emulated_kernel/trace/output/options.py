@@ -110,7 +110,7 @@ class TraceOptions:
         return (*own, *self.of_tracers.names(self._tracers()))
 
     def get(self, name: str) -> bool:
-        """Whether an option is on. Raises: KernelError EINVAL for an unknown name."""
+        """Whether an option is on. Raises: KernelError EINVAL (an unknown name)."""
         if option := OPTION_NAMES.get(name):
             return option in self.flags
         if name not in self.of_tracers.names(self._tracers()):
@@ -120,7 +120,7 @@ class TraceOptions:
     def set(self, name: str, value: int) -> None:
         """Switch an option.
 
-        Raises: KernelError EINVAL for an unknown name, a value but 0 and 1, or where the tracer refuses.
+        Raises: KernelError EINVAL (an unknown name, a value but 0 and 1, or where the tracer refuses).
         Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1)
         """
         if value not in (0, 1):

@@ -68,7 +68,7 @@ class TracerOptions:
         return name in self._on
 
     def switch(self, name: str, *, on: bool) -> None:
-        """Raises: KernelError EINVAL where the tracer refuses."""
+        """Raises: KernelError EINVAL (the tracer refuses)."""
         if name == NopOption.REFUSE:
             raise KernelError(errno.EINVAL, "the nop tracer refuses this option")
         (self._on.add if on else self._on.discard)(name)

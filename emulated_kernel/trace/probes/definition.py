@@ -78,7 +78,8 @@ def parse_definition(
     """Parse a command of one word or more; None where it isn't for kprobes, but maybe another kind of event.
 
     `letters`: what it may begin with, `j` too where there are jprobes, which stand on functions alone.
-    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG; logged, but for a wrong type of `$comm`.
+    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, but for a wrong type of
+    `$comm`).
     Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1).
     """
     if len(argv) < 2 or argv[0][0] not in letters:
@@ -186,7 +187,7 @@ def parse_event_name(
 ) -> tuple[str, str]:
     """Group and event of [GRP/][EVENT], a dot for the slash also; the event "" where only a group is given.
 
-    `group` is that of a name without one. Raises: KernelError EINVAL; logged.
+    `group` is that of a name without one. Raises: KernelError EINVAL (logged).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v6.1).
     """
     event = text

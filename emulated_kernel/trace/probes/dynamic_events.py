@@ -24,7 +24,7 @@ def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[
     """Execute each line of one write(2), up to the first that fails; returns the bytes taken: all.
 
     A line and its newline may have 4,095 bytes; a NUL ends what is seen of a line and makes it too long.
-    Raises: KernelError EINVAL for a line too long, and what `execute` raises; earlier lines stay done.
+    Raises: KernelError EINVAL (a line too long), what `execute` raises. Earlier lines stay done.
     Mirrors: kernel/trace/trace.c:trace_parse_run_command (v6.1).
     """
     done = 0
@@ -134,7 +134,7 @@ class EventKind(ABC, Generic[D]):
     def create(self, command: str) -> bool:
         """Make one from a command without its newline; False where the command isn't for this kind.
 
-        Raises: KernelError; if the cause is in the command, it stands in error_log.
+        Raises: KernelError (a cause within the command stands in error_log).
         """
 
     def write(self, data: bytes) -> int:
@@ -156,7 +156,7 @@ class EventKind(ABC, Generic[D]):
         release_all(list(self._own))
 
     def _check_room(self) -> None:
-        """Raises: KernelError ENOSPC, logged, where no more dynamic events may be made."""
+        """Raises: KernelError ENOSPC (logged, where no more dynamic events may be made)."""
         try:
             self._limits.check(Limit.PROBES, len(self._listed))
         except KernelError as error:

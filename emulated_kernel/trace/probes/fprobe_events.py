@@ -56,7 +56,7 @@ class TraceFprobe(TraceKprobe):
         self.disable()
 
     def enable(self) -> None:
-        """Raises: KernelError as register_fprobe."""
+        """Raises: KernelError (as register_fprobe)."""
         if self.address and not self._is_hooked:
             self._missed_before += self._fprobe.nmissed
             self.engine.fprobes.register_fprobe(self._fprobe)

@@ -177,7 +177,7 @@ class TraceKprobe(TraceProbe):
         """Probe the place that was found, armed if the event is enabled.
 
         Raises: KernelError EINVAL (a function that tracing needs), ENOENT (a symbol in an argument, or the
-        place, doesn't exist), and what the engine raises.
+        place, doesn't exist), what the engine raises.
         Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
         """
         symbols, found = self.engine.symbols, self.found
@@ -256,12 +256,12 @@ class TraceKprobe(TraceProbe):
     # Enabling; what is gone or pending is left out. Linux: succeeds while all kprobes are disarmed.
 
     def enable(self) -> None:
-        """Raises: KernelError of the engine."""
+        """Raises: KernelError (of the engine)."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:
-        """Raises: KernelError of the engine."""
+        """Raises: KernelError (of the engine)."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.disable_kprobe(self.handle)
 

@@ -74,7 +74,7 @@ class ProbeTraceEvent(TraceEvent):
     def start(self) -> None:
         """Enable all its probes or none.
 
-        Raises: KernelError of a probe. Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
+        Raises: KernelError (of a probe). Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
         """
         done: list[TraceProbe] = []
         try:
@@ -194,7 +194,7 @@ class ProbeKind(EventKind[P]):
     def _register(self, probe: P, log: CommandLog) -> None:
         """Put a probe on the list, and its event into the registry unless there is one of that name already.
 
-        Raises: KernelError EEXIST, logged; ENOSPC; and as _insert(). Mirrors: register_trace_kprobe (v6.1).
+        Raises: KernelError EEXIST (logged), ENOSPC, as `_insert`. Mirrors: register_trace_kprobe (v6.1).
         """
         self._check_room()
         log.index = 0
@@ -223,7 +223,7 @@ class ProbeKind(EventKind[P]):
     def remove(self, probe: P) -> None:
         """Remove a probe, and its event with the last one.
 
-        Raises: KernelError EBUSY, only for the last one of an event that is enabled or referred to.
+        Raises: KernelError EBUSY (only for the last one of an event that is enabled or referred to).
         Mirrors: kernel/trace/trace_kprobe.c:unregister_trace_kprobe (v6.1).
         """
         event = probe.event

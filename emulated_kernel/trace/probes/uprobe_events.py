@@ -109,7 +109,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
     def create(self, command: str) -> bool:
         """Make a probe from `p|r[:[GRP/][EVENT]] PATH:OFFSET[(REF)][%return] [FETCHARGS]`.
 
-        False where the command isn't one for uprobes. Raises: KernelError; logged.
+        False where the command isn't one for uprobes. Raises: KernelError (logged).
         Mirrors: kernel/trace/trace_uprobe.c:__trace_uprobe_create (v6.1).
         """
         argv = argv_split(command)

@@ -247,11 +247,6 @@ class RingBuffer(RingWriter):
         self._control.flags = flags | flag.value if value else flags & ~flag.value
 
     @property
-    def overrun(self) -> int:
-        """Events overwritten before they were read."""
-        return self._control.overrun
-
-    @property
     def written(self) -> int:
         """Events written since it was emptied."""
         return self._control.entries + self._control.tail_entries

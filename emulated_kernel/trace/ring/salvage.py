@@ -69,7 +69,7 @@ class _Walked:
 
 
 class Unreadable(ValueError):
-    """That can't be a ring buffer."""
+    """Bytes that hold no sound control block of a ring buffer."""
 
     def __init__(self, message: str, lost: int) -> None:
         """`lost`: records that its counters know of."""
@@ -208,7 +208,7 @@ class _Wreck:
 def salvage(block: bytes, read: Callable[[int, int], bytes]) -> Salvaged | None:
     """The buffer of a control block; None where that has none. `read` gives pages by address.
 
-    Raises: Unreadable; OSError, as `read` does.
+    Raises: Unreadable, OSError (as `read` does).
     """
     if not any(block[: offset_of("aside")]):
         return None

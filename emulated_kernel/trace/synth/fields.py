@@ -168,7 +168,7 @@ class StackField(DynamicStringField):
 def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
     """The field of a declared type, where an `unsigned long` has `word_size` bytes; None for an unknown one.
 
-    Raises: KernelError EINVAL, ERANGE for a wrong array. Mirrors: parse_synth_field (v6.1).
+    Raises: KernelError EINVAL, ERANGE (a wrong array). Mirrors: parse_synth_field (v6.1).
     """
     if type_ in _SIZES_AND_FORMATS:
         size = word_size if type_ in _WORDS else _SIZES_AND_FORMATS[type_][0]

@@ -51,7 +51,7 @@ class _Starred:
 def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], KernelSymbols], str]:
     """A function that formats values as `layout` says; a long has `word_size` bytes.
 
-    Raises: ValueError for letters behind %p that aren't known.
+    Raises: ValueError (letters behind %p that aren't known).
     """
     pieces = list(_pieces(layout, word_size))
 

@@ -19,7 +19,7 @@ def take_word(data: bytes, longest: int = WORD_MAX) -> tuple[bytes, int]:
     """The first word of `data`, and the bytes that it takes with blanks before and one blank behind.
 
     The word is empty where there are only blanks. Blanks and NUL end it.
-    Raises: KernelError EINVAL for more than `longest` bytes.
+    Raises: KernelError EINVAL (more than `longest` bytes).
     Mirrors: kernel/trace/trace.c:trace_get_user (v6.1).
     """
     found = _WORD.match(data)

@@ -111,7 +111,7 @@ class GraphSet(FunctionSet):
     """
 
     def write(self, data: bytes) -> int:
-        """One write(2): its first word; bytes taken. Raises: KernelError EINVAL where it means nothing."""
+        """One write(2): its first word; bytes taken. Raises: KernelError EINVAL (it means nothing)."""
         word, size = take_word(data, FUNCTION_WORD_MAX)
         if word:
             self._choose(word)

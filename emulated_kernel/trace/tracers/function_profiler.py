@@ -56,7 +56,7 @@ class FunctionProfiler(GraphUser):
         self._by_cpu: list[dict[int, _Profile]] = [{} for _ in range(system.cpus)]
 
     def enable(self, value: int) -> None:
-        """Anything but 0 starts it anew, where it doesn't run. Raises: KernelError as register()."""
+        """Anything but 0 starts it anew, where it doesn't run. Raises: KernelError (as register())."""
         if bool(value) is self.is_enabled:
             return
         if value:

@@ -72,7 +72,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._graph.user_changed()
 
     def start(self) -> None:
-        """Raises: KernelError as FunctionGraph.register()."""
+        """Raises: KernelError (as FunctionGraph.register())."""
         self._graph.register(self)
 
     def stop(self) -> None:

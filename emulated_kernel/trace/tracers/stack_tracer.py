@@ -141,7 +141,7 @@ class StackFilter(FunctionSet):
     def write(self, data: bytes) -> int:
         """One write(2): its first word, a pattern; bytes taken.
 
-        Raises: KernelError EINVAL, ENODEV for a command: it would be a trace array's.
+        Raises: KernelError EINVAL, ENODEV (a command: it would be a trace array's).
         """
         word, size = take_word(data, FUNCTION_WORD_MAX)
         _, colon, rest = word.partition(b":")

@@ -83,7 +83,7 @@ class EventTriggers:
     def write(self, event: TraceEvent, data: bytes) -> int:
         """Execute one write(2); bytes taken: all.
 
-        Raises: KernelError EINVAL (a page or more, no such command), and what the command raises.
+        Raises: KernelError EINVAL (a page or more, no such command), what the command raises.
         """
         if len(data) >= PAGE_SIZE:
             raise KernelError(errno.EINVAL, "a trigger is shorter than a page")
@@ -143,7 +143,7 @@ def parse_count(param: str | None) -> int:
 def parse_trigger_filter(event: TraceEvent, text: str | None) -> EventFilter | None:
     """Compile `if FILTER`. Linux: error_log tells nothing of what is wrong with it.
 
-    Raises: KernelError EINVAL, and as parse_filter(). Mirrors: set_trigger_filter (v6.1).
+    Raises: KernelError EINVAL, as `parse_filter`. Mirrors: set_trigger_filter (v6.1).
     """
     if text is None:
         return None

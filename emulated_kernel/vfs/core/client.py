@@ -77,7 +77,7 @@ def path_behind(path: str, old: str, new: str) -> str:
 
 
 def still_there(path: str) -> str:
-    """The path of an open directory. Raises: KernelError ENOENT for GONE."""
+    """The path of an open directory. Raises: KernelError ENOENT (GONE)."""
     if path == GONE:
         raise KernelError(errno.ENOENT, "the directory has been removed")
     return path

@@ -105,7 +105,7 @@ class Node:
         )
 
     def check_attached(self) -> None:
-        """Raises: KernelError ENODEV once an object was removed: the parents' own lookups don't find it."""
+        """Raises: KernelError ENODEV (once an object was removed: the parents' own lookups don't find it)."""
         node = self
         while node.parent is not None:
             if node.parent.get(node.name) is not node:
@@ -160,11 +160,11 @@ class Directory(Node):
         return [DirEntry(name, child.kind, child.number(numbers)) for name, child in listed]
 
     def mkdir(self, name: str, mode: int) -> None:
-        """mkdir(2) in this directory. Raises: KernelError EPERM, unless a subclass makes directories."""
+        """mkdir(2) in this directory. Raises: KernelError EPERM (unless a subclass makes directories)."""
         raise KernelError(errno.EPERM, f"no directory can be made here: {name} ({mode:o})")
 
     def rmdir(self, name: str) -> None:
-        """rmdir(2) in this directory. Raises: KernelError EPERM, unless a subclass removes directories."""
+        """rmdir(2) in this directory. Raises: KernelError EPERM (unless a subclass removes directories)."""
         raise KernelError(errno.EPERM, f"{name} can't be removed")
 
     def _adopt(self, name: str, child: Node) -> None:
@@ -282,14 +282,14 @@ class DynamicDirectory(Directory, Generic[T]):
         return entries
 
     def mkdir(self, name: str, mode: int) -> None:
-        """Make an object. Raises: KernelError EPERM where none can be made."""
+        """Make an object. Raises: KernelError EPERM (none can be made)."""
         if self._mkdir is None:
             super().mkdir(name, mode)
         else:
             self._mkdir(name)
 
     def rmdir(self, name: str) -> None:
-        """Remove an object. Raises: KernelError EPERM where none can be removed, or for a fixed child."""
+        """Remove an object. Raises: KernelError EPERM (none can be removed, or for a fixed child)."""
         if self._rmdir is None or super().get(name) is not None:
             super().rmdir(name)
         else:

@@ -108,7 +108,7 @@ class OpenFile:
     def read(self, size: int, offset: int) -> bytes:
         """At most `size` bytes from `offset`; b"" at the end.
 
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed); WouldBlock.
+        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock.
         """
         if not self.readable:
             raise KernelError(errno.EBADF, "not open for reading")
@@ -121,7 +121,7 @@ class OpenFile:
     def read_page(self, size: int) -> bytes:
         """What splice(2) gets of a file whose node is_paged: `size` bytes, never fewer.
 
-        Raises: KernelError EINVAL: there are no pages, or none of that size; EAGAIN: no page yet.
+        Raises: KernelError EINVAL (there are no pages, or none of that size), EAGAIN (no page yet).
         """
         raise KernelError(errno.EINVAL, f"this file has no pages of {size} bytes")
 
@@ -137,7 +137,7 @@ class OpenFile:
 
         `is_part`: see Piece.
 
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), and what the file's command raises.
+        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), what the file's command raises.
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")

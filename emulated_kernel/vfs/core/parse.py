@@ -102,7 +102,7 @@ def cpumask(data: bytes, cpus: int) -> int:
 def ascii_lines(data: bytes) -> list[str]:
     """The lines of a write without blanks around them, but those that are empty.
 
-    Raises: KernelError EINVAL where they aren't ASCII.
+    Raises: KernelError EINVAL (they aren't ASCII).
     """
     try:
         lines = [line.strip() for line in data.decode("ascii").split("\n")]

@@ -28,7 +28,7 @@ class Once(Generic[T]):
         """It was done, and `answer` is what came of it."""
 
     def __call__(self) -> T:
-        """Raises: what the action did; WouldBlock, after which it may be asked again."""
+        """Raises: what the action did, WouldBlock (after which it may be asked again)."""
         if self._error is not None:
             raise self._error
         if not self.is_done:
@@ -54,7 +54,7 @@ class WriteInPieces:
         self._taken = 0
 
     def __call__(self) -> int:
-        """One more piece; bytes taken by all. Raises: GivesWay behind all but the last; KernelError."""
+        """One more piece; bytes taken by all. Raises: GivesWay (behind all but the last), KernelError."""
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)
         self._done += 1

@@ -63,14 +63,14 @@ class WrittenList(Protocol):
         """Execute one write(2); bytes taken, which may be fewer than given. Raises: KernelError."""
 
     def clear(self) -> None:
-        """Remove all. Raises: KernelError EBUSY while one is in use."""
+        """Remove all. Raises: KernelError EBUSY (while one is in use)."""
 
 
 class Stream(Protocol):
     """A consuming reader, such as an open trace_pipe."""
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
-        """At most `size` bytes; b"" is the end. Raises: WouldBlock while there is nothing.
+        """At most `size` bytes; b"" is the end. Raises: WouldBlock (while there is nothing).
 
         `nonblock`: the file has O_NONBLOCK now.
         """
@@ -374,7 +374,7 @@ class OpenPipe(OpenFile):
     stream = True
 
     def __init__(self, node: PipeFile, flags: int, client: Client) -> None:
-        """Raises: KernelError EBUSY, where the stream has one reader at a time and there is one."""
+        """Raises: KernelError EBUSY (the stream has one reader at a time and there is one)."""
         super().__init__(node, flags, client)
         self._source = node.connect()
 

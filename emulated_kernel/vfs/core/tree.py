@@ -52,7 +52,7 @@ class Filesystem:
         return node.stat(self.owner)
 
     def readdir(self, path: str) -> list[DirEntry]:
-        """Entries of a directory, "." and ".." first. Raises: KernelError ENOTDIR, and as lookup()."""
+        """Entries of a directory, "." and ".." first. Raises: KernelError ENOTDIR, as `lookup`."""
         directory, numbers = self._directory(path), self._inode_numbers
         parent = directory.parent or directory
         return [
@@ -64,7 +64,7 @@ class Filesystem:
     def open(self, path: str, flags: int, client: Client) -> OpenFile:
         """Open a file, made if O_CREAT says so and the directory allows it, which none here does.
 
-        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR; what the file's own open raises; as lookup().
+        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, what the file's own open raises, as `lookup`.
         """
         try:
             node = self.lookup(path)
@@ -94,12 +94,12 @@ class Filesystem:
         raise KernelError(errno.EACCES, path)
 
     def mkdir(self, _client: Client, path: str, mode: int) -> None:
-        """mkdir(2). Raises: KernelError EEXIST, and what the directory's hook raises."""
+        """mkdir(2). Raises: KernelError EEXIST, what the directory's hook raises."""
         directory, name = self._absent(path)
         directory.mkdir(name, mode)
 
     def rmdir(self, _client: Client, path: str) -> None:
-        """rmdir(2). Raises: KernelError ENOTDIR, and what the parent's hook raises."""
+        """rmdir(2). Raises: KernelError ENOTDIR, what the parent's hook raises."""
         node = self._directory(path)
         if node.parent is None:
             raise KernelError(errno.EBUSY, path)
@@ -128,12 +128,12 @@ class Filesystem:
         raise KernelError(errno.EPERM, new)
 
     def mknod(self, _client: Client, path: str, mode: int) -> NoReturn:
-        """mknod(2). Raises: KernelError EPERM, EEXIST; EACCES of a regular file, as without ->create."""
+        """mknod(2). Raises: KernelError EPERM, EEXIST, EACCES (of a regular file, as without ->create)."""
         self._absent(path)
         raise KernelError(errno.EACCES if stat.S_IFMT(mode) in (0, stat.S_IFREG) else errno.EPERM, path)
 
     def readlink(self, _client: Client, path: str) -> NoReturn:
-        """readlink(2). Raises: KernelError EINVAL: no node here is a symbolic link."""
+        """readlink(2). Raises: KernelError EINVAL (no node here is a symbolic link)."""
         self.lookup(path)
         raise KernelError(errno.EINVAL, path)
 

@@ -18,7 +18,7 @@ from emulated_kernel.vfs.guest.naming import OPENS
 def unless_deadlock(error: KernelError) -> None:
     """What the guest refuses, or is too broken for, is no matter of a file of ours.
 
-    Raises: KernelError EDEADLK, from a probe's handler.
+    Raises: KernelError EDEADLK (from a probe's handler).
     """
     if error.errno == errno.EDEADLK:
         raise error
@@ -32,7 +32,7 @@ class ClientCalls:
         self._syscalls = guest.syscalls
 
     def task(self, client: Client) -> GuestTask:
-        """Raises: KernelError where the guest has no room for it, or is dead."""
+        """Raises: KernelError (the guest has no room for it, or is dead)."""
         return self._guest.mirror.task_of(client.pid, client.uid, client.gid)
 
     def task_for_control(self, client: Client) -> GuestTask | None:
@@ -53,7 +53,7 @@ class ClientCalls:
         *,
         exists: bool = True,
     ) -> int:
-        """The client's own system call, by its task. Raises: KernelError, the guest's answer."""
+        """The client's own system call, by its task. Raises: KernelError (the guest's answer)."""
         task = self.task(client)
         self._syscalls.set_umask(task, client.umask)
         lookup = HostLookup.EXISTS if exists else HostLookup.MISSING

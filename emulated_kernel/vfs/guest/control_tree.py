@@ -56,7 +56,7 @@ class ControlTree:
     # Names
 
     def open_directory(self, client: Client, task: GuestTask, path: str) -> tuple[int, int | None]:
-        """The guest's descriptor, and what the process calls it. Raises: KernelError, the guest's answer."""
+        """The guest's descriptor, and what the process calls it. Raises: KernelError (the guest's answer)."""
         flags = os.O_RDONLY | os.O_DIRECTORY
         return self._calls.open(client, task, path, flags, lambda _op, _buffer, _count: 0)
 

@@ -119,7 +119,7 @@ class GuestMount:
         return self._controls
 
     def _opened(self, handle: int) -> ControlFile | GuestFile:
-        """The open file behind a handle. Raises: KernelError EISDIR, and as _handle()."""
+        """The open file behind a handle. Raises: KernelError EISDIR, as `_handle`."""
         opened = self._handle(handle)
         if isinstance(opened, OpenDirectory):
             raise KernelError(errno.EISDIR, opened.path)
@@ -128,7 +128,8 @@ class GuestMount:
     def _handle(self, handle: int) -> _Opened:
         """The open file or directory behind a handle.
 
-        Raises: KernelError EBADF; ESTALE: its kernel is gone; EIO after close(), as for whom the end wakes.
+        Raises: KernelError EBADF, ESTALE (its kernel is gone), EIO (after close(), as for whom the end
+        wakes).
         """
         if self._closed:
             raise KernelError(errno.EIO, "the mount has ended")
@@ -141,7 +142,7 @@ class GuestMount:
         return opened
 
     def _check_room(self, path: str) -> None:
-        """Raises: KernelError ENFILE where no more files may be open; who raises the limit gets in."""
+        """Raises: KernelError ENFILE (no more files may be open; who raises the limit gets in)."""
         if not path.startswith(UNLIMITED_FILES):
             self._limits.check(Limit.OPEN_FILES, self._limits.open_files)
 
@@ -304,7 +305,7 @@ class GuestMount:
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """At most `size` bytes; b"" is the end of the file.
 
-        Raises: WouldBlock when there is nothing yet; the caller answers EAGAIN or calls wait().
+        Raises: WouldBlock (there is nothing yet; the caller answers EAGAIN or calls wait()).
         """
         with self.lock:
             opened = self._opened(handle)
@@ -322,7 +323,7 @@ class GuestMount:
             return opened.inner.read_page(size)
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
-        """Number of bytes taken. Raises: WouldBlock as read() does."""
+        """Number of bytes taken. Raises: WouldBlock (as read() does)."""
         opened = self._opened(handle)
         prepared = None
         if isinstance(opened, ControlFile) and opened.inner.node.reads_host:
@@ -394,7 +395,7 @@ class GuestMount:
         return Room()
 
     def fsync(self, client: Client, handle: int) -> None:
-        """fsync(2) or fdatasync(2). Raises: KernelError EINVAL for our files, which have none."""
+        """fsync(2) or fdatasync(2). Raises: KernelError EINVAL (our files, which have none)."""
         with self.lock:
             opened = self._opened(handle)
             if isinstance(opened, ControlFile):
@@ -433,7 +434,7 @@ class GuestMount:
             self._at(path).unlink(client, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """rename(2). Raises: KernelError EXDEV between the guest's files and ours."""
+        """rename(2). Raises: KernelError EXDEV (between the guest's files and ours)."""
         with self.lock:
             self._at_both(old, new).rename(client, old, new)
             self._moved(old, new)
@@ -444,7 +445,7 @@ class GuestMount:
                 opened.path = path_behind(opened.path, old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """link(2). Raises: KernelError EXDEV between the guest's files and ours, EPERM for ours."""
+        """link(2). Raises: KernelError EXDEV (between the guest's files and ours), EPERM (ours)."""
         with self.lock:
             self._at_both(old, new).link(client, old, new)
 
@@ -455,7 +456,7 @@ class GuestMount:
         return source
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM for devices."""
+        """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM (devices)."""
         with self.lock:
             if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK):
                 raise KernelError(errno.EPERM, path)

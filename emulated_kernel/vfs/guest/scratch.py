@@ -63,7 +63,7 @@ class GuestTree:
         return self._stat(self._sys.look_fd(file.fd))
 
     def root_ino(self) -> int:
-        """Inode number of its root. Raises: KernelError where the guest died before it was asked."""
+        """Inode number of its root. Raises: KernelError (the guest died before it was asked)."""
         if self._root_ino is None:
             self._root_ino = self.getattr(self._top).ino
         return self._root_ino

@@ -22,7 +22,7 @@ class Calls:
     def execute(self, data: bytes) -> int:
         """Call a function for each line; the results can be read afterwards.
 
-        Raises: KernelError of the first call that fails; the calls before it were made.
+        Raises: KernelError (of the first call that fails; the calls before it were made).
         """
         # Of any bytes: what a string of the guest holds is its user's business.
         lines = filter(None, map(str.strip, data.decode("utf-8", "surrogateescape").split("\n")))

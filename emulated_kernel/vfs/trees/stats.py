@@ -67,7 +67,7 @@ def stats_directory(kernel: ProbedParts, owner: Owner) -> Directory:
 
 
 ProbeState = Mapping[str, str | int | bool]
-"""What files of an event say, by their names."""
+"""Values of a stats directory's files (hits, mode, ...), by their names."""
 
 
 def probe_states(kernel: ProbedParts) -> Iterator[ProbeState]:
@@ -161,7 +161,7 @@ class _EventStats:
         return bool(found) and all(self._kprobes.table.is_patched(kprobe) for kprobe in found)
 
     def _set_optimized(self, wanted: bool) -> None:
-        """Raises: KernelError EOPNOTSUPP where a probe can't be optimized."""
+        """Raises: KernelError EOPNOTSUPP (a probe can't be optimized)."""
         for kprobe in self._registered():
             self._kprobes.set_optimized(kprobe, wanted)
 

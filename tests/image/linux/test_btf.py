@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf, Kind
 from tests.image.linux import made
+from tests.sample import fewer
 
 
 def sample() -> made.Btf:
@@ -120,7 +121,7 @@ def test_types_that_are_too_many_to_look_through() -> None:
     assert not btf.has("wide.y")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=fewer(200, 4))
 @given(st.data())
 def test_damaged(data: st.DataObject) -> None:
     raw = bytearray(BTF)

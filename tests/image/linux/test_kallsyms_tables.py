@@ -67,7 +67,7 @@ def test_names_that_the_markers_contradict_are_none() -> None:
     assert find_symbols(Vmlinux(io.BytesIO(image))) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_damage_gives_no_wrong_number_of_names(data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(made.FORMATS))

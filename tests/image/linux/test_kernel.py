@@ -81,7 +81,7 @@ def test_tables_say_what_was_written() -> None:
     assert [tuple(entry) for entry in kernel.ex_table] == [(first + 5, first + 8)]
     assert kernel.mcount == {first, third}
     assert [tuple(label) for label in kernel.jump_labels] == [(first + 8, first + 12, at["key"])]
-    assert [tuple(call) for call in kernel.static_calls] == [(third, at["call_key"], True)]
+    assert [tuple(call) for call in kernel.static_calls] == [(third, at["call_key"])]
     bug = kernel.bugs[first + 14]
     assert (bug.file, bug.line, bug.flags & BUGFLAG_WARNING) == ("fs/read.c", 42, BUGFLAG_WARNING)
     assert [entry.name for entry in kernel.blacklist] == ["forbidden", "quiet"]

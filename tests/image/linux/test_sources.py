@@ -20,6 +20,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import source
 from emulated_kernel.image.linux.kernel import open_kernel
 from tests.image.linux import made
+from tests.sample import fewer
 
 RETURN = b"\x31\xc0\xc3"
 
@@ -186,7 +187,7 @@ def test_sparse_giants_are_refused_at_once(start: bytes, tmp_path: Path) -> None
     assert time.process_time() - started < 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_truncated_anywhere(data: st.DataObject) -> None:
     whole = data.draw(st.sampled_from((VMLINUX, VMLINUZ, DEB)))
@@ -194,7 +195,7 @@ def test_truncated_anywhere(data: st.DataObject) -> None:
     check_bytes(whole[:cut])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=fewer(150, 3))
 @given(st.data())
 def test_damaged_anywhere(data: st.DataObject) -> None:
     whole = bytearray(data.draw(st.sampled_from((VMLINUX, VMLINUZ, DEB))))

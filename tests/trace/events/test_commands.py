@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul, simple_strtoul
+from tests.sample import fewer
 from tests.trace.events.kernel import errno_of, make_kernel
 from tests.trace.events.recorded import sample
 
@@ -160,7 +161,7 @@ _COMMANDS = st.one_of(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=fewer(500, 5))
 @given(st.lists(_COMMANDS, max_size=3))
 def test_any_bytes_succeed_or_fail_with_an_errno(commands: list[bytes]) -> None:
     kernel = make_kernel()
@@ -184,13 +185,12 @@ def test_any_bytes_succeed_or_fail_with_an_errno(commands: list[bytes]) -> None:
     assert len(shown.splitlines()) >= len(kernel.events.events())
 
 
-@settings(max_examples=200)
+@settings(max_examples=fewer(200, 4), suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.lists(_WORDS, max_size=8))
 def test_what_is_shown_can_be_written_again(words: list[str]) -> None:
     kernel, again = make_kernel(), make_kernel()
     command = "p:a vfs_read x=" + "".join(words)
-    if errno_of(lambda: kernel.events.write(command.encode("latin-1"))):
-        return
+    assume(not errno_of(lambda: kernel.events.write(command.encode("latin-1"))))
     shown = "".join(kernel.events.records())
     again.events.write(shown.encode("utf-8", "surrogateescape"))
     assert "".join(again.events.records()) == shown

@@ -134,7 +134,7 @@ NAMES = (*("graph", "tracer 1", "tracer 2", "fprobe 1", "fprobe 2"),
          *(f"kprobe {name}" for name in (PLAIN, OTHER, STEPPED)))  # fmt: skip
 
 
-@settings(max_examples=fewer(60, 4), deadline=None)
+@settings(max_examples=fewer(60, 4))
 @given(st.lists(st.sampled_from(NAMES), min_size=2, max_size=12))
 def test_newest_first(shared: Users, coming: list[str]) -> None:
     shared.leave()

@@ -55,7 +55,7 @@ def _enabled(kernel: Kernel, function: str = FUNCTION) -> str:
 USERS = ("function", "stacktrace", "e1", "r1")
 
 
-@settings(max_examples=fewer(40, 4), deadline=None)
+@settings(max_examples=fewer(40, 4))
 @given(st.lists(st.sampled_from(USERS), min_size=1, max_size=4, unique=True))
 def test_preemption_is_disabled_for_several(kernel: Kernel, users: Sequence[str]) -> None:
     """Both events are one user, whose returns come when the others are done."""

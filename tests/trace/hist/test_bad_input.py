@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.errors import KernelError
+from tests.sample import fewer
 from tests.trace.events.kernel import Hit
 from tests.trace.trigger.control import TriggerKernel
 
@@ -82,7 +83,7 @@ def _hit(kernel: TriggerKernel) -> None:
         kernel.hit(Hit(memory={0x1000: b"x\0"}), di=n, si=3, dx=0x1000)
 
 
-@settings(max_examples=300)
+@settings(max_examples=fewer(300, 6))
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "syn"]), st.booleans(), _HISTS), min_size=1, max_size=6))
 def test_histograms(writes: list[tuple[str, bool, str]]) -> None:
     kernel = _kernel()
@@ -101,7 +102,7 @@ def test_histograms(writes: list[tuple[str, bool, str]]) -> None:
     assert not kernel.hists.named
 
 
-@settings(max_examples=500)
+@settings(max_examples=fewer(500, 10))
 @given(
     st.sampled_from(["trigger", "synthetic", "dynamic"]),
     st.one_of(_TEXTS, _TEXTS.map("hist:keys=n:".__add__)),

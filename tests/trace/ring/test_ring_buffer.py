@@ -141,9 +141,9 @@ def test_too_large_a_payload_is_refused_and_not_counted() -> None:
 def test_overwrite_loses_a_page_of_the_oldest() -> None:
     buffer = ring()
     fill(buffer, 8)
-    assert (len(buffer), buffer.overrun) == (8, 0)
+    assert (len(buffer), buffer.stats().overrun) == (8, 0)
     fill(buffer, 1, first=8)
-    assert (len(buffer), buffer.overrun) == (5, 4)
+    assert (len(buffer), buffer.stats().overrun) == (5, 4)
     assert numbers(buffer) == [4, 5, 6, 7, 8]
     stats = buffer.stats()
     assert stats.size == PAGE_DATA_SIZE + event_size(1000)
@@ -189,7 +189,7 @@ def test_the_readers_page_is_not_overwritten() -> None:
     events = consumed(buffer)
     assert events[:3] == [(1, 0), (2, 0), (3, 0)]
     number, lost = events[3]
-    assert lost == number - 4 == buffer.overrun
+    assert lost == number - 4 == buffer.stats().overrun
 
 
 def test_peek_consumes_nothing() -> None:
@@ -263,7 +263,7 @@ def test_resize_keeps_the_newest(pages: int, consume_first: int) -> None:
     buffer.resize(RingMemory(memoryview(bytearray(memory_size(pages)))), pages)
     after = numbers(buffer)
     assert after == [n for n in before if n in after]
-    assert len(after) == len(before) - buffer.overrun
+    assert len(after) == len(before) - buffer.stats().overrun
     assert after[-1] == 15
     fill(buffer, 6, first=16)
     assert numbers(buffer)[-6:] == list(range(16, 22))
@@ -305,7 +305,7 @@ def test_a_page_tells_how_many_events_were_lost() -> None:
     while len(buffer) > 4:
         buffer.consume()
     fill(buffer, 1, first=90)
-    overrun_before = buffer.overrun
+    overrun_before = buffer.stats().overrun
     fill(buffer, 20, first=91)
     consumed_lost = []
     while page := buffer.read_page():
@@ -314,8 +314,8 @@ def test_a_page_tells_how_many_events_were_lost() -> None:
             size = commit & 0xFFFFF
             consumed_lost.append(struct.unpack_from("<Q", page, 16 + size)[0])
         elif commit & MISSED_EVENTS:
-            consumed_lost.append(buffer.overrun - overrun_before)
-    assert sum(consumed_lost) == buffer.overrun - overrun_before
+            consumed_lost.append(buffer.stats().overrun - overrun_before)
+    assert sum(consumed_lost) == buffer.stats().overrun - overrun_before
 
 
 @pytest.mark.parametrize("address", [0, 0xFFFFC98000000000])

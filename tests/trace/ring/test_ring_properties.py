@@ -106,7 +106,7 @@ class RingMachine(RuleBasedStateMachine):
             self.consumed += 1
         if page is not None:
             # Lost events are told in the page, whose format test_ring_buffer checks.
-            self.reported = self.ring.overrun
+            self.reported = self.ring.stats().overrun
 
     @rule(pages=st.integers(2, 5))
     def resize(self, pages: int) -> None:

@@ -133,7 +133,7 @@ def test_a_jump_label_is_no_place_for_a_probe(kernel: Kernel) -> None:
 
 def test_no_detour_covers_a_jump_label(kernel: Kernel) -> None:
     labels = {label.code + byte for label in kernel.image.jump_labels for byte in range(5)}
-    optimizer = kernel.kprobes.optimizer
+    optimizer, registered = kernel.kprobes.optimizer, 0
     assert optimizer is not None
     for label in kernel.image.jump_labels:
         for before in range(1, 5):
@@ -144,13 +144,16 @@ def test_no_detour_covers_a_jump_label(kernel: Kernel) -> None:
                 continue
             optimizer.flush()
             assert not labels & kernel.machine.text.ledger.keys()
+            registered += 1
             kernel.unregister_kprobe(probe)
+    assert registered > 10
 
 
 def test_formats_lay_fields_out_as_the_compiler_does(kernel: Kernel) -> None:
     for event in kernel.tracing.kprobe_events.registry:
         text = event.format_text()
         assert text.startswith(f"name: {event.name}\nID: {event.id}\nformat:\n")
+        assert FIELD.search(text)
         end = 0
         for declaration, offset, size, _ in FIELD.findall(text):
             assert int(offset) >= end, (event.name, declaration)
@@ -158,10 +161,11 @@ def test_formats_lay_fields_out_as_the_compiler_does(kernel: Kernel) -> None:
 
 
 def test_every_print_format_is_understood(kernel: Kernel) -> None:
-    for event in kernel.tracing.kprobe_events.registry:
-        if isinstance(event, StaticEvent):
-            size = max(field.offset + field.size for field in event.fields)
-            assert event.print_record(bytes(size), kernel.tracing.symbols)
+    events = [each for each in kernel.tracing.kprobe_events.registry if isinstance(each, StaticEvent)]
+    assert len(events) > 10
+    for event in events:
+        size = max(field.offset + field.size for field in event.fields)
+        assert event.print_record(bytes(size), kernel.tracing.symbols)
 
 
 @pytest.mark.parametrize(
