@@ -7,6 +7,7 @@ import stat
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from emulated_kernel import config
 from emulated_kernel.config import DEFAULT_RUN_BUDGET, HOST, IMAGE_LIMIT
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 NATIVE = "native"
 ENGINES = ("ours", NATIVE)
 LAYOUTS = ("full", "tracefs")
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
+ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")

@@ -91,7 +91,8 @@ _OLD: dict[str, Any] = {
 }
 
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
-"""Shadow stacks: Linux 6.1's, 6.7's, 5.10's, the function graph's, and that one for everybody."""
+"""Shadow stacks: Linux 6.1's, 6.7's, 5.10's, the function graph's, and that one for everybody; hooks.py has
+the class of each."""
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from emulated_kernel.arch import architectures
 from emulated_kernel.arch.analysis.reason import ERRNO, Reason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.x86 import emulate
 from emulated_kernel.arch.x86.emulate import X86Emulation
 from emulated_kernel.arch.x86.facts import FactsTable
+from emulated_kernel.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.image.build import TARGETS
+from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.profile import PROFILES, profile_named
+from emulated_kernel.kprobes import return_hook
+from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, profile_named
+from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.machine import cpus
 from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.trace.compiled.fetch import _EMITTERS
@@ -31,7 +42,6 @@ from kprobefs.arguments import program_parser
 from kprobefs.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 MANUAL = "".join(path.read_text().replace("\\-", "-") for path in sorted((ROOT / "docs/man").iterdir()))
 DOCUMENTS = (
     "CONTRIBUTING.md",
@@ -74,11 +84,26 @@ def filled_strategies() -> None:
 
 
 def filled_architectures() -> None:
+    """Whatever a family has is in the list, and whatever is in the list each of them has."""
+    archs = {arch.name for family in architectures._FAMILIES.values() for arch in family()}
+    models = {parts.model.name for family in cpus._FAMILIES.values() for parts in family()}
+    assert archs == models == ARCHITECTURES.keys()
+    assert architectures._FAMILIES.keys() == cpus._FAMILIES.keys() == set(ElfMachine)
+    images = {path.parent.name for path in PREBUILT.glob("*/modules")}
+    assert images == {name for name, target in TARGETS.items() if target.has_modules} == archs
+    assert list(choices("--arch", "mount")) == list(ARCHITECTURES)
     for name in ARCHITECTURES:
-        arch = arch_named(name)
-        assert cpu_parts(name).model.name == name
-        assert (ROOT / "emulated_kernel/image/prebuilt" / name).is_dir()
-        assert arch.strategies
+        assert cpu_parts(name).model.name == arch_named(name).name == name
+        assert arch_named(name).strategies
+        assert is_in_manual(name)
+
+
+def choices(option: str, command: str) -> tuple[str, ...]:
+    """What the command line takes for an option of a command."""
+    (commands,) = (each for each in program_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    (action,) = (each for each in commands.choices[command]._actions if option in each.option_strings)
+    assert action.choices is not None
+    return tuple(action.choices)
 
 
 def files_below(path: str) -> Iterator[tuple[str, str]]:
@@ -172,6 +197,13 @@ def filled_profiles() -> None:
 
 
 def filled_shadow_stacks() -> None:
+    """Each class of the room is in the list, which the engine and the program take it from."""
+    for module in pkgutil.iter_modules(return_hook.__path__, f"{return_hook.__name__}."):
+        import_module(module.name)
+    there = [each.name for each in subclasses(ShadowStack) if not inspect.isabstract(each)]
+    assert sorted(there) == sorted(RETURN_HOOKS)
+    assert tuple(SHADOW_STACKS) == RETURN_HOOKS == choices("--return-hook", "mount")
+    assert {profile.return_hook for profile in PROFILES.values()} <= set(RETURN_HOOKS)
     documented = (ROOT / "docs/return-hooks.md").read_text()
     with Kernel() as kernel, kernel.lock:
         hooks = kernel.kretprobes.hooks
@@ -179,6 +211,13 @@ def filled_shadow_stacks() -> None:
             hooks.select_return_hook(name)
             assert hooks.return_hook == name
             assert name in documented
+
+
+def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    """All of them, at any depth."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
 
 
 def filled_guest_questions() -> None:
