@@ -63,7 +63,7 @@ class Profile:
     strategies: tuple[str, ...] = ("optprobe",)
     """Whose rules it follows: the first of Arch.strategies that the architecture has."""
     djprobe: Wait | None = None
-    """Jumps are asked for by `length` and written by commit_kprobes(), which waits in this way."""
+    """How commit_kprobes() waits, which writes the jumps; without it no probe has a `length`."""
     jprobes: bool = False
     """register_jprobe(), up to Linux 4.14."""
     fprobe_events: bool = False
