@@ -28,6 +28,7 @@ from emulated_kernel.vfs.core.seq import (
     single,
 )
 from emulated_kernel.vfs.trees.calls import Calls
+from emulated_kernel.vfs.trees.clock import clock_text, parsed_clock
 from emulated_kernel.vfs.trees.limits import limit_lines, parsed_limit
 
 MAX_LOADS = 16
@@ -64,7 +65,9 @@ def machine_directory(kernel: Parts, owner: Owner, further: Mapping[str, Node]) 
             "cpus": SeqFile(0o444, listing(lambda: _cpu_lines(reader, guest))),
             "meminfo": SeqFile(0o444, listing(lambda: reader.memory().text())),
             "clock": CommandFile(
-                0o644, single(kernel.clock.text), _each_line(guest, "clock", kernel.clock.parsed)
+                0o644,
+                single(partial(clock_text, kernel)),
+                _each_line(guest, "clock", partial(parsed_clock, kernel)),
             ),
             "load": GuestCommandFile(
                 0o644, listing(kernel.loads.text), _each_line(guest, "load", kernel.loads.parsed)
