@@ -12,13 +12,14 @@ from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler, Request
 from emulated_kernel.host.executive.smp import SmpExecutive
-from emulated_kernel.host.executive.syscalls import BUFFER_SIZE, Syscalls, check
+from emulated_kernel.host.executive.syscalls import BUFFER_SIZE, Syscalls, UserBuffers, check
 from emulated_kernel.host.mirror.mirror import INIT_PID, TaskMirror
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message
+from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.machine.task_events import TaskEvents
 
 MAX_ARGUMENTS = 6
@@ -30,7 +31,12 @@ class Guest:
     """What the front end needs of the guest."""
 
     def __init__(
-        self, kernel: BuiltinKernel, executive: Executive, mirror: TaskMirror, syscalls: Syscalls
+        self,
+        kernel: GuestKernel,
+        executive: Executive,
+        mirror: TaskMirror,
+        syscalls: Syscalls,
+        buffers: UserBuffers,
     ) -> None:
         self.kernel = kernel
         machine, image = kernel.machine, kernel.image
@@ -41,8 +47,8 @@ class Guest:
         self.executive = executive
         self.mirror = mirror
         self.syscalls = syscalls
-        self.buffers = kernel.buffers
-        self._read_buffer = kernel.buffers.get()
+        self.buffers = buffers
+        self._read_buffer = buffers.get()
         """Where all reads of our files get their data, which come when a read ends: however many sleep, each
         with this address, one of them at a time is served."""
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
@@ -261,5 +267,6 @@ def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, l
         name = kernel.image.path.name
         raise KernelError(errno.ENOEXEC, f"{name} doesn't boot: it stopped before its first task ran")
     numbers = kernel.syscall_numbers
-    syscalls = Syscalls(executive, machine, kernel.image, kernel, kernel.buffers, numbers)
-    return Guest(kernel, executive, TaskMirror(kernel, executive, watch, init), syscalls)
+    buffers = kernel.buffers
+    syscalls = Syscalls(executive, machine, kernel.image, kernel, buffers, numbers)
+    return Guest(kernel, executive, TaskMirror(kernel, executive, watch, init, buffers), syscalls, buffers)

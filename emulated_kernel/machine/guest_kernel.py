@@ -1,4 +1,4 @@
-"""GuestKernel: all that the host, the engine and tracing ask of the kernel that runs in the machine."""
+"""GuestKernel: all that is asked of the kernel of ours that runs in the machine, and who else answers it."""
 
 from __future__ import annotations
 
@@ -28,33 +28,27 @@ class StandingTasks(ABC):
 
 
 class GuestKernel(StandingTasks):
-    """A kernel that has booted and stands still.
+    """A kernel that has booted and stands still, as its host and the builder ask it.
 
-    What reads the guest's own structures raises KernelError EIO where it has corrupted them. Another make of
-    kernel is another subclass of this:
+    What reads the guest's own structures raises KernelError EIO where it has corrupted them. BuiltinKernel is
+    ours. A distribution's kernel has a host of its own (emulated_kernel.linux), and answers elsewhere what
+    the engine, tracing and files ask of either make:
 
     | asked | our kernel | a distribution's kernel |
     | --- | --- | --- |
-    | boot | `Machine`: boot parameters, per-CPU base and init_stack from the ABI table, stops at BOOTED | startup_64 with boot_params, e820 and cmdline; init is a stub of the host's, whose first `hlt` ends the boot |
-    | symbols, tables | `image`: ELF sections and kallsyms of the file | the same of vmlinux, or kallsyms and BTF out of RAM by VMCOREINFO |
-    | structure layouts, per-CPU offsets | `image.abi`: a table in the image | the same names, filled in from BTF and from symbols (pcpu_hot from 6.2 on) |
-    | tracepoints, system calls' names | `image.trace_events`: tables in the image | __start_ftrace_events, __start_syscalls_metadata |
-    | where text may be put | `machine.model.layout.text_space`, `module_space` | free PUD slots of level3_kernel_pgt |
-    | `current_task`, `task_of` | a per-CPU variable | current_task, from 6.2 pcpu_hot.current_task |
-    | `cpu_of`, `is_queued` | task_struct.cpu, .on_rq | the same |
-    | `set_mailbox`, `send`, `take_sent`, `sent_to`, `syncs_of` | words of each per-CPU area | words of the host's |
-    | `new_exits` | a ring that do_exit() fills | a breakpoint in do_exit() |
-    | `set_owner`, `set_field`, `get_field` | task_struct.cred, whose every task has its own | the same |
-    | `syscall_numbers` | names and numbers in the ABI table | the architecture's own table; host_* calls are made of several |
-    | a client's system call | `answer` to a hypercall in user mode, Vector.WAKE to switch | the stub's `hlt; syscall`; x86 platform IPI with a thunk to wake_up_process |
-    | `first_task`, `find_task` | child_reaper, host_find_task() | init_pid_ns.child_reaper, its idr |
-    | a task of a wanted pid | task_struct.host_clone_pid, then clone | init_pid_ns.idr.idr_next, then clone |
-    | `print` | _printk() with a format | the same; or /dev/kmsg |
-    | `messages` | records of our own ring | prb: descriptors and text of printk_ringbuffer |
-    | `tasks`, `cpus`, `modules`, `read_module` | lists in our structures | the same lists; threads by signal->thread_head, mod_tree of later kernels |
-    | `memory` | counters of our allocators | vm_zone_stat, kmem_cache; slabs by their nodes |
-    | `file_pages`, `limit_file_pages` | nr_file_pages, max_file_pages | a tmpfs's percpu_counter, its max_blocks |
-    | `occupied` | registers, and words on all stacks from the saved sp | the same; irq, exception and entry stacks of each CPU beside them |
+    | memory, text, calls, CPUs | `Machine` | `ProbedLinux`, both as `ProbedMachine` |
+    | symbols, tables | `KernelImage` | `LinuxKernel`, both as `ProbedTables` |
+    | structure layouts, per-CPU offsets | `KernelImage.abi` | `linux_abi()`, the same names |
+    | tracepoints, system calls' names | `Tracepoints` | `KernelTracepoints` |
+    | `task_structs`, `occupied` | here | `KernelStacks`, both as `StandingTasks` |
+    | context of a record | `HitContext` | `LinuxContext` |
+    | `read_module`, `module_name` | here | `ModuleWatch`, by `LoadedModules` |
+    | tasks that end or get a name | `new_exits`, by `TaskEvents` | `RunningLinux.on_free`, `on_name` |
+    | a client's task and its system calls | `TaskMirror`, `Syscalls`, `find_task`, `set_owner` | `LinuxClients`, `LinuxTasks`, `LinuxSyscalls` |
+    | a function that may sleep | `Guest.call_function` | `LinuxTasks.do_work` |
+    | `messages`, `print` | here | `LinuxSyscalls.log`, `say` |
+
+    All else is asked of our kernel alone.
     """  # noqa: E501
 
     def __init__(self, machine: Machine, image: KernelImage) -> None:
@@ -164,6 +158,10 @@ class GuestKernel(StandingTasks):
     @abstractmethod
     def limit_file_pages(self, most: int | None) -> None:
         """Let files in memory have so many pages, None: all that there are; more is ENOSPC."""
+
+    @abstractmethod
+    def thaw(self) -> None:
+        """Tasks that come to the refrigerator don't stay there any more."""
 
     @abstractmethod
     def modules(self) -> list[ModuleInfo]:

@@ -29,6 +29,7 @@ from emulated_kernel.kprobes import return_hook
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, profile_named
 from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.machine import cpus
 from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.guest_kernel import GuestKernel
@@ -223,9 +224,15 @@ def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def filled_guest_questions() -> None:
-    """A kernel that left one out couldn't be built."""
+    """A kernel that left one out couldn't be built; those who answer for a distribution's are there."""
     assert GuestKernel.__abstractmethods__
     assert not BuiltinKernel.__abstractmethods__
+    assert not KernelStacks.__abstractmethods__
+    told = set(re.findall(r"`(?:\w+\.)?(\w+)", GuestKernel.__doc__ or ""))
+    text = "\n".join(path.read_text() for path in (ROOT / "emulated_kernel").rglob("*.py"))
+    defined = set(re.findall(r"(?:class|def|^ +self\.|^ {4})\b *(\w+)(?:\(|:| =)", text, re.MULTILINE))
+    assert len(told) > 30
+    assert told <= defined
 
 
 def filled_commands() -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, thread_time
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.executive.executive import Executive, GuestTask
-from emulated_kernel.host.executive.syscalls import check
+from emulated_kernel.host.executive.syscalls import UserBuffers, check
 from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
+from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 FORK_FLAGS = 0x01200011
@@ -38,13 +38,18 @@ class TaskMirror:
     """Keeps the guest's tasks in step with the host's processes."""
 
     def __init__(
-        self, kernel: BuiltinKernel, executive: Executive, watch: ProcessWatch, init: GuestTask
+        self,
+        kernel: GuestKernel,
+        executive: Executive,
+        watch: ProcessWatch,
+        init: GuestTask,
+        buffers: UserBuffers,
     ) -> None:
         self._kernel = kernel
         self._memory = kernel.machine.memory
         self._executive = executive
         self._events = executive.events
-        self._buffers = kernel.buffers
+        self._buffers = buffers
         self._cpus = kernel.machine.config.cpus
         self._watch = watch
         self.call_of = watch.call
