@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from emulated_kernel import config
 from emulated_kernel.config import DEFAULT_RUN_BUDGET, HOST, IMAGE_LIMIT
@@ -67,10 +67,8 @@ class MountOptions:
         return "tracefs" if self.layout == "tracefs" else "debugfs"
 
 
-class Builder(Protocol):
-    """Makes the mount that is served: the emulated kernel, or something smaller in tests."""
-
-    def __call__(self, options: MountOptions) -> ServedMount: ...
+Builder = Callable[[MountOptions], "ServedMount"]
+"""Makes the mount that is served: the emulated kernel, or something smaller in tests."""
 
 
 def check_image(path: Path) -> None:
