@@ -9,6 +9,7 @@ from functools import partial
 from emulated_kernel.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.build_trace import TracedKernel, build_trace
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
@@ -37,36 +38,14 @@ from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.parts import ProbedParts, ProbeRegistries, TraceParts
-from emulated_kernel.trace.array.system import TraceSystem
-from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.events.link_order import link_rank
-from emulated_kernel.trace.events.own_entries import own_events
-from emulated_kernel.trace.events.print_event import PrintEvent
-from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.tracepoints import Tracepoints
-from emulated_kernel.trace.hist.system import HistSystem
-from emulated_kernel.trace.hist.trigger import HistCommand
-from emulated_kernel.trace.hits.call_stack import CallStack
-from emulated_kernel.trace.hits.function_frames import FrameTables
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
-from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
-from emulated_kernel.trace.probes.eprobe import EventProbes
-from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
-from emulated_kernel.trace.probes.handler_cost import HandlerCosts
-from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
-from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
-from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.synth.events import SyntheticEvents
-from emulated_kernel.trace.text.cmdlines import SavedCmdlines
-from emulated_kernel.trace.trace_arrays import TraceArrays
-from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
-from emulated_kernel.trace.tracers.graphs import build_graphs
-from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +102,8 @@ def _on_machine(
     clock = RequestClock(machine.clock, pauses=config.pauses)
     engine = _engine(machine, live, arch, guest, clock, lock, profile)
     requests = RequestObserver(clock, engine.kprobes)
-    guest.executive.events.request_begins.append(requests.request_begins)
-    trace = _tracing(machine, live, arch, guest, engine, lock)
+    guest.executive.events.watch(requests)
+    trace = _tracing(machine, live, arch, guest, engine)
     return Parts(
         config=config,
         lock=lock,
@@ -182,116 +161,43 @@ def _tracing(
     arch: Arch,
     guest: Guest,
     engine: ProbeRegistries,
-    lock: ControlLock,
 ) -> TraceParts:
-    kprobes, hook_sets, image, events = engine.kprobes, engine.hook_sets, live.core, guest.executive.events
-    memory, abi, limits, log = machine.memory, image.abi, machine.config.limits, guest.log
-    registry, cmdlines = EventRegistry(), SavedCmdlines()
-    symbols = KernelSymbols(live.kallsyms, hook_sets, kprobes.sites)
-    tasks = Tasks(machine, abi)
+    kprobes, image, memory, events = engine.kprobes, live.core, machine.memory, guest.executive.events
+    tasks = Tasks(machine, image.abi)
     context = HitContext(
         kprobes.hits.ctlblk,
         memory,
-        abi,
+        image.abi,
         arch.interrupt_flag,
         machine.per_cpu_bases,
         preemption=kprobes.profile.preemption,
     )
     machine.on_switch.append(context.switch_to)
-    records = GuestRecords(machine.records, tasks, cmdlines, machine.clock)
-    events.call_begins.append(records.call_begins)
     keys = StaticKeys(image.jump_labels, machine, kprobes.poker, arch)
     hit = ProbeHit(memory, tasks, context.trace_ctx)
     points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments)
-    for event in sorted(points.events(), key=lambda event: link_rank(event.group, event.name)):
-        registry.add(event)
-    here = ProbeHit(memory, tasks, context.trace_ctx)
-    here.regs = machine.regs
-    markers = PrintEvent(arch.word_size)
-    for own in (markers, *own_events(arch.word_size)):
-        registry.add_own(own)
-    tables = FrameTables(machine.text, live, symbols, arch, hook_sets)
-    system = TraceSystem(
-        lock=lock,
-        cpus=machine.config.cpus,
-        now_ns=machine.clock.read_ns,
-        events=registry,
-        symbols=symbols,
-        arch=arch,
+    traced = TracedKernel(
+        machine=machine,
+        live=live,
+        abi=image.abi,
+        symbols=KernelSymbols(live.kallsyms, engine.hook_sets, kprobes.sites),
         tasks=tasks,
-        stack=CallStack(memory, tables, abi, symbols, arch, hook_sets, kprobes),
-        here=here,
-        memory=records,
-        markers=markers,
-        cmdlines=cmdlines,
-        printk=log,
+        context=context,
+        events=sorted(points.events(), key=lambda event: link_rank(event.group, event.name)),
+        points=points.by_name,
+        syscall_name={call.nr: call.name for call in points.syscalls}.get,
+        fentry=image.mcount,
+        asking=Asking(),
+        limits=machine.config.limits,
+        log=guest.log,
+        measured=machine,
     )
-    called = ProbeHit(memory, tasks, context.trace_ctx)
-    functions = KernelFunctions(kprobes.sites, image.mcount, symbols, called, kprobes.verdict, arch)
-    syscall_names = {call.nr: call.name for call in points.syscalls}
-    hists = HistCommand(HistSystem(registry, syscall_names.get))
-    arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, lock, limits)
-    events.call_ended.append(arrays.call_ended)
-    events.forked.append(arrays.forked)
-    events.exited.append(arrays.exited)
-    GuestDirectories(
-        registry,
-        guest.call_function,
-        partial(getattr, guest, "is_watched"),
-        partial(getattr, machine, "is_running"),
-    )
-    measure = StackMeasure(memory, tasks, system.stack, arch, abi)
-    places = records.places(
-        abi,
-        arch.interrupt_flag,
-        context.breakpoint_trace_ctx,
-        partial(getattr, machine.clock, "step_ns"),
-        Asking(),
-    )
-    top = arrays.top
-    graph, profiler = build_graphs(
-        kprobes, hook_sets, top.array, top.functions, functions.functions, points.by_name, context, places
-    )
-    commands = EventCommands(registry, top.errors, log, limits)
-    probes = ProbeEngine(
-        arch,
-        symbols,
-        kprobes,
-        engine.kretprobes,
-        engine.fprobes,
-        ProbeHit(memory, tasks, context.hit_trace_ctx),
-        places,
-        kprobes.profile.jprobes,
-    )
-    kprobe_events = KprobeEvents(probes, commands)
-    fprobe_events = FprobeEvents(probes, commands) if kprobes.profile.fprobe_events else None
-    synthetic_events = SyntheticEvents(commands, arch.word_size)
-    uprobe_events = UprobeEvents(arch, commands)
-    return TraceParts(
-        symbols=symbols,
-        system=system,
-        arrays=arrays,
-        functions=functions,
-        function_graph=graph,
-        function_profiler=profiler,
-        stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
-        # Nothing of the kernel's own is formatted where a record is shown.
-        printk_formats=tuple,
-        guest_records=records,
-        handler_costs=HandlerCosts(machine, arch, kprobes.compiler, records, places),
-        dynamic_events=DynamicEvents(
-            commands,
-            kprobe_events,
-            *((fprobe_events,) if fprobe_events else ()),
-            synthetic_events,
-            uprobe_events,
-            EventProbes(arch, symbols, commands),
-        ),
-        kprobe_events=kprobe_events,
-        fprobe_events=fprobe_events,
-        synthetic_events=synthetic_events,
-        uprobe_events=uprobe_events,
-    )
+    trace = build_trace(traced, engine, arch)
+    events.watch(trace.guest_records)
+    events.watch(trace.arrays)
+    is_patched = partial(bool, machine.text.ledger.words)
+    GuestDirectories(trace.system.events, guest.call_function, is_patched, lambda: machine.is_running)
+    return trace
 
 
 def _modules(

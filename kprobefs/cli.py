@@ -282,7 +282,8 @@ def _trace(parsed: argparse.Namespace) -> int:
 
 def _tour(parsed: argparse.Namespace) -> int:
     from emulated_kernel.config import MachineConfig
-    from kprobefs.options import MountOptions, build_kernel
+    from kprobefs.boot import build_kernel
+    from kprobefs.options import MountOptions
     from kprobefs.run import mounted
     from kprobefs.tour import steps, tour
 
@@ -426,7 +427,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
 def _builder(options: MountOptions) -> Builder:
     """What makes the served kernel; one that takes seconds to boot has booted then."""
-    from kprobefs.options import build_kernel, prepare
+    from kprobefs.boot import build_kernel, prepare
 
     prepare(options)
     return build_kernel

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import ERRNO, Reason
+from emulated_kernel.arch.analysis.reason import Reason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
@@ -120,7 +120,7 @@ class Judge:
 def _outcome(reason: Reason | None) -> ProbeOutcome:
     if reason is None:
         return ProbeOutcome.OPTIMIZED
-    if reason in ERRNO:
+    if reason.errno:
         return ProbeOutcome.REFUSED
     return ProbeOutcome.FTRACE if reason is Reason.FTRACE else ProbeOutcome.BREAKPOINT
 

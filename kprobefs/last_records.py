@@ -14,7 +14,7 @@ from emulated_kernel.machine.memory.kept import KeptLayout
 from emulated_kernel.trace.array.past import PastNames, PastRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, memory_size
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, RingMemory, memory_size
 from emulated_kernel.trace.ring.salvage import Unreadable, salvage
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
@@ -140,7 +140,7 @@ class _Reader:
 
 
 def _empty() -> RingBuffer:
-    return RingBuffer(memoryview(bytearray(memory_size(MIN_PAGES))), MIN_PAGES)
+    return RingBuffer(RingMemory(memoryview(bytearray(memory_size(MIN_PAGES)))), MIN_PAGES)
 
 
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:

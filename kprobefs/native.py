@@ -6,8 +6,9 @@ import os
 
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.image.linux.source import kernel_file
 from emulated_kernel.linux.linux_mount import LinuxMount
-from emulated_kernel.linux.start import ensure_cached, file_of, started
+from emulated_kernel.linux.start import ensure_cached, started
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import explained
 from kprobefs.options import MountOptions
@@ -37,6 +38,6 @@ def native_mount(options: MountOptions) -> LinuxMount:
     image = str(options.machine.image)
     with explained(image):
         tasks = started(image, options.machine.seed)
-        modules = ModuleFiles(file_of(image), tasks.release)
+        modules = ModuleFiles(kernel_file(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
     return LinuxMount(tasks, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")

@@ -6,10 +6,11 @@ import os
 
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.image.linux.source import kernel_file
 from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
-from emulated_kernel.linux.start import file_of, started_with_kernel
+from emulated_kernel.linux.start import started_with_kernel
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import explained
 from kprobefs.options import MountOptions
@@ -21,7 +22,7 @@ def engine_mount(options: MountOptions) -> EngineMount:
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed)
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
-        modules = ModuleFiles(file_of(image), tasks.release)
+        modules = ModuleFiles(kernel_file(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
     served = EngineMount(engine, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
     # Most of what it takes to begin is never read again.

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
 from emulated_kernel.trace.events.event import TraceEvent
@@ -76,7 +77,7 @@ class _NewIds(EventWatcher):
         return {str(event.id): [event.group, event.name] for event in events}
 
 
-class KeptState(ChangeWatcher):
+class KeptState(ChangeWatcher, TaskObserver):
     """What a daemon leaves, and finds. Nothing that is wrong with it keeps the daemon from serving.
 
     All methods but the constructor need the kernel's lock, or a kernel that nobody else knows yet.
@@ -220,7 +221,7 @@ class KeptState(ChangeWatcher):
             self._complain(f"instances/{last_records.LAST}: {error.strerror}")
         self._new_ids = _NewIds()
         kernel.tracing.system.events.watch(self._new_ids)
-        kernel.guest.executive.events.call_ended.append(self._note)
+        kernel.guest.executive.events.watch(self)
         mount.watch(self)
         former = self._directory.records()
         try:
@@ -326,7 +327,7 @@ class KeptState(ChangeWatcher):
             self._written.add(handle)
             entry = {"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed}
             self._append({**entry, "part": True} if is_part else entry)
-        self._note()
+        self.call_ended()
 
     def released(self, handle: int) -> None:
         """See ChangeWatcher."""
@@ -359,7 +360,7 @@ class KeptState(ChangeWatcher):
         name = self._kept(path)
         return "" if _UNKEPT_FILE.match(name) else name
 
-    def _note(self) -> None:
+    def call_ended(self) -> None:
         """Hits may have been counted."""
         if self._timer is None and self._journal is not None:
             self._timer = threading.Timer(COUNTS_AGE, self._save_later)

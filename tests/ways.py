@@ -83,11 +83,13 @@ class Layers:
                 yield name.removesuffix(".__init__"), ast.parse(path.read_text())
 
     def unplaced(self) -> list[str]:
-        """Modules in no layer; a package's head that holds nothing but its docstring needs none."""
+        """Modules in no layer; a root needs none, nor a head that holds nothing but its docstring."""
         return [
             name
             for name, tree in self.modules()
-            if self.depth_of(name) is None and not all(isinstance(node, ast.Expr) for node in tree.body)
+            if self.depth_of(name) is None
+            and name not in self.roots
+            and not all(isinstance(node, ast.Expr) for node in tree.body)
         ]
 
 

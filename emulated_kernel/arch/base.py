@@ -10,7 +10,7 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.program.assembly import Assembler
-from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall, Program
+from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.verdict import Strategy, Verdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.tables import ProbedTables
@@ -66,32 +66,16 @@ class HandlerStub:
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """Guest code that a hit goes through: the handler, then instructions of the probed code.
+    """Guest code that a hit goes through: the way to a handler in Python, then what the jump has replaced.
 
     All offsets are in bytes from its start.
     """
 
     code: bytes
-    trap: int | None
-    """The breakpoint where a Python handler is called with sp at a struct pt_regs; None if it is compiled."""
+    trap: int
+    """The breakpoint where the handler is called with sp at a struct pt_regs."""
     copied: int
-    """What stands behind the handler: the replaced instructions and a jump back, or a jump to a slot."""
-    entry: int = 0
-    """Where a hit enters it."""
-    host_calls: tuple[HostCall, ...] = ()
-    fixups: tuple[Fixup, ...] = ()
-
-    @classmethod
-    def compiled(cls, handler: HandlerCode, rest: bytes) -> Detour:
-        """A compiled handler, and what follows it."""
-        return cls(
-            code=handler.code + rest,
-            trap=None,
-            copied=len(handler.code),
-            entry=handler.entry,
-            host_calls=handler.host_calls,
-            fixups=handler.fixups,
-        )
+    """The replaced instructions and a jump back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,13 +299,11 @@ class Arch(ABC):
         is saved as a struct pt_regs, which sp is at when the host is called.
         """
 
-    def detour(self, region: Region, buffer: int, handler: HandlerCode | None = None) -> Detour:
-        """The detour buffer at `buffer`; its handler is compiled, or reached by a breakpoint.
+    def detour(self, region: Region, buffer: int) -> Detour:
+        """The detour buffer at `buffer`, whose handler is reached by a breakpoint.
 
         Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
         """
-        if handler is not None:
-            return Detour.compiled(handler, self.relocated(region, buffer + len(handler.code)))
         save, restore = self.around_handler(region)
         template = save + self.breakpoint + restore
         code = template + self.relocated(region, buffer + len(template))
@@ -335,13 +317,6 @@ class Arch(ABC):
     @abstractmethod
     def relocated(self, region: Region, to: int) -> bytes:
         """Its instructions for `to`, and a jump to what follows them. Raises: KernelError EINVAL, ERANGE."""
-
-    def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
-        """A compiled handler at `buffer` that goes on at `target`, such as an insn slot.
-
-        Raises: KernelError ERANGE if it is too far away.
-        """
-        return Detour.compiled(handler, self.relative_jump(buffer + len(handler.code), target))
 
     @abstractmethod
     def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> Verdict[Any]:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.entrances import Entrances
 from emulated_kernel.arch.analysis.function import Function, Site, TextLayout
-from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, OF_REGISTERS, Finding, Reason
+from emulated_kernel.arch.analysis.reason import About, Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.address_set import AddressSet
@@ -413,9 +413,10 @@ class Verdict(ABC, Generic[Analysis]):
         )
 
     def _named(self, finding: Finding) -> Finding:
-        if finding.reason in OF_AN_INSTRUCTION:
-            return replace(finding, blamed=self.insn_text)
-        return replace(finding, blamed=self.register_text) if finding.reason in OF_REGISTERS else finding
+        if finding.reason.about is None:
+            return finding
+        is_insn = finding.reason.about is About.INSN
+        return replace(finding, blamed=self.insn_text if is_insn else self.register_text)
 
     def register_text(self, addr: int) -> str:
         """Which register isn't free there, and what needs it; on RISC-V alone jumps take one."""

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler, Request
 from emulated_kernel.host.executive.smp import SmpExecutive
-from emulated_kernel.host.executive.syscalls import BUFFER_SIZE, Syscalls, UserBuffers, check
+from emulated_kernel.host.executive.syscalls import Syscalls, check
 from emulated_kernel.host.mirror.mirror import INIT_PID, TaskMirror
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message
-from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.machine.task_events import TaskEvents
 
 MAX_ARGUMENTS = 6
@@ -31,12 +30,7 @@ class Guest:
     """What the front end needs of the guest."""
 
     def __init__(
-        self,
-        kernel: GuestKernel,
-        executive: Executive,
-        mirror: TaskMirror,
-        syscalls: Syscalls,
-        buffers: UserBuffers,
+        self, kernel: BuiltinKernel, executive: Executive, mirror: TaskMirror, syscalls: Syscalls
     ) -> None:
         self.kernel = kernel
         machine, image = kernel.machine, kernel.image
@@ -47,8 +41,8 @@ class Guest:
         self.executive = executive
         self.mirror = mirror
         self.syscalls = syscalls
-        self.buffers = buffers
-        self._read_buffer = buffers.get()
+        self.buffers = kernel.buffers
+        self._read_buffer = kernel.buffers.get()
         """Where all reads of our files get their data, which come when a read ends: however many sleep, each
         with this address, one of them at a time is served."""
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
@@ -257,16 +251,13 @@ def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, l
 
     Raises: KernelError ENOEXEC where it doesn't get there.
     """
-    machine = kernel.machine
-    has_turns = machine.config.cpus > 1 or machine.config.quantum
-    executive = (SmpExecutive if has_turns else Executive)(machine, kernel, events, lock)
+    config = kernel.machine.config
+    executive = (SmpExecutive if config.cpus > 1 or config.quantum else Executive)(kernel, events, lock)
     init = GuestTask(INIT_PID, kernel.first_task(), "init", 0, 0)
     executive.add(init)
     executive.start()
     if executive.is_dead:
         name = kernel.image.path.name
         raise KernelError(errno.ENOEXEC, f"{name} doesn't boot: it stopped before its first task ran")
-    numbers = kernel.syscall_numbers
-    buffers = kernel.buffers
-    syscalls = Syscalls(executive, machine, kernel.image, kernel, buffers, numbers)
-    return Guest(kernel, executive, TaskMirror(kernel, executive, watch, init, buffers), syscalls, buffers)
+    mirror = TaskMirror(kernel, executive, watch, init)
+    return Guest(kernel, executive, mirror, Syscalls(executive, kernel))

@@ -13,8 +13,9 @@ from typing import NoReturn
 from emulated_kernel.abi import ModuleOp, ModuleState
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.builtin_kernel import BUFFER_SIZE
 from emulated_kernel.host.executive.executive import Request
-from emulated_kernel.host.executive.syscalls import BUFFER_SIZE, check
+from emulated_kernel.host.executive.syscalls import check
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.image.image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo

@@ -8,6 +8,7 @@ from time import monotonic
 from emulated_kernel.abi import HZ
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.clock import GuestClock
+from emulated_kernel.machine.task_events import TaskObserver
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
@@ -45,7 +46,7 @@ class RequestClock:
         self._latest = now
 
 
-class RequestObserver:
+class RequestObserver(TaskObserver):
     """What each request begins with: it counts for the clock, and delayed work that is due is done."""
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from errno import EINVAL, ENOMEM
+from typing import ClassVar
 
 from emulated_kernel.arch.program.assembly import CELL_SIZE, Assembler, SourceText
 from emulated_kernel.arch.program.builder import ProgramBuilder
@@ -148,6 +149,8 @@ class AssemblyOwner:
 
     __slots__ = ()
 
+    moments: ClassVar[tuple[Moment, ...]] = ()
+    """Those that it may have handlers in assembly for."""
     raised: int
     assembled: AssembledHandlers | None
     miss: Callable[[], None]
@@ -157,6 +160,12 @@ class AssemblyOwner:
     def failures(self) -> int:
         """Hits one of whose handlers raised or faulted, since it was registered."""
         return self.raised + (0 if self.assembled is None else self.assembled.faults)
+
+    @property
+    def texts(self) -> dict[Moment, str]:
+        """Its handlers in assembly."""
+        given = {moment: getattr(self, moment.value) for moment in self.moments}
+        return {moment: text for moment, text in given.items() if text is not None}
 
     def emit_assembly(self, builder: ProgramBuilder, moment: Moment) -> None:
         """Add those of a moment, and nothing else, to a program."""

@@ -7,6 +7,7 @@
                     a copy in a slot -> its step's end -> post_process
                     emulation -> post_process
       post_process  post_handler -> reset_current
+    stub            set_current, where its tail comes back to Python -> guest code -> singlestep
     detour          begin -> pre_handlers -> reset_current
     fentry call     begin -> pre_handler -> post_handler -> reset_current
 
@@ -24,7 +25,7 @@ from emulated_kernel.kprobes.asides import Asides
 from emulated_kernel.kprobes.assembled import Moment
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.failures import HandlerFailures
-from emulated_kernel.kprobes.guest_code import OutOfLine
+from emulated_kernel.kprobes.guest_code import CompiledCode, OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, Regs
@@ -219,14 +220,11 @@ class HitHandling:
     def _call_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
         if kprobe.post_handler is not None:
             self.ctlblk.status = _STEP_DONE
-            self._run_post_handler(kprobe, regs)
+            try:
+                kprobe.run_post_handler(regs)
+            except BaseException as error:
+                self.failures.report(kprobe, error)
         self.ctlblk.reset_current(kprobe)
-
-    def _run_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
-        try:
-            kprobe.run_post_handler(regs)
-        except BaseException as error:
-            self.failures.report(kprobe, error)
 
     def on_break(self, regs: Regs) -> None:
         """The breakpoint that ends what a pre_handler has left open; without that, a trap like any other.
@@ -235,10 +233,31 @@ class HitHandling:
         """
         kprobe = self.ctlblk.running
         if kprobe is None or not kprobe.is_left_open:
-            raise HardwareError(f"a breakpoint at {regs.ip - 1:#x} that ends no handler")
+            at = regs.ip - len(self._machine.model.filler)
+            raise HardwareError(f"a breakpoint at {at:#x} that ends no handler")
         if kprobe.run_break_handler(regs):
             assert kprobe.insn is not None
             self.singlestep(kprobe, kprobe.insn, regs, False)
+
+    def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
+        """The same where the handlers are guest code, which goes on at the instruction's copy.
+
+        A closure of what is known already: it is all that Python does of such a hit.
+        """
+        ctlblk, by_python, entry = self.ctlblk, self.by_breakpoint(kprobe), stub.entry
+        returns = stub_traps(kprobe, stub) == 1
+        status = _ACTIVE if stub.target is None else _SINGLE_STEP
+
+        def hit(regs: Regs) -> None:
+            if kprobe.stub is not stub or ctlblk.running is not None:
+                # Text is just being patched, and the stub went first; or the hit is missed.
+                by_python(regs)
+                return
+            if not returns:
+                ctlblk.set_current(kprobe, True, status)
+            regs.ip = entry
+
+        return hit
 
     # By a jump
 
@@ -296,12 +315,12 @@ class HitHandling:
         self._behind_call(kprobe, frame, then)
 
     def _behind_call(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object] | None) -> None:
-        if kprobe.post_handler is not None:
+        if kprobe.post_handler is None:
+            self.ctlblk.reset_current(kprobe)
+        else:
             behind = frame.ip
-            self.ctlblk.status = _STEP_DONE
-            self._run_post_handler(kprobe, frame)
+            self._call_post_handler(kprobe, frame)
             frame.ip = behind
-        self.ctlblk.reset_current(kprobe)
         if then is not None:
             then()
 
@@ -347,3 +366,10 @@ class HitHandling:
             and not self._compiler.contains(ip)
             and not self._split_jumps.contains(ip)
         )
+
+
+def stub_traps(kprobe: Kprobe, stub: CompiledCode) -> int:
+    """How many traps a hit takes whose handlers are in the probe's stub."""
+    insn = kprobe.insn
+    assert insn is not None
+    return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from enum import Flag, auto
 from inspect import Parameter, signature
-from typing import Any, ClassVar
+from typing import Any
 
 from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.reason import Finding
@@ -87,8 +87,7 @@ class Kprobe(AssemblyOwner):
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
     """
 
-    moments: ClassVar[tuple[Moment, ...]] = (Moment.HIT, Moment.BEHIND)
-    """Those that it may have handlers in assembly for."""
+    moments = (Moment.HIT, Moment.BEHIND)
     symbol_name: str | None = None
     offset: int = 0
     addr: int | None = None
@@ -168,12 +167,6 @@ class Kprobe(AssemblyOwner):
         """The probed address; only a registered probe is sure to have one."""
         assert self.addr is not None, "a probe has no address before it is registered"
         return GuestAddr(self.addr)
-
-    @property
-    def texts(self) -> dict[Moment, str]:
-        """Its handlers in assembly."""
-        given = {moment: getattr(self, moment.value) for moment in self.moments}
-        return {moment: text for moment, text in given.items() if text is not None}
 
     def attach_assembly(self, assembled: AssembledHandlers) -> None:
         """It is registered; without handlers of another kind its program has nothing but this."""

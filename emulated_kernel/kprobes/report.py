@@ -53,7 +53,7 @@ def _passing_rule(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe
     """What may change while the armed probe lives."""
     head = table.valid(kprobe)
     if optimizer is None:
-        return Reason.NOT_BUILT.value
+        return str(Reason.NOT_BUILT.value)
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
     if not isinstance(head, AggregatorProbe) or head.detour is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 
-from emulated_kernel.machine.guest_kernel import StandingTasks
+from emulated_kernel.machine.standing_tasks import StandingTasks
 
 Span = tuple[int, int]
 """Addresses [start, end)."""

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.ftrace import FtraceSites
-from emulated_kernel.kprobes.guest_code import CompiledCode, OutOfLine
+from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
@@ -63,7 +62,7 @@ class TrapRoutes:
         elif kprobe.stub is None:
             breakpoints[address] = partial(self._first_by_breakpoint, kprobe)
         else:
-            breakpoints[address] = self._by_stub(kprobe, kprobe.stub)
+            breakpoints[address] = self.hits.by_stub(kprobe, kprobe.stub)
         step_end = insn.step_end
         if step_end is not None:
             next_ip = address + insn.prepared.length
@@ -97,26 +96,6 @@ class TrapRoutes:
         assert insn is not None
         return insn.entry
 
-    def _by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
-        """The hit where the handlers are guest code, which goes on at the instruction's copy.
-
-        A closure of what is known already: it is all that Python does of such a hit.
-        """
-        ctlblk, by_python, entry = self.hits.ctlblk, self.hits.by_breakpoint(kprobe), stub.entry
-        returns = stub_traps(kprobe, stub) == 1
-        status = HitStatus.ACTIVE if stub.target is None else HitStatus.SINGLE_STEP
-
-        def hit(regs: Regs) -> None:
-            if kprobe.stub is not stub or ctlblk.running is not None:
-                # Text is just being patched, and the stub went first; or the hit is missed.
-                by_python(regs)
-                return
-            if not returns:
-                ctlblk.set_current(kprobe, True, status)
-            regs.ip = entry
-
-        return hit
-
     # The first hit since the handlers have changed
 
     def _first_by_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
@@ -140,7 +119,7 @@ class TrapRoutes:
         kprobe.stub = self._compiler.stub(kprobe, leads_to)
         kprobe.is_python = kprobe.stub is None
         if kprobe.stub is not None:
-            breakpoints[address] = self._by_stub(kprobe, kprobe.stub)
+            breakpoints[address] = self.hits.by_stub(kprobe, kprobe.stub)
             if leads_to is None:
                 breakpoints[kprobe.stub.tail] = lambda regs: hits.singlestep(kprobe, insn, regs, False)
 
@@ -216,13 +195,6 @@ class TrapRoutes:
     def remove_detour(self, trap: int) -> None:
         """A detour goes."""
         self.breakpoints.pop(trap, None)
-
-
-def stub_traps(kprobe: Kprobe, stub: CompiledCode) -> int:
-    """How many traps a hit takes whose handlers are in the probe's stub."""
-    insn = kprobe.insn
-    assert insn is not None
-    return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1
 
 
 def _pass(_regs: Regs) -> None:

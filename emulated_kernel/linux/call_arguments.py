@@ -33,17 +33,13 @@ class CallArguments:
             raise KernelError(EINVAL, f"{function} is not a function")
         if len(arguments) > len(REGISTERS):
             raise KernelError(E2BIG, f"at most {len(REGISTERS)} arguments")
-        needed = self._arity(function)
+        needed = 0
+        with suppress(KernelError):
+            needed = min(self._kernel.btf.parameters(function), len(REGISTERS))
         if len(arguments) < needed:
             noun = "argument" if needed == 1 else "arguments"
             raise KernelError(EINVAL, f"{function} takes {needed} {noun}, not {len(arguments)}")
         return found[0].address, self._values(arguments)
-
-    def _arity(self, function: str) -> int:
-        """How many it is known to take, by its type."""
-        with suppress(KernelError):
-            return min(len(self._kernel.btf.prototype(function).parameters), len(REGISTERS))
-        return 0
 
     def _values(self, arguments: Sequence[int | str]) -> list[int]:
         values, at = [], 0

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.init import TRACEFS
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.syscalls import LinuxSyscalls
@@ -35,7 +34,7 @@ log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10
 """Bytes of one read(2) at most; the host's kernel asks for no more."""
 _SYMBOLS = (
-    "simple_lookup", "d_instantiate", "stream_open", "noop_llseek", "schedule", "_copy_to_user",
+    "_copy_to_user", "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
 )  # fmt: skip
 _MEMBERS = (
     "inode.i_op", "inode.i_fop", "inode.i_count", "inode_operations.lookup",
@@ -157,7 +156,7 @@ class ControlCalls:
         def begin(sleeping: LinuxTask) -> int:
             return self._syscalls.begin_read(
                 sleeping, part.fd or 0, size, None, may_block=False,
-                service=self._service(sleeping, once, self._gets),
+                service=self._service(sleeping, once, self._gets_or_returns),
             )  # fmt: skip
 
         self._transfer(task, part, handle, once, begin)
@@ -168,7 +167,7 @@ class ControlCalls:
         """write(2). Raises: WouldBlock, as read()."""
 
         def begin(sleeping: LinuxTask) -> int:
-            service = self._service(sleeping, once, self._returns)
+            service = self._service(sleeping, once, self._gets_or_returns)
             return self._syscalls.write(sleeping, part.fd or 0, data, None, service)
 
         self._transfer(task, part, handle, once, begin)
@@ -252,21 +251,15 @@ class ControlCalls:
         is_stream = part.path.rpartition("/")[2] in _STREAMS
         regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
 
-    def _gets(self, task: LinuxTask, data: bytes) -> None:
-        """Data go to the task's buffer, as from any file."""
-        if not data:
-            self._returns(task, 0)
+    def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
+        """Data go to the task's buffer, as from any file; a number is what its call returns."""
+        if not isinstance(result, bytes) or not result:
+            self._returns(task, result or 0)
             return
         regs = self._machine.regs
         _, regs.di = self._arguments.pop(task.address)
-        self._memory.write(self._data, data)
-        regs.si, regs.dx, regs.ip = self._data, len(data), self._code + _COPY
-
-    def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
-        if isinstance(result, bytes):
-            self._gets(task, result)
-        else:
-            self._returns(task, result)
+        self._memory.write(self._data, result)
+        regs.si, regs.dx, regs.ip = self._data, len(result), self._code + _COPY
 
     def _returns(self, task: LinuxTask, result: int) -> None:
         self._arguments.pop(task.address, None)
@@ -333,9 +326,7 @@ class ControlCalls:
     def _make(self) -> None:
         """Raises: KernelError; Blocked; HardwareError; MemoryFault; GuestFault."""
         kernel, machine = self._kernel, self._machine
-        symbols = {name: at for name in _SYMBOLS if (at := kernel.kallsyms.lookup_name(name)) is not None}
-        if len(symbols) < len(_SYMBOLS):
-            raise unusable(f"its symbols lack {min(set(_SYMBOLS) - symbols.keys())}")
+        symbols = {name: kernel.required(name) for name in _SYMBOLS}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         code = self._code = machine.text.alloc_text(_SIZE)
         machine.text.poke(code, _stubs(code, symbols, self._offsets["file.f_mode"]))
@@ -376,7 +367,7 @@ class ControlCalls:
         if path == TRACEFS:
             calls.unmount(path)
         elif is_directory:
-            calls.mkdir(init, path, 0o777)
+            calls.on_path(init, "mkdirat", path, 0o777)
         kind = os.O_DIRECTORY if is_directory else os.O_CREAT
         fd = calls.open(init, path, os.O_RDONLY | kind, 0o666)
         inode = self._tasks.files.inode(fd)

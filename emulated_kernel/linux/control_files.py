@@ -86,17 +86,12 @@ class ControlFiles:
 
     def listed(self, handle: int, start: int, read: Callable[[str], list[DirEntry]]) -> list[DirEntry]:
         """From number `start` on; 0 makes a snapshot of what `read` finds in that directory."""
-        path = self.directory(handle)
+        path = self._opened_files.get(handle)
+        if not isinstance(path, str):
+            raise KernelError(errno.ENOTDIR, f"handle {handle}")
         if start == 0 or handle not in self._entries:
             self._entries[handle] = read(path)
         return self._entries[handle][start:]
-
-    def directory(self, handle: int) -> str:
-        """The path of an open directory."""
-        found = self._opened_files.get(handle)
-        if not isinstance(found, str):
-            raise KernelError(errno.ENOTDIR, f"handle {handle}")
-        return found
 
     def readdir(self, path: str, _client: Client | None = None) -> list[DirEntry]:
         """The entries, "." and ".." first."""

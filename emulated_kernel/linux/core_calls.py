@@ -6,12 +6,12 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EDEADLK, EFAULT, EIO
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Prot, Vector
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux import snapshot
@@ -59,13 +59,6 @@ _ENDS = {
 """Where a call can't go on: errno, and what is said of it."""
 
 
-@dataclass(eq=False)
-class _Reached:
-    """The place at which a run was stopped that can't go on."""
-
-    name: str = ""
-
-
 class CoreCalls:
     """Needs the control lock. All raise KernelError, after which memory is as it was in front of the call.
 
@@ -83,7 +76,8 @@ class CoreCalls:
         """`callers`: of the place that registers say, innermost first; `abandoned`: calls never return."""
         self._guest, self._machine, self._kernel = guest, machine, kernel
         self._callers, self._abandoned = callers, abandoned
-        self._reached = _Reached()
+        self._reached = ""
+        """The place at which a run was stopped that can't go on."""
         self._deadline = inf
         self._undo = Undo(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
@@ -103,7 +97,7 @@ class CoreCalls:
         for name in _ENDS:
             address = kernel.kallsyms.lookup_name(name)
             if address is not None:
-                guest.machine.stop_at(address, self._noted(name))
+                guest.machine.stop_at(address, partial(setattr, self, "_reached", name))
         guest.machine.engine.flush_code()
         guest.machine.engine.flush_tlb()
 
@@ -115,12 +109,6 @@ class CoreCalls:
             yield
         finally:
             self._deadline = inf
-
-    def _noted(self, name: str) -> Callable[[], None]:
-        def note() -> None:
-            self._reached.name = name
-
-        return note
 
     def add_code(self, code: bytes) -> int:
         """Where code of the host's stands, for functions to call."""
@@ -170,18 +158,18 @@ class CoreCalls:
         """Until the call returns; else errno, and why it doesn't."""
         machine = self._guest.machine
         while monotonic() < self._deadline:
-            self._reached.name = ""
+            self._reached = ""
             try:
                 machine.run()
             except GuestFault as fault:
                 # With interrupts off nothing would end the halt at which it has returned.
-                if not self._reached.name and machine.regs.ip - len(_HLT) != _TEXT:
+                if not self._reached and machine.regs.ip - len(_HLT) != _TEXT:
                     return EIO, str(fault)
                 machine.death = ""
-            if self._reached.name == _SCHEDULE and machine.regs.di & 0xFFFFFFFF == _PREEMPT:
+            if self._reached == _SCHEDULE and machine.regs.di & 0xFFFFFFFF == _PREEMPT:
                 self._go_on()
-            elif self._reached.name:
-                return _ENDS[self._reached.name]
+            elif self._reached:
+                return _ENDS[self._reached]
             elif machine.regs.ip - len(_HLT) == _TEXT:
                 return 0, ""
             else:
@@ -201,7 +189,7 @@ class CoreCalls:
         """Of an exception, else of the callers."""
         regs = self._guest.machine.regs
         trap = self._guest.machine.last_exception
-        if self._reached.name == "oops_begin" and trap is not None:
+        if self._reached == "oops_begin" and trap is not None:
             at = self._kernel.kallsyms.lookup(trap.address)
             what = f"exception {trap.vector}"
             if trap.vector == Vector.PAGE_FAULT:
@@ -209,10 +197,10 @@ class CoreCalls:
             elif trap.vector == Vector.INVALID_OPCODE:
                 what = "an instruction that this CPU lacks, or BUG()"
             return f": {what} at {at or hex(trap.address)}"
-        if self._reached.name == "panic":
+        if self._reached == "panic":
             with suppress(MemoryFault):
                 return f": {self._text(regs.di)}"
-        if self._reached.name:
+        if self._reached:
             with suppress(MemoryFault):
                 found = map(self._kernel.kallsyms.lookup, self._callers(regs)[:_CALLERS])
                 return f" ({' < '.join(place.name for place in found if place is not None)})"

@@ -118,12 +118,13 @@ class CoreGuest(RunningLinux):
 
     def __init__(self, machine: LinuxMachine, facts: CoreFacts) -> None:
         self.machine, self.release, self._facts = machine, facts.release, facts
-        self.on_fork, self.on_free, self.on_name = [], [], []
+        super().__init__()
         symbols, memory = facts.symbols, machine.memory
         try:
             self.root = facts.root
             self.per_cpu = memory.read_word(self.root, symbols["__per_cpu_offset"])
-            self.current_cell = self.per_cpu + facts.current_task
+            self.current_cell = self.per_cpu + symbols["current_task"]
+            self._preempt_count = self.per_cpu + symbols["__preempt_count"]
             cr4 = memory.read_word(self.root, self.per_cpu + facts.tlb_cr4)
             self._tables = CpuTables(
                 self.root,
@@ -177,17 +178,13 @@ class CoreGuest(RunningLinux):
         """The CPU as it is in front of a call: in the kernel, in the idle task, at no place."""
         self.machine.cpu.enter_kernel(self._tables)
         self.machine.memory.write(self.root, self.current_cell, struct.pack("<Q", self.init_task))
-        self.set_preempt_count(_NOBODY_ASKS)
-
-    def set_preempt_count(self, count: int) -> None:
-        """With the bit that says that nobody is asked to give the CPU up."""
-        at = self.per_cpu + self._facts.preempt_count
-        self.machine.memory.write(self.root, at, struct.pack("<I", count | _NOBODY_ASKS))
+        self.machine.memory.write(self.root, self._preempt_count, _NOBODY_ASKS.to_bytes(_COUNT, "little"))
 
     def ask_for_nothing(self) -> None:
         """Nobody is asked to give the CPU up."""
-        at = self.per_cpu + self._facts.preempt_count
-        self.set_preempt_count(int.from_bytes(self.machine.memory.read(self.root, at, _COUNT), "little"))
+        memory, at = self.machine.memory, self._preempt_count
+        count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NOBODY_ASKS
+        memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
 
     def _be_the_only_one(self) -> None:
         """Other CPUs are offline: the kernel waits for none of them."""

@@ -27,7 +27,7 @@ _UNIT = 1 << 20
 """RAM is a multiple of that."""
 _SYMBOLS = (
     "__per_cpu_offset", "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", "idt_table",
-    "init_task",
+    "init_task", "current_task",
 )  # fmt: skip
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
 """Of the timekeeper: what counts, its count at the last tick, and the monotonic time of that."""
@@ -37,14 +37,12 @@ ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """Addresses that calls need; `current_task` and `preempt_count` are in the per-CPU area."""
+    """Addresses that calls need; of per-CPU variables those in the area."""
 
     release: str
     root: int
     """Physical address of the page tables that all of the kernel is in."""
     symbols: dict[str, int]
-    current_task: int
-    preempt_count: int
     tlb_cr4: int
     """Where a CPU's area says what is in CR4."""
     stack: int
@@ -124,22 +122,15 @@ def _number(info: Mapping[str, str], name: str) -> int:
 
 
 def _facts(kernel: RunningKernel, root: int) -> CoreFacts:
-    lookup, offset = kernel.kallsyms.lookup_name, kernel.btf.offset
-    hot = lookup("pcpu_hot")
-    symbols = {name: address for name in _SYMBOLS if (address := lookup(name)) is not None}
-    if hot is not None:
-        # Since 6.2.
-        symbols["__preempt_count"] = hot + offset("pcpu_hot.preempt_count")
-    current = lookup("current_task") if hot is None else hot + offset("pcpu_hot.current_task")
-    lacking = next((name for name in _SYMBOLS if name not in symbols), None)
-    if lacking or current is None:
-        raise unusable_core(f"its symbols lack {lacking or 'current_task'}")
+    offset = kernel.btf.offset
+    symbols = {name: address for name in _SYMBOLS if (address := kernel.per_cpu(name)) is not None}
+    for name in _SYMBOLS:
+        if name not in symbols:
+            raise unusable_core(f"its symbols lack {name}")
     return CoreFacts(
         kernel.release,
         root,
         symbols | _optional(kernel),
-        current,
-        symbols["__preempt_count"],
         symbols["cpu_tlbstate"] + offset("tlb_state.cr4"),
         offset("task_struct.stack"),
         kernel.btf.size("cpumask"),

@@ -17,9 +17,10 @@ from emulated_kernel.linux.core_guest import CoreGuest
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.linux.engine_tree import engine_tree
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
-from emulated_kernel.vfs.core.node import Directory, Owner
+from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from emulated_kernel.vfs.core.seq import GuestCommandFile, single
+from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.trees.calls import Calls
 
 FILES = "/files"
@@ -33,6 +34,24 @@ def _shown_kind(kind: int) -> int:
     Hazard: all but directories, links and files the host opens itself, and waits at a FIFO.
     """
     return kind if kind in (stat.S_IFDIR, stat.S_IFLNK) else stat.S_IFREG
+
+
+def _is_in_core(path: str) -> bool:
+    return path == FILES or path.startswith(f"{FILES}/")
+
+
+class _BesideDump(Filesystem):
+    """Files of ours. Raises: KernelError EROFS for the dump's, whose mount asks here for changes alone."""
+
+    def lookup(self, path: str) -> Node:
+        if _is_in_core(path):
+            raise KernelError(errno.EROFS, path)
+        return super().lookup(path)
+
+    def _split(self, path: str) -> tuple[Directory, str]:
+        if _is_in_core(path):
+            raise KernelError(errno.EROFS, path)
+        return super()._split(path)
 
 
 class CoreMount(ControlFiles):
@@ -61,7 +80,8 @@ class CoreMount(ControlFiles):
             {FILES[1:]: Directory(0o555, {})},
             is_tracefs=is_tracefs,
         )
-        super().__init__(files, engine.lock, self._requested)
+        tree = files if is_tracefs else _BesideDump(files.root, owner)
+        super().__init__(tree, engine.lock, self._requested)
 
     @contextmanager
     def _requested(self, client: Client | None) -> Iterator[None]:
@@ -91,9 +111,7 @@ class CoreMount(ControlFiles):
 
     def _in_core(self, path: str) -> str | None:
         """The path in the dump; None for a file of ours."""
-        if not self._has_files or not (path == FILES or path.startswith(f"{FILES}/")):
-            return None
-        return path.removeprefix(FILES) or "/"
+        return path.removeprefix(FILES) or "/" if self._has_files and _is_in_core(path) else None
 
     def _shown(self, found: Stat) -> Stat:
         """Root's files are the mounting user's, and nobody writes."""
@@ -146,10 +164,6 @@ class CoreMount(ControlFiles):
             self._paths[handle] = path
             return handle
 
-    def create(self, client: Client, path: str, mode: int, flags: int) -> int:
-        self._refuse(path)
-        return super().create(client, path, mode, flags)
-
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         path = self._paths.get(handle)
         if path is None:
@@ -189,58 +203,6 @@ class CoreMount(ControlFiles):
     def release(self, handle: int) -> None:
         if self._paths.pop(handle, None) is None:
             super().release(handle)
-
-    # Nothing of it can be changed
-
-    def _refuse(self, *paths: str) -> None:
-        """Raises: KernelError EROFS for the dump's files."""
-        for path in paths:
-            if self._in_core(path) is not None:
-                raise KernelError(errno.EROFS, path)
-
-    def truncate(self, client: Client, path: str, size: int) -> None:
-        self._refuse(path)
-        super().truncate(client, path, size)
-
-    def mkdir(self, client: Client, path: str, mode: int) -> None:
-        self._refuse(path)
-        super().mkdir(client, path, mode)
-
-    def rmdir(self, client: Client, path: str) -> None:
-        self._refuse(path)
-        super().rmdir(client, path)
-
-    def unlink(self, client: Client, path: str) -> None:
-        self._refuse(path)
-        super().unlink(client, path)
-
-    def rename(self, client: Client, old: str, new: str) -> None:
-        self._refuse(old, new)
-        super().rename(client, old, new)
-
-    def link(self, client: Client, old: str, new: str) -> None:
-        self._refuse(old, new)
-        super().link(client, old, new)
-
-    def mknod(self, client: Client, path: str, mode: int) -> None:
-        self._refuse(path)
-        super().mknod(client, path, mode)
-
-    def symlink(self, client: Client, path: str, target: str) -> None:
-        self._refuse(path)
-        super().symlink(client, path, target)
-
-    def chmod(self, client: Client, path: str, mode: int) -> None:
-        self._refuse(path)
-        super().chmod(client, path, mode)
-
-    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        self._refuse(path)
-        super().chown(client, path, uid, gid)
-
-    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        self._refuse(path)
-        super().utimens(client, path, atime_ns, mtime_ns)
 
     # Life
 

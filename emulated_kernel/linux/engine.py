@@ -81,7 +81,7 @@ class KernelEngine:
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
         tracing, points = linux_tracing(
-            machine, live, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()
+            machine, live, arch, registries, abi, log.info, stacks.task_structs, self._caller()
         )
         watch.follow(points.keys)
         self._module_events = ModuleEvents(machine, kernel, points, tracing.system.events, watch.loaded)
@@ -89,22 +89,13 @@ class KernelEngine:
             tracing.functions.module_came(module.name, module.mcount)
             self._module_events.came(module)
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
-        self._record_call = tracing.guest_records.call_begins
-        self._count_request = RequestObserver(clock, kprobes).request_begins
-        self.request_ended = tracing.arrays.call_ended
-        """Who waits for records is told, if there are some."""
-        guest.on_fork.append(tracing.arrays.forked)
-        guest.on_free.append(self._freed)
-        guest.on_name.append(tracing.guest_records.renamed)
+        # hook_sets: what a task has pending never returns; the kernel looks for rethooks of its own next.
+        for observer in (hook_sets, tracing.guest_records, RequestObserver(clock, kprobes), tracing.arrays):
+            guest.events.watch(observer)
 
     def _caller(self) -> Callable[[int], int] | None:
         """What calls a function of the kernel's that may sleep, by its address; None where none may."""
         return None
-
-    def _freed(self, task: int, pid: int) -> None:
-        """What it has pending never returns; the kernel looks for rethooks of its own next."""
-        self._hook_sets.task_ended(task)
-        self.parts.tracing.arrays.exited(pid)
 
     def drop_calls(self) -> None:
         """What the running task has called is taken back."""
@@ -112,8 +103,14 @@ class KernelEngine:
 
     def request_begins(self) -> None:
         """A process of the host asks for something: what was to be done later is done, if it is time."""
-        self._record_call()
-        self._count_request()
+        events = self.guest.events
+        for tell in (*events.call_begins, *events.request_begins):
+            tell()
+
+    def request_ended(self) -> None:
+        """Who waits for records is told, if there are some."""
+        for tell in self.guest.events.call_ended:
+            tell()
 
 
 class LinuxEngine(KernelEngine):

@@ -53,7 +53,6 @@ _BEHIND_COUNT = 8
 """Bytes in front of the timekeeper until then: a count and a lock without a size."""
 ORDERS = "zone.free_area[]"
 """What the number of a zone's free areas is called."""
-_HOT = "pcpu_hot.current_task"
 _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,
@@ -75,23 +74,14 @@ class KernelFacts:
 
 def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
     """Raises: KernelError ENOEXEC for a kernel that lacks one of them, ENODATA for one without BTF."""
-    symbols = {}
-    for name in _SYMBOLS:
-        address = kernel.kallsyms.lookup_name(name)
-        if address is None:
-            raise unusable(f"its symbols lack {name}")
-        symbols[name] = address
+    symbols = {name: kernel.required(name) for name in _SYMBOLS}
     for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS):
         if (address := kernel.kallsyms.lookup_name(name)) is not None:
             symbols[name] = address
     try:
         offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
         offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf)
-        current = kernel.kallsyms.lookup_name("current_task")
-        # Since 6.2.
-        hot = kernel.kallsyms.lookup_name("pcpu_hot") if current is None else None
-        if hot is not None:
-            current = hot + kernel.btf.offset(_HOT)
+        current = kernel.per_cpu("current_task")
     except KernelError as error:
         if error.errno != ENOENT:
             raise

@@ -17,6 +17,7 @@ from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments
 from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.machine.task_events import TaskObserver
 
 _TEXT = 0xFFFFFFFF70010000
 """Behind the host's other code in the kernel."""
@@ -30,7 +31,6 @@ _RESULT, _STATE, _TASK, _WORK, _STRINGS = 56, 64, 72, 128, 256
 _HEAD = struct.Struct("<10Q")
 _RETURNED, _NO_THREAD, _KILLED = 1, 2, 3
 _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
-_UNKNOWN = "its work queues aren't known"
 _PARTS = ("data", "entry", "func")
 _SYMBOLS = ("queue_work_on", "system_unbound_wq", "kthread_create_on_node", "wake_up_process")
 _CALL_THREAD = bytes.fromhex(
@@ -50,17 +50,15 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
     Raises: KernelError ENOEXEC for one whose work queues aren't known.
     """
-    functions = {name: at for name in _SYMBOLS if (at := kernel.kallsyms.lookup_name(name)) is not None}
-    if len(functions) < len(_SYMBOLS):
-        raise unusable(_UNKNOWN)
     try:
+        functions = {name: kernel.required(name) for name in _SYMBOLS}
         constants = tuple(map(kernel.btf.constant, _CONSTANTS))
         return functions, constants, {part: kernel.btf.offset(f"work_struct.{part}") for part in _PARTS}
     except KernelError as error:
-        raise unusable(_UNKNOWN) from error
+        raise unusable("its work queues aren't known") from error
 
 
-class KernelCalls:
+class KernelCalls(TaskObserver):
     """Needs the control lock. Raises: as work_queues."""
 
     def __init__(self, tasks: LinuxTasks, machine: ProbedLinux, kernel: LinuxKernel) -> None:
@@ -81,7 +79,7 @@ class KernelCalls:
         ):
             memory.ram[self._page + place : self._page + place + len(code)] = code
         tasks.machine.engine.flush_tlb()
-        tasks.on_end.append(self._ended)
+        tasks.events.watch(self)
 
     def call_function(self, function: str, *arguments: int | str) -> int:
         """What it returns; strings are put into memory.
@@ -141,7 +139,7 @@ class KernelCalls:
     def _head(self, mailbox: int) -> tuple[int, ...]:
         return _HEAD.unpack(self._machine.memory.read(mailbox, _HEAD.size))
 
-    def _ended(self, task: int) -> None:
+    def exiting(self, task: int) -> None:
         """A thread that ends without having returned was killed."""
         for mailbox in self._mailboxes:
             head = self._head(mailbox)

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.linux.cpu import LinuxCpu
-from emulated_kernel.linux.memory import WRITABLE, LinuxMemory
+from emulated_kernel.linux.memory import PRESENT, WRITABLE, LinuxMemory
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.paging import X86PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
@@ -39,10 +39,10 @@ class KernelMemory(GuestMemory):
             raise MemoryFault(va, "not page-aligned")
         page = va
         while page < va + size:
-            hole = self._memory.hole(self._cpu.root, page)
-            if not hole:
+            slot, size_of_hole = self._memory.last(self._cpu.root, page)
+            if self._memory.words[slot] & PRESENT:
                 raise MemoryFault(page, "already mapped")
-            page = (page | hole - 1) + 1
+            page = (page | size_of_hole - 1) + 1
         self._tables.map(va, pa, size, prot)
 
     def _entry(self, va: int) -> tuple[int, int, int] | None:

@@ -11,14 +11,13 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.tasks import THREAD_SIZE
-from emulated_kernel.machine.guest_kernel import StandingTasks
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.standing_tasks import StandingTasks
 
 _MEMBERS = (
     "task_struct.tasks", "task_struct.stack", "task_struct.thread.sp", "task_struct.signal",
     "task_struct.thread_node", "signal_struct.thread_head",
 )  # fmt: skip
-_IRQ_STACK = "hardirq_stack_ptr"
 _LIMIT = 1 << 22
 """Tasks; a list that is longer leads in circles."""
 
@@ -37,11 +36,7 @@ class KernelStacks(StandingTasks):
         """`current`: where the address of the running task stands."""
         self._machine, self._memory, self._current = machine, memory, current
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
-        lookup = kernel.kallsyms.lookup_name
-        first, irq_stack, hot = lookup("init_task"), lookup(_IRQ_STACK), lookup("pcpu_hot")
-        if irq_stack is None and hot is not None:
-            # Since 6.2.
-            irq_stack = hot + kernel.btf.offset(f"pcpu_hot.{_IRQ_STACK}")
+        first, irq_stack = kernel.kallsyms.lookup_name("init_task"), kernel.per_cpu("hardirq_stack_ptr")
         if first is None or irq_stack is None:
             raise unusable("its symbols lack init_task or the stack for interrupts")
         self._first, self._irq_stack = first, per_cpu + irq_stack

@@ -299,8 +299,7 @@ class KernelTracepoints:
         self._places = self._machine.alloc_pages(_DEPTH * PAGE_SIZE)
         # For good: a CPU may still be on its way there when the last event is disabled.
         for name, function in ((_RESERVE, self._reserve), (_COMMIT, self._commit)):
-            address = self._kernel.kallsyms.lookup_name(name)
-            assert address is not None
+            address = self._kernel.required(name)
             self._machine.breakpoints[address] = function
             self._machine.text.replace(address, self._arch.breakpoint)
 

@@ -32,12 +32,9 @@ def linux_asking(kernel: LinuxKernel) -> Asking:
 
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     """By the names of our own image's table. Raises: KernelError ENOEXEC, ENOENT, ENODATA."""
-    lookup, offset = kernel.kallsyms.lookup_name, kernel.btf.offset
-    count, number = lookup("__preempt_count"), lookup("cpu_number")
-    hot, own_offset = lookup("pcpu_hot"), lookup("this_cpu_off")
-    if hot is not None:
-        # Since 6.2.
-        count, number = hot + offset("pcpu_hot.preempt_count"), hot + offset("pcpu_hot.cpu_number")
+    offset = kernel.btf.offset
+    names = "__preempt_count", "cpu_number", "this_cpu_off"
+    count, number, own_offset = map(kernel.per_cpu, names)
     if count is None or number is None or own_offset is None:
         raise unusable("its symbols lack __preempt_count, cpu_number or this_cpu_off")
     return {

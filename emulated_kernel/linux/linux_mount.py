@@ -31,7 +31,7 @@ from emulated_kernel.linux.guest_paths import (
 )
 from emulated_kernel.linux.init import TMPFS
 from emulated_kernel.linux.kernel_modules import KernelModules
-from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
+from emulated_kernel.linux.syscalls import AT_REMOVEDIR, AT_SYMLINK_NOFOLLOW, PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -555,26 +555,29 @@ class LinuxMount:
         with self._request(client) as task:
             self._syscalls.ftruncate(task, file.fd, size)
 
+    def _change(self, client: Client, name: str, path: str, *arguments: int) -> None:
+        """A system call of the client's on a path."""
+        with self._request(client) as task:
+            self._syscalls.on_path(task, name, self._changed(path), *arguments)
+
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """mkdir(2); in instances/ it makes a trace array."""
-        with self._request(client) as task:
-            self._syscalls.mkdir(task, self._changed(path), mode)
+        self._change(client, "mkdirat", path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
         """rmdir(2)."""
         with self._request(client) as task:
-            self._syscalls.rmdir(task, self._changed(path))
+            self._syscalls.on_path(task, "unlinkat", self._changed(path), AT_REMOVEDIR)
             self._moved(path, GONE)
 
     def unlink(self, client: Client, path: str) -> None:
         """unlink(2)."""
-        with self._request(client) as task:
-            self._syscalls.unlink(task, self._changed(path))
+        self._change(client, "unlinkat", path, 0)
 
     def rename(self, client: Client, old: str, new: str) -> None:
         """rename(2)."""
         with self._request(client) as task:
-            self._syscalls.rename(task, self._changed(old), self._changed(new))
+            self._syscalls.on_paths(task, "renameat", self._changed(old), self._changed(new))
             self._moved(old, new)
 
     def _moved(self, old: str, new: str) -> None:
@@ -586,14 +589,13 @@ class LinuxMount:
     def link(self, client: Client, old: str, new: str) -> None:
         """link(2)."""
         with self._request(client) as task:
-            self._syscalls.link(task, self._changed(old), self._changed(new))
+            self._syscalls.on_paths(task, "linkat", self._changed(old), self._changed(new), 0)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
         """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM for devices."""
         if stat.S_IFMT(mode) in (stat.S_IFCHR, stat.S_IFBLK):
             raise KernelError(errno.EPERM, path)
-        with self._request(client) as task:
-            self._syscalls.mknod(task, self._changed(path), mode)
+        self._change(client, "mknodat", path, mode, 0)
 
     def statfs(self, path: str) -> Room:
         """Of scratch/; all else has nothing to count, and nobody is asked."""
@@ -614,14 +616,13 @@ class LinuxMount:
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
         """Set the permission bits."""
-        with self._request(client) as task:
-            self._syscalls.chmod(task, self._changed(path), mode)
+        self._change(client, "fchmodat", path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """Set the owner; -1 leaves a field alone."""
         uid, gid = 0 if uid == self._owner.uid else uid, 0 if gid == self._owner.gid else gid
-        with self._request(client) as task:
-            self._syscalls.chown(task, self._changed(path), uid, gid)
+        owner = uid & 0xFFFFFFFF, gid & 0xFFFFFFFF
+        self._change(client, "fchownat", path, *owner, AT_SYMLINK_NOFOLLOW)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times, in nanoseconds since the epoch; None leaves one alone."""

@@ -32,27 +32,16 @@ class LinuxMemory:
             table = entry & FRAME
         return None
 
-    def slot(self, root: int, va: int) -> int | None:
-        """Number of the word that has the entry of a small page; None where no table leads to one."""
-        table = root & FRAME
-        for shift in _SHIFTS[:-1]:
-            entry = self.words[table + (va >> shift & 511) * 8 >> 3]
-            if not entry & PRESENT or entry & _LARGE:
-                return None
-            table = entry & FRAME
-        return table + (va >> _SHIFTS[-1] & 511) * 8 >> 3
-
-    def hole(self, root: int, va: int) -> int:
-        """Bytes that the missing entry on the way would map; 0 where `va` is mapped."""
-        table = root & FRAME
+    def last(self, root: int, va: int) -> tuple[int, int]:
+        """Number of the word that has the last entry on the way, and bytes that this maps or would map."""
+        table, slot, size = root & FRAME, 0, 0
         for shift in _SHIFTS:
-            entry = self.words[table + (va >> shift & 511) * 8 >> 3]
-            if not entry & PRESENT:
-                return 1 << shift
-            if shift < _SHIFTS[0] and entry & _LARGE:
+            slot, size = table + (va >> shift & 511) * 8 >> 3, 1 << shift
+            entry = self.words[slot]
+            if not entry & PRESENT or (shift < _SHIFTS[0] and entry & _LARGE):
                 break
             table = entry & FRAME
-        return 0
+        return slot, size
 
     def translate(self, root: int, va: int) -> int:
         """The physical address."""

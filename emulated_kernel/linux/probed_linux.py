@@ -39,6 +39,10 @@ class LinuxCpuModel(X86_64Cpu):
 
     layout = replace(X86_64Cpu.layout, record_pages=_RECORDS, record_pages_size=_RECORDS_SIZE)
 
+    def __init__(self, layout: MemoryLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
 
 class KernelCode(CodeCache):
     """Code translated from the kernel's text, wherever the CPU stands.
@@ -63,9 +67,7 @@ def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
     places = layout.text_space, _OTHER_TEXT
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
-    direct = kernel.kallsyms.lookup_name("page_offset_base")
-    if direct is None:
-        raise unusable("its symbols lack page_offset_base")
+    direct = kernel.required("page_offset_base")
     return replace(layout, text_space=text, direct_map=memory.read_word(tasks.root, direct))
 
 
@@ -82,10 +84,8 @@ class ProbedLinux(ProbedMachine):
     def __init__(self, tasks: RunningLinux, kernel: LinuxKernel) -> None:
         super().__init__()
         machine = tasks.machine
-        self.model = LinuxCpuModel()
-        self.model.layout = _layout(tasks, kernel)
+        self.model = LinuxCpuModel(_layout(tasks, kernel))
         self.regs, self.hooks = machine.regs, machine.hooks
-        self.on_leave = []
         self.per_cpu_bases = [tasks.per_cpu]
         end = len(machine.memory.ram)
         host = range(end - HOST_SIZE + THUNK_SIZE, end - _RECORDS_SIZE)

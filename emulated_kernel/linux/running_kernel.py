@@ -13,10 +13,8 @@ from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.linux.events import (
     KernelEvent,
-    Structures,
     kernel_events,
     kernel_syscalls,
-    syscall_numbers,
 )
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.kernel import LinuxKernel
@@ -89,23 +87,13 @@ class RunningKernel(LinuxKernel):
         self.vmlinux = memory.up_to(end)
         self._image = range(memory.segments[0].va, end)
 
-    @cached_property
-    def _structures(self) -> Structures:
-        return Structures(self.vmlinux, self.btf)
-
-    def _required(self, name: str) -> int:
-        address = self.kallsyms.lookup_name(name)
-        if address is None:
-            raise unusable(f"its symbols lack {name}")
-        return address
-
     def word(self, va: int) -> int:
         """Eight bytes. Raises: KernelError ENOEXEC."""
         return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
 
     def _list(self, head: str, member: str) -> Iterator[int]:
         """What a list_head of the kernel's leads to."""
-        start, offset = self._required(head), self.btf.offset(member)
+        start, offset = self.required(head), self.btf.offset(member)
         node = self.word(start)
         for _ in range(_LIMIT):
             if node == start:
@@ -118,7 +106,7 @@ class RunningKernel(LinuxKernel):
     def mcount(self) -> AddressSet:
         """Mirrors: kernel/trace/ftrace.c:ftrace_pages (v6.1)"""
         offset, size = self.btf.offset, self.btf.size("dyn_ftrace")
-        page, sites = self.word(self._required("ftrace_pages_start")), list[int]()
+        page, sites = self.word(self.required("ftrace_pages_start")), list[int]()
         for _ in range(_LIMIT):
             if not page:
                 return AddressSet(filter(self._image.__contains__, sites))
@@ -155,14 +143,11 @@ class RunningKernel(LinuxKernel):
 
     @cached_property
     def syscalls(self) -> tuple[SyscallDefinition, ...]:
-        names: dict[int, list[str]] = {}
-        for symbol in self.kallsyms.symbols:
-            names.setdefault(symbol.address, []).append(symbol.name)
         try:
-            table, metadata = self._required("sys_call_table"), self.word(self._required("syscalls_metadata"))
+            table, metadata = self.required("sys_call_table"), self.word(self.required("syscalls_metadata"))
         except KernelError as error:
             raise KernelError(ENODATA, error.strerror or "") from None
-        numbers = syscall_numbers(self.vmlinux, table, names)
+        numbers = self._syscall_numbers(table)
         count = max(numbers.values(), default=-1) + 1
         entries = (self.word(metadata + _WORD * number) for number in range(count))
         return tuple(kernel_syscalls(self._structures, tuple(filter(None, entries)), numbers))

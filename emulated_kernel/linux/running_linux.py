@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from emulated_kernel.linux.machine import LinuxMachine
+from emulated_kernel.machine.task_events import TaskEvents
 
 
 class RunningLinux(ABC):
@@ -20,12 +20,9 @@ class RunningLinux(ABC):
     """Address of the CPU's area."""
     current_cell: int
     """Where the address of the running task stands."""
-    on_fork: list[Callable[[int, int], None]]
-    """Told the pids of parent and child, whoever forks."""
-    on_free: list[Callable[[int, int], None]]
-    """Told the address and the pid of a task that has ended, in front of when the kernel forgets it."""
-    on_name: list[Callable[[int, str], None]]
-    """Told the pid and the new name of a task."""
+
+    def __init__(self) -> None:
+        self.events = TaskEvents()
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:

@@ -38,7 +38,7 @@ from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import identity, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 14\n"
+_MAGIC = b"kprobefs booted kernel 15\n"
 HEADER = 256 << 10
 """Bytes in front of RAM."""
 _PIECE = 64 << 10

@@ -10,11 +10,10 @@ from copy import copy
 from errno import EIO, ENOEXEC
 from pathlib import Path
 
-from emulated_kernel.config import HOST
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
-from emulated_kernel.image.linux.source import host_kernel
+from emulated_kernel.image.linux.source import kernel_file
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import RAM_SIZE, boot, load
 from emulated_kernel.linux.exception_cells import find_exception_cells
@@ -40,7 +39,7 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
     `progress` is called with what of the boot is done, and what there is to do.
     Raises: KernelError ENOEXEC for a kernel that can't be run, EIO where the emulator can't; OSError.
     """
-    path = file_of(source)
+    path = kernel_file(source)
     place = snapshot.place(path, seed)
     if not place.exists():
         tasks, _ = _boot_and_save(path, place, seed, progress)
@@ -49,7 +48,7 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
 
 def started(source: str, seed: int) -> LinuxTasks:
     """The tasks of that kernel, out of the cache, or booted. Raises: as ensure_cached()."""
-    path = file_of(source)
+    path = kernel_file(source)
     place = snapshot.place(path, seed)
     found = _cached(place, with_parts=False)
     return found[0] if found else _boot_and_save(path, place, seed, _unseen)[0]
@@ -57,7 +56,7 @@ def started(source: str, seed: int) -> LinuxTasks:
 
 def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel]:
     """The same, and what its file tells, with the text that it has made of its own by now."""
-    path = file_of(source)
+    path = kernel_file(source)
     place = snapshot.place(path, seed)
     found = _cached(place, with_parts=True)
     if found:
@@ -81,11 +80,6 @@ def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, mem
 
 def _unseen(_done: int, _total: int) -> None:
     """Nobody watches the boot."""
-
-
-def file_of(source: str) -> Path:
-    """The kernel's file. Raises: KernelError ENOENT."""
-    return host_kernel() if source == HOST else Path(source)
 
 
 def _boot_and_save(

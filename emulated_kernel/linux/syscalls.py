@@ -23,26 +23,21 @@ _LONG = 60_000_000
 """The same for calls that sleep for locks, grace periods and the like alone."""
 _SECOND_PATH, _DATA = BUFFER + 4096, BUFFER + 8192
 _READ, _WRITE, _CLOSE, _POLL, _PREAD, _PWRITE, _DUP2, _TRUNCATE = 0, 1, 3, 7, 17, 18, 33, 76
-_UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = (
-    95,
-    103,
-    165,
-    217,
-    257,
-    258,
-    260,
-    262,
-)
-_MKNODAT, _LINKAT, _STATFS = 259, 265, 137
-_UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
-_MKNOD, _DELETE_MODULE, _FINIT_MODULE = 133, 176, 313
+_UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT = 95, 103, 165, 217, 257
+_MKNOD, _SYMLINKAT, _STATFS, _DELETE_MODULE, _FINIT_MODULE = 133, 266, 137, 176, 313
+_AT = {
+    "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
+    "linkat": 265, "readlinkat": 267, "fchmodat": 268, "utimensat": 280,
+}  # fmt: skip
+"""System calls on paths, each of which has a directory in front."""
 _FCNTL, _F_SETFL, _FTRUNCATE = 72, 4, 77
 _UMOUNT, _MNT_DETACH = 166, 2
 _MODULE, _KMSG = "/module", "/kmsg"
 _MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
 """Where their code is. Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1)"""
 _KMSG_DEVICE = 1 << 8 | 11
-_AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
+_AT_FDCWD = -100
+AT_SYMLINK_NOFOLLOW, AT_REMOVEDIR = 0x100, 0x200
 _SYSLOG_READ_ALL = 3
 _LOG_SIZE = 256 << 10
 _LISTING = 32 << 10
@@ -109,7 +104,7 @@ class LinuxSyscalls:
             finally:
                 self.close(init, fd)
         finally:
-            self.unlink(init, _KMSG)
+            self.on_path(init, "unlinkat", _KMSG, 0)
 
     def open(
         self,
@@ -176,7 +171,7 @@ class LinuxSyscalls:
                 self.close(init, written)
             return self.open(init, _MODULE, os.O_RDONLY)
         finally:
-            self.unlink(init, _MODULE)
+            self.on_path(init, "unlinkat", _MODULE, 0)
 
     def delete_module(self, task: LinuxTask, name: str) -> None:
         """delete_module(2)."""
@@ -244,8 +239,7 @@ class LinuxSyscalls:
         if found is not None:
             return found
         init = self._tasks.init
-        self._path(init, path)
-        self._call(init, _NEWFSTATAT, _AT_FDCWD, BUFFER, _DATA, _AT_SYMLINK_NOFOLLOW)
+        self.on_path(init, "newfstatat", path, _DATA, AT_SYMLINK_NOFOLLOW)
         return self._stat()
 
     def fstat(self, fd: int) -> Stat:
@@ -286,47 +280,24 @@ class LinuxSyscalls:
     def readlink(self, path: str) -> str:
         """readlinkat(2), by init."""
         init = self._tasks.init
-        self._path(init, path)
-        size = self._call(init, _READLINKAT, _AT_FDCWD, BUFFER, _DATA, 4096)
+        size = self.on_path(init, "readlinkat", path, _DATA, 4096)
         return os.fsdecode(self._tasks.get(init, _DATA, checked_count(size, 4096)))
 
-    def mkdir(self, task: LinuxTask, path: str, mode: int) -> None:
-        """mkdirat(2)."""
-        self._path(task, path)
-        self._call(task, _MKDIRAT, _AT_FDCWD, BUFFER, mode)
+    def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
+        """A system call on a path from the guest's root, by the name that ends in "at"."""
+        self._tasks.put(task, BUFFER, _c_string(path))
+        return self._call(task, _AT[name], _AT_FDCWD, BUFFER, *arguments)
 
-    def rmdir(self, task: LinuxTask, path: str) -> None:
-        """unlinkat(2) of a directory."""
-        self._path(task, path)
-        self._call(task, _UNLINKAT, _AT_FDCWD, BUFFER, _AT_REMOVEDIR)
-
-    def unlink(self, task: LinuxTask, path: str) -> None:
-        """unlinkat(2)."""
-        self._path(task, path)
-        self._call(task, _UNLINKAT, _AT_FDCWD, BUFFER, 0)
-
-    def rename(self, task: LinuxTask, old: str, new: str) -> None:
-        """renameat(2)."""
-        self._path(task, old)
+    def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
+        """The same on two of them."""
         self._tasks.put(task, _SECOND_PATH, _c_string(new))
-        self._call(task, _RENAMEAT, _AT_FDCWD, BUFFER, _AT_FDCWD, _SECOND_PATH)
+        self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
 
     def symlink(self, task: LinuxTask, path: str, target: str) -> None:
         """symlinkat(2): `path` leads to `target` afterwards."""
         self._path(task, path)
         self._tasks.put(task, _SECOND_PATH, _c_string(target))
         self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
-
-    def link(self, task: LinuxTask, old: str, new: str) -> None:
-        """linkat(2), of a symbolic link itself."""
-        self._path(task, old)
-        self._tasks.put(task, _SECOND_PATH, _c_string(new))
-        self._call(task, _LINKAT, _AT_FDCWD, BUFFER, _AT_FDCWD, _SECOND_PATH, 0)
-
-    def mknod(self, task: LinuxTask, path: str, mode: int) -> None:
-        """mknodat(2), of what has no device number."""
-        self._path(task, path)
-        self._call(task, _MKNODAT, _AT_FDCWD, BUFFER, mode, 0)
 
     def statfs(self, path: str) -> Room:
         """statfs(2), by init."""
@@ -335,18 +306,6 @@ class LinuxSyscalls:
         self._call(init, _STATFS, BUFFER, _DATA)
         _, *room = _STATFS_HEAD.unpack(self._tasks.get(init, _DATA, _STATFS_HEAD.size))
         return Room(*room)
-
-    def chmod(self, task: LinuxTask, path: str, mode: int) -> None:
-        """fchmodat(2)."""
-        self._path(task, path)
-        self._call(task, _FCHMODAT, _AT_FDCWD, BUFFER, mode)
-
-    def chown(self, task: LinuxTask, path: str, uid: int, gid: int) -> None:
-        """fchownat(2) of the link itself; -1 leaves an owner alone."""
-        self._path(task, path)
-        self._call(
-            task, _FCHOWNAT, _AT_FDCWD, BUFFER, uid & 0xFFFFFFFF, gid & 0xFFFFFFFF, _AT_SYMLINK_NOFOLLOW
-        )
 
     def truncate(self, task: LinuxTask, path: str, size: int) -> None:
         """truncate(2)."""
@@ -359,13 +318,12 @@ class LinuxSyscalls:
 
     def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """utimensat(2) of the link itself."""
-        self._path(task, path)
         times = b"".join(
             struct.pack("<qq", 0, _UTIME_OMIT) if time is None else struct.pack("<qq", *divmod(time, 10**9))
             for time in (atime_ns, mtime_ns)
         )
         self._tasks.put(task, _DATA, times)
-        self._call(task, _UTIMENSAT, _AT_FDCWD, BUFFER, _DATA, _AT_SYMLINK_NOFOLLOW)
+        self.on_path(task, "utimensat", path, _DATA, AT_SYMLINK_NOFOLLOW)
 
     def _path(self, task: LinuxTask, path: str) -> None:
         self._tasks.put(task, BUFFER, _c_string(path))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import field
 from errno import EAGAIN, ESRCH
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.facts import KernelFacts
@@ -65,46 +67,28 @@ Raises: WouldBlock: the task waits on, and its client asks again. Nothing else.
 """
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class LinuxTask:
     """A client's task; its registers and flags are reached where the kernel keeps them."""
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "alive",
-        "comm",
-        "entries",
-        "flags",
-        "owner",
-        "pending",
-        "pid",
-        "registers",
-        "result",
-        "root",
-        "service",
-        "state",
-        "waits",
-    )
-
-    def __init__(self, address: int, pid: int, root: int, registers: int, state: int, flags: int) -> None:
-        """`root`, `registers`, `state` and `flags` are physical addresses."""
-        self.address = address
-        self.pid = pid
-        self.root = root
-        self.registers = registers
-        self.state = state
-        self.flags = flags
-        self.entries: dict[int, int] = {}
-        """By page the word with its page table entry: tables stay until it executes or ends."""
-        self.owner = 0, 0
-        self.comm = ""
-        self.pending = False
-        self.result = 0
-        self.alive = True
-        self.service: Service | None = None
-        """What the host does in the middle of its call."""
-        self.waits = False
-        """It is where that is done; while the guest runs for others it sleeps there."""
+    address: int
+    pid: int
+    root: int
+    registers: int
+    state: int
+    flags: int
+    """Physical addresses, as the three before."""
+    entries: dict[int, int] = field(default_factory=dict)
+    """By page the word with its page table entry: tables stay until it executes or ends."""
+    owner: tuple[int, int] = 0, 0
+    comm: str = ""
+    pending: bool = False
+    result: int = 0
+    alive: bool = True
+    service: Service | None = None
+    """What the host does in the middle of its call."""
+    waits: bool = False
+    """It is where that is done; while the guest runs for others it sleeps there."""
 
 
 class LinuxTasks(RunningLinux):
@@ -114,6 +98,7 @@ class LinuxTasks(RunningLinux):
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
+        super().__init__()
         self.machine = machine
         self.release = facts.release
         self.facts = facts
@@ -127,8 +112,6 @@ class LinuxTasks(RunningLinux):
             facts.symbols["init_pid_ns"] + facts.offsets["pid_namespace.idr.idr_next"]
         )
         self._callback = self._physical(facts.symbols["x86_platform_ipi_callback"])
-        self.on_end: list[Callable[[int], None]] = []
-        """Told the address of a task that begins to end."""
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
         machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
@@ -136,14 +119,13 @@ class LinuxTasks(RunningLinux):
         self.init = self._adopt(self.running())
         self.files = KernelFiles(machine, facts, self.init.address)
         self.root = self.init.root
-        self.on_fork, self.on_free, self.on_name = [], [], []
         self.host_room = len(self._ram) - HOST_SIZE + PAGE + _TAKEN, _HOST_DATA + _TAKEN
         """Physical and virtual address of most of a page that the host has in the kernel."""
         self.current: LinuxTask | None = self.init
         """Who stands at the stub; None: the CPU is idle, or between two of them."""
         self._in_call: LinuxTask | None = None
         """Who stands where its call waits for the host."""
-        self.sleep_in_call = 0
+        self.sleep_in_call: int | None = None
         """Where code begins that sleeps until its task is woken, and goes on at `woken()`."""
         self._answers: dict[LinuxTask, Callable[[], None]] = {}
         """Of tasks that have been served and sleep still."""
@@ -222,7 +204,7 @@ class LinuxTasks(RunningLinux):
         task.comm = comm
         at = self._physical(task.address + self.facts.offsets["task_struct.comm"])
         self._ram[at : at + 16] = comm.encode("utf-8", "surrogateescape")[:15].ljust(16, b"\0")
-        for tell in self.on_name:
+        for tell in self.events.renamed:
             tell(task.pid, comm)
 
     def own(self, task: LinuxTask, uid: int, gid: int) -> None:
@@ -240,13 +222,13 @@ class LinuxTasks(RunningLinux):
     def _forked(self) -> None:
         """Before the child executes anything."""
         parent, child = self.running(), self.machine.regs.di
-        for tell in self.on_fork:
+        for tell in self.events.forked:
             tell(self._pid(parent), self._pid(child))
 
     def _exiting(self) -> None:
         """Whoever comes here never comes to the stub again; its task_struct may become another's."""
         address = self.running()
-        for tell_end in self.on_end:
+        for tell_end in self.events.exiting:
             tell_end(address)
         task = self._by_address.pop(address, None)
         if task is not None:
@@ -255,8 +237,11 @@ class LinuxTasks(RunningLinux):
     def _freed(self) -> None:
         """Nothing is heard of a task any more."""
         task = self.machine.regs.di - self.facts.offsets["task_struct.rcu"]
-        for tell in self.on_free:
-            tell(task, self._pid(task))
+        pid = self._pid(task)
+        for tell in self.events.freed:
+            tell(task)
+        for tell in self.events.exited:
+            tell(pid)
 
     def _run(self) -> LinuxTask | None:
         """Until a task is at the stub, or waits in its call; None where the CPU is idle."""
@@ -320,6 +305,7 @@ class LinuxTasks(RunningLinux):
             self._sleep_in_call(task)
 
     def _sleep_in_call(self, task: LinuxTask) -> None:
+        assert self.sleep_in_call is not None, "nothing waits in a call before that code is there"
         self._store("<I", task.state, _INTERRUPTIBLE)
         self.machine.regs.ip = self.sleep_in_call
 
@@ -531,8 +517,8 @@ class LinuxTasks(RunningLinux):
 
     def _entry(self, task: LinuxTask, page: int) -> int:
         """Its page table entry of a page; 0 where there is none. What has it is kept in `entries`."""
-        slot = self._memory.slot(task.root, page)
-        if slot is None:
+        slot, size = self._memory.last(task.root, page)
+        if size != PAGE:
             return 0
         task.entries[page] = slot
         return self._memory.words[slot]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Prot, Vector
@@ -20,7 +20,13 @@ class HostCalls:
     """Calls guest functions on a stack of the host's own while the guest is stopped."""
 
     def __init__(
-        self, runner: Runner, ex_table: Mapping[int, int], *, return_pad: int, stack_top: int
+        self,
+        runner: Runner,
+        ex_table: Mapping[int, int],
+        on_leave: Sequence[Callable[[], None]],
+        *,
+        return_pad: int,
+        stack_top: int,
     ) -> None:
         self._runner = runner
         self._memory = runner.memory
@@ -31,8 +37,7 @@ class HostCalls:
         self._return_pad = return_pad
         self.stack_top = stack_top
         """Stack pointer at the entry of a called function, where the return address lies."""
-        self.on_leave: list[Callable[[], None]] = []
-        """Called when a run has ended, maybe half way: whatever it stood in is never ended."""
+        self._on_leave = on_leave
 
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call a function with up to six integer arguments, each a word; returns its result register.
@@ -119,7 +124,7 @@ class HostCalls:
         finally:
             hooks.dispatch = usual
             regs.restore(saved)
-            for tell in self.on_leave if leaves else ():
+            for tell in self._on_leave if leaves else ():
                 tell()
             if hooks.engine.is_interrupted:
                 hooks.engine.raise_interrupt()

@@ -34,6 +34,8 @@ class GuestClock(ABC):
 
     is_virtual: bool
     """Whether only runs of the guest move it on."""
+    step_ns: int
+    """Nanoseconds that a reading adds."""
 
     def __init__(self) -> None:
         self._is_held = False
@@ -137,12 +139,8 @@ class MachineClock(GuestClock):
             raise ValueError(f"unknown clock {kind!r}")
         self.kind, self.seed, self.is_virtual = kind, seed, kind == "virtual"
         self._source = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
-        self._cells[_STEP] = self._source.step_ns
+        self._cells[_STEP] = self.step_ns = self._source.step_ns
         self.tick = self._source.tick
-
-    @property
-    def step_ns(self) -> int:
-        return self._source.step_ns
 
     def now_ns(self) -> int:
         return self._source.now_ns()

@@ -7,14 +7,9 @@ from functools import cache
 
 from emulated_kernel.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.image.image import KernelImage
-from emulated_kernel.machine.boot import per_cpu_address
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
-from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.quirks.bench import Bench, SelfTest
 from emulated_kernel.machine.traps.trap import HardwareError
 
@@ -23,7 +18,6 @@ Adapt = Callable[[Bench, int | None], list[SelfTest]]
 
 Raises: HardwareError where a check failed: it can't be used.
 """
-Deliver = Callable[[Engine, CpuModel, Memory, Regs, KernelImage], Delivery]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +28,7 @@ class CpuParts:
     adapt: Adapt
     hooks: type[TrapHooks]
     """What the emulator calls; to be adapted."""
-    deliver: Deliver
+    delivery: type[Delivery]
     """How the image takes interrupts."""
 
 
@@ -43,11 +37,7 @@ def _x86() -> tuple[CpuParts, ...]:
     from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
     from emulated_kernel.machine.quirks.x86 import adapt
 
-    def by_frames(_engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: KernelImage) -> Delivery:
-        handler = image.kallsyms.lookup_name("asm_host_interrupt")
-        return Delivery(cpu, memory, regs, handler, per_cpu_address(image, "host_cr2"))
-
-    return tuple(CpuParts(model, adapt, TrapHooks, by_frames) for model in (X86_64Cpu(), I386Cpu()))
+    return tuple(CpuParts(model, adapt, TrapHooks, Delivery) for model in (X86_64Cpu(), I386Cpu()))
 
 
 def _riscv() -> tuple[CpuParts, ...]:
@@ -55,13 +45,8 @@ def _riscv() -> tuple[CpuParts, ...]:
     from emulated_kernel.machine.interrupts.riscv import RiscvDelivery, RiscvTrapHooks
     from emulated_kernel.machine.quirks.riscv import adapt
 
-    def by_trap_registers(
-        engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, _image: KernelImage
-    ) -> Delivery:
-        return RiscvDelivery(engine, cpu, memory, regs)
-
     models = (Riscv64Cpu(), Riscv64iCpu())
-    return tuple(CpuParts(model, adapt, RiscvTrapHooks, by_trap_registers) for model in models)
+    return tuple(CpuParts(model, adapt, RiscvTrapHooks, RiscvDelivery) for model in models)
 
 
 _FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _riscv}

@@ -58,21 +58,13 @@ class Message:
 
 @dataclass(frozen=True)
 class SlabCache:
-    """One kmem_cache; sizes in bytes."""
+    """One kmem_cache."""
 
     name: str
-    object_size: int
-    """What an object takes, with its padding."""
     objects: int
     """In use now."""
-    slabs: int
-    objects_per_slab: int
-    pages_per_slab: int
-
-    @property
-    def pages(self) -> int:
-        """Pages that it holds now."""
-        return self.slabs * self.pages_per_slab
+    pages: int
+    """That it holds now."""
 
 
 @dataclass(frozen=True)

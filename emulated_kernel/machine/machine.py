@@ -99,7 +99,7 @@ class Machine(ProbedMachine):
         self._resources.callback(self.regs.close)
         self.handler_time = HandlerTime()
         self.hooks = self._parts.hooks(engine, cpu, self.regs, NoExceptionState(), self.handler_time)
-        bench = quirks.Bench(engine, cpu, self.memory, self.hooks, self.regs, self._stack)
+        bench = quirks.Bench(self.hooks, self.memory, self._stack)
         self.self_test = self._parts.adapt(bench, found)
         """What the start-up self-test found, one entry a deviation of the library."""
         self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
@@ -126,27 +126,18 @@ class Machine(ProbedMachine):
         )
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
-        self._delivery = self._parts.deliver(self._engine, self.model, memory, self.regs, image)
+        handler, cr2_cell = lookup("asm_host_interrupt"), boot.per_cpu_address(image, "host_cr2")
+        self._delivery = self._parts.delivery(self.hooks, memory, handler, cr2_cell)
         self.hooks.dispatch = self._deliver_or_stop
-        self._runner = Runner(
-            self._engine,
-            self.model,
-            memory,
-            self.regs,
-            self.hooks,
-            clock=self.clock,
-            stop=self._stop_run,
-            handler_time=self.handler_time,
-            budget=self.config.run_budget,
-        )
+        self._runner = Runner(self.hooks, memory, self.clock, self._stop_run, self.config.run_budget)
         self._resources.callback(self._runner.close)
         self.calls = HostCalls(
             self._runner,
             dict(image.ex_table),
+            self.on_leave,
             return_pad=self._pad,
             stack_top=self._stack - self.model.room_above_call,
         )
-        self.on_leave = self.calls.on_leave
         self.call, self.execute, self.trap_of = self.calls.call, self.calls.execute, self.calls.trap_of
 
     def _boot(self) -> None:

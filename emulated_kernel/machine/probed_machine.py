@@ -31,10 +31,10 @@ class ProbedMachine(ABC):
     """Number of the CPU that runs, and that `regs` is about."""
     per_cpu_bases: Sequence[int]
     """Address of each CPU's per-CPU area."""
-    on_leave: list[Callable[[], None]]
-    """Called when a run on a stack of the host's has ended."""
 
     def __init__(self) -> None:
+        self.on_leave: list[Callable[[], None]] = []
+        """Called when a run on a stack of the host's has ended; what it stood in half way never ends."""
         self.on_switch: list[Callable[[int], None]] = []
         """Told the number of the CPU that is current from now on."""
         self.clock_loops: list[range] = []

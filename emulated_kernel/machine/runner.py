@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from emulated_kernel.machine.budget import HandlerTime, Watchdog
+from emulated_kernel.machine.budget import Watchdog
 from emulated_kernel.machine.clock import MachineClock
-from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
@@ -19,29 +17,17 @@ class Runner:
     """Resumes the current CPU; the guest's exceptions go where `hooks.dispatch` sends them."""
 
     def __init__(
-        self,
-        engine: Engine,
-        cpu: CpuModel,
-        memory: Memory,
-        regs: Regs,
-        hooks: TrapHooks,
-        *,
-        clock: MachineClock,
-        stop: Callable[[], None],
-        handler_time: HandlerTime,
-        budget: float,
+        self, hooks: TrapHooks, memory: Memory, clock: MachineClock, stop: Callable[[], None], budget: float
     ) -> None:
-        self._engine = engine
-        self.cpu = cpu
-        self._asked: Callable[[Regs], tuple[int, ...]] = attrgetter(*cpu.hypercall_arguments)
+        """`stop`: ends a run from the watchdog's thread, `budget`: seconds that one may take."""
+        self._engine, self.cpu, self.regs, self.hooks = hooks.engine, hooks.cpu, hooks.regs, hooks
+        self._asked: Callable[[Regs], tuple[int, ...]] = attrgetter(*self.cpu.hypercall_arguments)
         self.memory = memory
-        self.regs = regs
-        self.hooks = hooks
         self._clock = clock
-        self.watchdog = Watchdog(stop, handler_time, budget)
+        self.watchdog = Watchdog(stop, hooks.handler_time, budget)
         self.is_running = False
         """Whether the guest is running: true in hooks."""
-        self._number = attrgetter(cpu.hypercall_register)
+        self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
         """Addresses behind a halt that the guest stopped at before: text that nobody patches."""
 

@@ -9,6 +9,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.trace.array.system import FUNCTION_TRACER, TraceSystem
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
@@ -19,7 +20,7 @@ from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctions
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
-from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
+from emulated_kernel.trace.tracers.function_tracer import FunctionPids, FunctionTracer
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 
@@ -36,7 +37,7 @@ class Tracing:
     functions: FunctionTracer
 
 
-class TraceArrays:
+class TraceArrays(TaskObserver):
     """Callers serialise: Linux holds event_mutex and trace_types_lock.
 
     `clock` gives the ns of error logs.
@@ -64,7 +65,11 @@ class TraceArrays:
         self.top = self._tracing(TraceArray(system), None)
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
-        system, errors, pids = self._system, ErrorLog(self._clock), EventPids(array.rewire_tracer)
+        system, errors, pids = (
+            self._system,
+            ErrorLog(self._clock),
+            EventPids(array.rewire_tracer, FunctionPids),
+        )
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry, top or array)
         functions = FunctionTracer(
@@ -152,7 +157,7 @@ class TraceArrays:
         pasts = [theirs.past() for _, theirs in pairs]
         rooms = [mine.memory_for(past) for (mine, _), past in zip(pairs, pasts, strict=True)]
         self._system.cmdlines.take_over(former._system.cmdlines)
-        self._system.expansion.is_done |= former._system.expansion.is_done
+        self._system.is_expanded |= former._system.is_expanded
         for (mine, _), past, memory in zip(pairs, pasts, rooms, strict=True):
             mine.take_records(past, memory)
             mine.mark_reboot()
@@ -168,16 +173,17 @@ class TraceArrays:
 
     def forked(self, parent: int, child: int) -> None:
         """A task was forked: option event-fork lets it be traced as its parent is."""
-        for tracing in self:
-            if TraceOption.EVENT_FORK in tracing.array.options.flags:
-                tracing.array.pids.follow(parent, child)
-            if TraceOption.FUNC_FORK in tracing.array.options.flags:
-                tracing.functions.pids.follow(parent, child)
+        for pids in self._inherited_pids():
+            pids.follow(parent, child)
 
     def exited(self, pid: int) -> None:
         """A task has ended: with option event-fork its pid isn't traced any more."""
+        for pids in self._inherited_pids():
+            pids.forget(pid)
+
+    def _inherited_pids(self) -> Iterator[EventPids]:
         for tracing in self:
             if TraceOption.EVENT_FORK in tracing.array.options.flags:
-                tracing.array.pids.forget(pid)
+                yield tracing.array.pids
             if TraceOption.FUNC_FORK in tracing.array.options.flags:
-                tracing.functions.pids.forget(pid)
+                yield tracing.functions.pids

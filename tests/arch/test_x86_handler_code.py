@@ -9,7 +9,6 @@ import unicorn
 from unicorn import x86_const as const
 
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.arch.base import Detour
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Condition, HandlerCode, Label, Program
 from emulated_kernel.arch.x86.arch import X86_64
@@ -18,6 +17,7 @@ from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from tests.arch import engines
+from tests.arch.placed import going_on
 from tests.arch.random_programs import (
     CODE,
     CPU,
@@ -49,7 +49,7 @@ def register_id(name: str, bits: int) -> int:
 class Processor:
     """Runs a stub on Unicorn as the host of a probe would: host calls and faults go where it says."""
 
-    def __init__(self, uc: unicorn.Uc, case: Case, stub: Detour, frame: RegsFrame | None) -> None:
+    def __init__(self, uc: unicorn.Uc, case: Case, stub: HandlerCode, frame: RegsFrame | None) -> None:
         self.uc = uc
         self.case = case
         self.frame = frame
@@ -85,7 +85,7 @@ class Processor:
         behind = host_answer(
             self.calls, call.number, lambda at, value: uc.mem_write(at, value.to_bytes(4, "little"))
         )
-        uc.reg_write(self.ip, CODE + (call.behind if behind else call.label))
+        uc.reg_write(self.ip, CODE + (call.trap + 1 if behind else call.label))
 
     def _check_frame(self, frame: RegsFrame) -> None:
         """What the host finds in a struct pt_regs at the stack pointer."""
@@ -122,7 +122,7 @@ def check(case: Case, handler: HandlerCode, live: Live, frame: RegsFrame | None 
     expected = interpret(case)
     mode = unicorn.UC_MODE_64 if case.bits == 64 else unicorn.UC_MODE_32
     with engines.lent(unicorn.UC_ARCH_X86, mode) as uc:
-        found = Processor(uc, case, X86_64().handler_stub(handler, CODE, END), frame).run()
+        found = Processor(uc, case, going_on(X86_64(), handler, CODE, END), frame).run()
     assert found.host_calls == expected.host_calls
     assert found.faults == expected.faults
     for start, data in expected.areas.items():
@@ -211,7 +211,7 @@ def test_unlikely_parts_stand_before_the_entry() -> None:
     assert listing(program, live) == ["cmpl", "jne", "addq"]
     assert listing(program, live, 0)[:2] == ["int3", "jmp"]
     handler = X86_64().handler_code(program, PROBE, live)
-    assert [(call.number, call.trap, call.behind) for call in handler.host_calls] == [(7, 0, 1)]
+    assert [(call.number, call.trap) for call in handler.host_calls] == [(7, 0)]
     assert handler.host_calls[0].label == len(handler.code)
 
 
@@ -224,9 +224,3 @@ def test_registers_that_are_asked_for_are_used_last() -> None:
 def test_code_can_stand_anywhere() -> None:
     program = make(random.Random(1), 64).program
     assert X86_64().handler_code(program, PROBE) == X86_64().handler_code(program, PROBE)
-    handler = X86_64().handler_code(program, PROBE)
-    for buffer in (CODE, CODE + 0x123):
-        stub = X86_64().handler_stub(handler, buffer, END)
-        assert stub.code[: len(handler.code)] == handler.code
-        assert stub.trap is None
-        assert stub.copied == len(handler.code)

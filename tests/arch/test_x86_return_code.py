@@ -13,6 +13,7 @@ from emulated_kernel.arch.program.ops import Label, Program
 from emulated_kernel.arch.x86.arch import I386, X86, X86_64
 from emulated_kernel.arch.x86.assemble import Encoder
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
+from tests.arch.placed import going_on
 from tests.arch.random_programs import DATA, PROBE, Case, Maker
 from tests.arch.test_x86_handler_code import FRAMES, NAMES, PER_CPU_BASE, check, make
 
@@ -107,7 +108,7 @@ def test_a_trampoline_may_save_all(bits: int) -> None:
     finish = _mnemonics(arch, made.code[made.finish :])
     assert (finish.count("pop"), finish[-1]) == (general, "ret")
     handler = arch.returns.handler((ir.GetRegister(0, "ax"), ir.Store(0, 0, 0, 4)), saves_all=True)
-    placed = arch.handler_stub(handler, BUFFER + 0x1000, BUFFER + made.finish)
+    placed = going_on(arch, handler, BUFFER + 0x1000, BUFFER + made.finish)
     # Registers are the trampoline's by then: the value is in the frame.
     assert _mnemonics(arch, placed.code) == ["mov", "mov", "jmp"]
 

@@ -13,7 +13,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.loads.load import BackgroundLoad, kinds_of
 from emulated_kernel.host.mirror.processes import Fork
-from emulated_kernel.host.readers.memory_info import MemoryReader
+from emulated_kernel.host.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
@@ -83,7 +83,7 @@ class Session:
         self.cycles = 0
         self._body = BEHIND_ENTRY.get(arch, 5)
         memory = self.kernel.machine.memory
-        self._memory = MemoryReader(memory, self.kernel.image.kallsyms, self.kernel.image.abi)
+        self._memory = memory, self.kernel.image.kallsyms, self.kernel.image.abi
         self._loads = [
             BackgroundLoad(self.kernel.guest, kind, LOAD_PID + number)
             for number, kind in enumerate(kinds_of(self.kernel.guest))
@@ -186,12 +186,12 @@ class Session:
 
     def sample(self, seconds: float) -> Sample:
         kernel = self.kernel
-        info = self._memory.info()
+        info = read_memory(*self._memory)
         return Sample(
             cycle=self.cycles,
             seconds=seconds,
             free_pages=info.free,
-            objects=sum(cache.objects for cache in self._memory.slabs()),
+            objects=sum(cache.objects for cache in read_slabs(*self._memory)),
             tasks=len(list(kernel.guest.mirror)),
             host_bytes=kernel.machine.memory.host_pages.used,
             resident=resident_bytes(),

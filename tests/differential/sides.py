@@ -165,7 +165,7 @@ def linux(image: str, seed: int = 1) -> Side:
     init, put = tasks.init, tasks.put
     # Both: behind what a client wrote its memory holds zero, where else a probe finds what was there before.
     tasks.put = lambda task, address, data: put(task, address, data + b"\0")
-    mount._syscalls.mkdir(init, os.path.dirname(PROBED_FILES[0]), 0o755)
+    mount._syscalls.on_path(init, "mkdirat", os.path.dirname(PROBED_FILES[0]), 0o755)
     for path in PROBED_FILES:
         mount._syscalls.close(init, mount._syscalls.open(init, path, os.O_CREAT | os.O_WRONLY, 0o644))
     return Side(mount, mount.close)

@@ -19,7 +19,7 @@ from emulated_kernel.trace.events.event_pids import PidList
 from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.filter.parse import parse_filter
 from emulated_kernel.trace.filter.pattern import parse_pattern
-from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.trace.tracers.functions import Functions, TraceableFunction
 from emulated_kernel.vfs.core.parse import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
@@ -32,14 +32,14 @@ from tests.trace.events.kernel import Hit
 from tests.trace.trigger.control import TriggerKernel
 
 _FIELDS = {
-    "fd": FilterField(FilterType.OTHER, 8, 8, False),
-    "n": FilterField(FilterType.OTHER, 16, 4, True),
-    "common_flags": FilterField(FilterType.OTHER, 2, 1, False),
-    "common_pid": FilterField(FilterType.OTHER, 4, 4, True),
-    "s": FilterField(FilterType.DYN_STRING, 8, 4, True),
-    "prev_comm": FilterField(FilterType.STATIC_STRING, 8, 16, True),
-    "cpu": FilterField(FilterType.CPU, 0, 4, True),
-    "comm": FilterField(FilterType.COMM, 0, 16, False),
+    "fd": FilterField(FilterType.OTHER, EventField("", "", 8, 8, False)),
+    "n": FilterField(FilterType.OTHER, EventField("", "", 16, 4, True)),
+    "common_flags": FilterField(FilterType.OTHER, EventField("", "", 2, 1, False)),
+    "common_pid": FilterField(FilterType.OTHER, EventField("", "", 4, 4, True)),
+    "s": FilterField(FilterType.DYN_STRING, EventField("", "", 8, 4, True)),
+    "prev_comm": FilterField(FilterType.STATIC_STRING, EventField("", "", 8, 16, True)),
+    "cpu": FilterField(FilterType.CPU, EventField("", "", 0, 4, True)),
+    "comm": FilterField(FilterType.COMM, EventField("", "", 0, 16, False)),
 }
 _FUNCTIONS = Functions(
     (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, GuestTask, RunElsewhere
-from emulated_kernel.host.executive.syscalls import MAX_BUFFERS
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.host.conftest import FIRST_PID, dmesg, tasks

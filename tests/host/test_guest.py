@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.executive.syscalls import BUFFER_SIZE
+from emulated_kernel.host.builtin_kernel import BUFFER_SIZE
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from tests.host.conftest import dmesg, tasks

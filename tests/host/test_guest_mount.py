@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.host.executive.syscalls import MAX_BUFFERS
+from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.vfs.core.client import Client

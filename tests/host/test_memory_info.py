@@ -12,18 +12,19 @@ import pytest
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.readers.memory_info import MemoryInfo, MemoryReader
+from emulated_kernel.host.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.host.readers.task_list import read_cpus
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.guest_info import MemoryInfo, SlabCache
 from tests.host.conftest import tasks
 
 
-def reader(kernel: Kernel) -> MemoryReader:
-    return MemoryReader(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
-
-
 def info(kernel: Kernel) -> MemoryInfo:
-    return reader(kernel).info()
+    return read_memory(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+
+
+def slabs(kernel: Kernel) -> Iterable[SlabCache]:
+    return read_slabs(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
 
 
 def no_space(actions: Iterable[Callable[[], object]]) -> None:
@@ -58,16 +59,16 @@ def test_files_and_stacks_are_counted(kernel: Kernel) -> None:
 
 
 def test_slabs_are_told_by_name(kernel: Kernel) -> None:
-    before = {cache.name: cache for cache in reader(kernel).slabs()}
+    before = {cache.name: cache for cache in slabs(kernel)}
     assert {"kmem_cache", "kmalloc-64", "task_struct"} <= set(before)
     objects = [kernel.call("__kmalloc", 200, 0xCC0) for _ in range(100)]
-    after = {cache.name: cache for cache in reader(kernel).slabs()}
+    after = {cache.name: cache for cache in slabs(kernel)}
     assert after["kmalloc-256"].objects == before["kmalloc-256"].objects + 100
     assert after["kmalloc-256"].pages >= 100 * 256 // PAGE_SIZE
     assert info(kernel).slab == sum(cache.pages for cache in after.values())
     for address in objects:
         kernel.call("kfree", address)
-    assert {c.name: c.objects for c in reader(kernel).slabs()} == {n: c.objects for n, c in before.items()}
+    assert {c.name: c.objects for c in slabs(kernel)} == {n: c.objects for n, c in before.items()}
 
 
 def test_the_form_is_linuxs(kernel: Kernel) -> None:
@@ -121,3 +122,12 @@ def test_a_cpu_counts_switches_and_interrupts(kernel: Kernel) -> None:
         kernel.guest.syscalls.call(kernel.guest.mirror.init, "nanosleep", request, 0)
     (slept,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
     assert slept.interrupts >= after.interrupts + 25
+
+
+def test_a_cache_that_was_written_over_has_a_number_of_pages_all_the_same(kernel: Kernel) -> None:
+    memory, abi = kernel.machine.memory, kernel.image.abi
+    head = kernel.image.kallsyms.lookup_name("slab_caches")
+    assert head is not None
+    cache = memory.read_word(head) - abi["kmem_cache.list"]
+    memory.write_u32(cache + abi["kmem_cache.order"], 0xFFFFFFFF)
+    assert max(each.pages for each in slabs(kernel)).bit_length() < 128

@@ -10,6 +10,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.mirror import mirror as mirror_module
 from emulated_kernel.host.mirror.mirror import TaskMirror
 from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.kernel import Kernel
@@ -96,7 +97,7 @@ def test_exec_renames(kernel: Kernel, watch: ScriptedWatch) -> None:
 
 
 def test_who_executes_and_forks_in_one_breath_has_done_so_in_this_order(
-    kernel: Kernel, watch: ScriptedWatch
+    kernel: Kernel, watch: ScriptedWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = kernel.guest.mirror
     watch.comms[SHELL] = watch.comms[CHILD] = "bash"
@@ -104,7 +105,7 @@ def test_who_executes_and_forks_in_one_breath_has_done_so_in_this_order(
     watch.pending_forks = [fork(CHILD, SHELL, "bash")]
     mirror.catch_up()
     executed: list[tuple[int, str]] = []
-    mirror.find_program = lambda pid, comm: executed.append((pid, comm))
+    monkeypatch.setattr(mirror_module, "program_of", lambda pid, comm: executed.append((pid, comm)))
     watch.comms[CHILD] = watch.comms[CHILD + 1] = "sh"
     watch.pending_forks = [fork(CHILD + 1, CHILD, "sh")]
     mirror.catch_up()

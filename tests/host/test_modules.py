@@ -39,7 +39,7 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
     yield shared
     for module in shared.modules.loaded():
         shared.unload_module(module.name)
-    assert shared.machine.modules.used == 0
+    assert shared.machine.modules._pool.used == 0
     assert not ledger_mismatches(shared.machine.text)
 
 
@@ -57,10 +57,10 @@ def free_pages(kernel: Kernel) -> int:
 
 def refused(kernel: Kernel, data: bytes) -> tuple[int, str]:
     """The errno and the log's line for a file that can't be loaded."""
-    used = kernel.machine.modules.used
+    used = kernel.machine.modules._pool.used
     with pytest.raises(KernelError) as failure:
         kernel.modules.init_module(data, "test")
-    assert kernel.machine.modules.used == used
+    assert kernel.machine.modules._pool.used == used
     return failure.value.errno or 0, last_message(kernel)
 
 
@@ -309,7 +309,7 @@ def test_other_architectures(arch: str, inside: int) -> None:
         for name in ("ktgt", "counter_user", "counter"):
             kernel.unload_module(name)
         assert all("[GONE]" in line for line in list_lines(kernel.kprobes))
-        assert kernel.machine.modules.used == 0
+        assert kernel.machine.modules._pool.used == 0
 
 
 def test_paths_that_are_no_modules(kernel: Kernel, tmp_path: Path) -> None:

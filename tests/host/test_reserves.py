@@ -14,7 +14,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.host.executive.syscalls import MAX_BUFFERS
+from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe

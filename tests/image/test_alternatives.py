@@ -7,9 +7,9 @@ import struct
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.image import KernelImage, load_image
 from emulated_kernel.image.alternatives import Alternative, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile
+from emulated_kernel.image.image import KernelImage, load_image
 from emulated_kernel.kernel import Kernel
 
 MFENCE = b"\x0f\xae\xf0"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image import KernelImage, build
+from emulated_kernel.image import build
+from emulated_kernel.image.image import KernelImage
 from tests.sample import share
 
 

@@ -6,7 +6,8 @@ import struct
 
 import pytest
 
-from emulated_kernel.image import Kallsyms, KernelImage, Symbol
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 
 from .guest import USER_BUFFER, Guest
 

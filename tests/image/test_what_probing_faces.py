@@ -9,8 +9,7 @@ import capstone
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.image import KernelImage, load_image
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel
 from tests.image.guest import BUGFLAG_WARNING

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.image import Kallsyms, Symbol
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
@@ -104,7 +104,7 @@ def _kprobes(machine: Machine, code: bytes) -> Kprobes:
         arch="x86_64",
     )
     kprobes = Kprobes(machine, image, X86_64(), print, ScriptedScheduler(), ControlLock(), BREAKPOINTS)
-    machine.calls.on_leave.append(kprobes.hits.ctlblk.abandon)
+    machine.on_leave.append(kprobes.hits.ctlblk.abandon)
     return kprobes
 
 

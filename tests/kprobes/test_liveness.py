@@ -24,6 +24,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.traps.trap import TrapKind
+from tests.arch.placed import detouring
 from tests.kprobes.boundaries import all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import Outcome, Runner
@@ -195,7 +196,7 @@ def test_compiled_detours_are_transparent(calls: Calls, saves_all: bool) -> None
         live = None if saves_all else calls.verdict.live_at(addr)
         handler = arch.handler_code(greedy(calls.counter_offset, rng), addr, live)
         buffers.append(text.alloc_text(len(handler.code) + arch.max_copied))
-        detour = arch.detour(region, buffers[-1], handler)
+        detour = detouring(arch, handler, buffers[-1], region)
         assert len(detour.code) <= len(handler.code) + arch.max_copied
         pokes += [(buffers[-1], detour.code), (addr, arch.relative_jump(addr, buffers[-1] + detour.entry))]
     assert len(buffers) > 1000

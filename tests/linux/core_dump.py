@@ -72,7 +72,7 @@ def vmcoreinfo(ram: bytes) -> str:
 def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool, hole: range = range(0)) -> None:
     """Its RAM with some files in its tmpfs; `has_info`: with a VMCOREINFO note; `hole`: RAM of zeros."""
     calls, init = LinuxSyscalls(tasks), tasks.init
-    calls.mkdir(init, "/scratch/dir", 0o750)
+    calls.on_path(init, "mkdirat", "/scratch/dir", 0o750)
     for name, text, mode in (("dir/note", TEXT, 0o640), ("numbers", NUMBERS, 0o600)):
         fd = calls.open(init, f"/scratch/{name}", os.O_WRONLY | os.O_CREAT, mode)
         calls.write(init, fd, text.encode(), None)
@@ -80,7 +80,7 @@ def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool, hole: range = rang
     for name, target in LINKS.items():
         calls.symlink(init, f"/scratch/{name}", target)
     for name, kind in SPECIAL.items():
-        calls.mknod(init, f"/scratch/{name}", kind | 0o644)
+        calls.on_path(init, "mknodat", f"/scratch/{name}", kind | 0o644, 0)
     ram = tasks.machine.memory.ram[:-HOST_SIZE]
     memory = [(0, ram[: HOLE.start]), (HOLE.stop, ram[HOLE.stop :])]
     path.write_bytes(dump(memory, vmcoreinfo(ram) if has_info else None, hole=hole))

@@ -52,7 +52,7 @@ def functions(count: int, seed: int) -> list[int]:
 
 def _is_described(function: str) -> bool:
     try:
-        kernel().btf.prototype(function)
+        kernel().btf.parameters(function)
     except KernelError:
         return False
     return True

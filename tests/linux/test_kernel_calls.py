@@ -99,7 +99,7 @@ def test_one_that_is_killed_later(shell: Files, mount: EngineMount) -> None:
     calls = mount._engine.kernel_calls
     (late,) = calls._mailboxes
     with mount.lock:
-        calls._ended(calls._head(late)[kernel_calls._TASK // 8])
+        calls.exiting(calls._head(late)[kernel_calls._TASK // 8])
     shell.call("int_sqrt 64")
     assert pages.used == used
 

@@ -42,8 +42,8 @@ def asked(guest: LinuxTasks, path: str) -> tuple[int, ...]:
 def test_memory_tells_what_the_system_call_tells(guest: LinuxTasks) -> None:
     calls, client = LinuxSyscalls(guest), guest.fork(guest.init, 901)
     guest.own(client, 1000, 100)
-    calls.chmod(guest.init, "/scratch", 0o777)
-    calls.mkdir(client, "/scratch/directory", 0o751)
+    calls.on_path(guest.init, "fchmodat", "/scratch", 0o777)
+    calls.on_path(client, "mkdirat", "/scratch/directory", 0o751)
     calls.symlink(client, "/scratch/link", "directory")
     long_name = "/scratch/directory/" + "n" * 200
     fd = calls.open(client, long_name, os.O_RDWR | os.O_CREAT, 0o640)
@@ -74,7 +74,7 @@ def test_memory_tells_what_the_system_call_tells(guest: LinuxTasks) -> None:
         assert calls.lstat(path) == found
     assert told == len(paths)
     assert guest.files.fstat(fd) == guest.files.lstat(long_name)
-    calls.unlink(client, long_name)
+    calls.on_path(client, "unlinkat", long_name, 0)
     assert guest.files.lstat(long_name) is None
     assert guest.files.lstat("/scratch/nothing") is None
     assert guest.files.fstat(fd).nlink == 0
@@ -89,9 +89,9 @@ def test_an_answer_holds_as_long_as_nothing_changes(guest: LinuxTasks) -> None:
     def make(name: str) -> None:
         calls.close(init, calls.open(init, name, os.O_WRONLY | os.O_CREAT, 0o644))
 
-    calls.mkdir(init, "/scratch/one", 0o755)
-    calls.mkdir(init, "/scratch/one/two", 0o755)
-    calls.mkdir(init, "/scratch/other", 0o700)
+    calls.on_path(init, "mkdirat", "/scratch/one", 0o755)
+    calls.on_path(init, "mkdirat", "/scratch/one/two", 0o755)
+    calls.on_path(init, "mkdirat", "/scratch/other", 0o700)
     make(path)
     make(short)
     make("/scratch/other/file")
@@ -100,14 +100,14 @@ def test_an_answer_holds_as_long_as_nothing_changes(guest: LinuxTasks) -> None:
     assert guest.files.lstat(path) is first
     seen = {first}
     for change in (
-        lambda: calls.chmod(init, path, 0o600),
-        lambda: calls.unlink(init, path),
+        lambda: calls.on_path(init, "fchmodat", path, 0o600),
+        lambda: calls.on_path(init, "unlinkat", path, 0),
         lambda: make(path),
-        lambda: calls.rename(init, short, path),
-        lambda: calls.rename(init, "/scratch/one/two", "/scratch/two"),
-        lambda: calls.rename(init, "/scratch/other", "/scratch/one/two"),
-        lambda: calls.rename(init, "/scratch/one", "/scratch/three"),
-        lambda: calls.rename(init, "/scratch/three", "/scratch/one"),
+        lambda: calls.on_paths(init, "renameat", short, path),
+        lambda: calls.on_paths(init, "renameat", "/scratch/one/two", "/scratch/two"),
+        lambda: calls.on_paths(init, "renameat", "/scratch/other", "/scratch/one/two"),
+        lambda: calls.on_paths(init, "renameat", "/scratch/one", "/scratch/three"),
+        lambda: calls.on_paths(init, "renameat", "/scratch/three", "/scratch/one"),
         lambda: calls.truncate(init, path, 5),
     ):
         change()
@@ -148,7 +148,7 @@ def test_names_of_any_length_have_one_hash() -> None:
 
 def test_where_something_is_mounted_the_kernel_is_asked(guest: LinuxTasks) -> None:
     calls, facts = LinuxSyscalls(guest), guest.facts
-    calls.mkdir(guest.init, "/scratch/below", 0o755)
+    calls.on_path(guest.init, "mkdirat", "/scratch/below", 0o755)
     calls.mount("tmpfs", "/scratch/below")
     covered = KernelFiles(guest.machine, replace(facts, asks=0), guest.init.address).lstat("/scratch/below")
     assert covered is not None

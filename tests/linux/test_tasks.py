@@ -70,9 +70,9 @@ def test_random_clients_against_a_model(guest: LinuxTasks) -> None:
         elif what == 3:
             if files.pop(name, None) is None:
                 with pytest.raises(KernelError, match="No such file"):
-                    calls.unlink(client, name)
+                    calls.on_path(client, "unlinkat", name, 0)
             else:
-                calls.unlink(client, name)
+                calls.on_path(client, "unlinkat", name, 0)
         elif what == 4:
             assert guest.call(client, GETPID) == client.pid
         else:
@@ -158,7 +158,7 @@ def test_who_executes_a_program_keeps_what_all_share(guest: LinuxTasks) -> None:
 def test_who_can_execute_nothing_is_renamed(guest: LinuxTasks) -> None:
     task = guest.fork(guest.init, 501)
     calls = LinuxSyscalls(guest)
-    calls.chmod(guest.init, "/init", 0o600)
+    calls.on_path(guest.init, "fchmodat", "/init", 0o600)
     Executions(guest).execute(task, "/bin/program", "program")
     assert calls.read_all("/proc/501/comm") == b"program\n"
     assert b"program" not in calls.read_all("/proc/501/cmdline")

@@ -11,7 +11,8 @@ from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.image.linux.source import open_elf
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.start import started_with_kernel
-from kprobefs.options import MountOptions, build_kernel, runs_linux
+from kprobefs.boot import build_kernel
+from kprobefs.options import MountOptions, runs_linux
 from tests.linux import debian_kernel
 from tests.linux.probing import differing, kernel, ram
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from emulated_kernel.abi import Prot
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.linux.btf import Prototype
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.machine.traps.trap import GuestFault, Trap
@@ -33,6 +32,7 @@ from tests.linux.probing import (
     engine,
     kernel,
 )
+from tests.linux.prototypes import Prototype, prototype
 from tests.linux.rewind import PAGE, Rewind
 from tests.linux.traced import TRACED, Traced, time_stands
 
@@ -245,13 +245,11 @@ class Inputs:
         self._dice = random.Random(seed)
         self._real = _real_objects(engine)
 
-    def calls(self, function: int, prototype: Prototype, count: int) -> Iterator[Call]:
+    def calls(self, function: int, declared: Prototype, count: int) -> Iterator[Call]:
         """That many calls of it."""
         for _ in range(count):
-            contents = [self._content() for _ in prototype.parameters]
-            values = [
-                self._value(kind, number, contents) for number, (_, kind) in enumerate(prototype.parameters)
-            ]
+            contents = [self._content() for _ in declared.parameters]
+            values = [self._value(kind, number, contents) for number, kind in enumerate(declared.parameters)]
             yield Call(function, tuple(values), tuple(contents))
 
     def _value(self, kind: str, number: int, contents: list[bytes]) -> int:
@@ -260,7 +258,7 @@ class Inputs:
             return kernel().kallsyms.lookup_name("jiffies_to_msecs") or 0
         if not kind.endswith("*"):
             return dice.choice(NUMBERS) if dice.random() < 0.8 else dice.getrandbits(64)
-        real = self._real.get(kind.removeprefix("const ").removesuffix("*").strip())
+        real = self._real.get(kind.removesuffix("*").strip())
         if real is not None and dice.random() < 0.8:
             return real
         if "char" in kind:
@@ -387,11 +385,11 @@ class Comparison:
         where = kernel().kallsyms.lookup(start)
         assert where is not None
         try:
-            prototype = kernel().btf.prototype(where.name)
+            found = prototype(kernel().btf, where.name)
         except KernelError:
             return
-        if not prototype.is_variadic and len(prototype.parameters) <= len(ARGUMENTS):
-            yield from self._inputs.calls(start, prototype, count)
+        if not found.is_variadic and len(found.parameters) <= len(ARGUMENTS):
+            yield from self._inputs.calls(start, found, count)
 
     def _check(self, mode: str, call: Call, found: Effect | None, expected: Effect) -> None:
         where = kernel().kallsyms.lookup(call.function)

@@ -26,7 +26,8 @@ BOOT = """
 import sys
 import kprobefs.cli, kprobefs.daemon
 from emulated_kernel.config import MachineConfig
-from kprobefs.options import MountOptions, build_kernel
+from kprobefs.boot import build_kernel
+from kprobefs.options import MountOptions
 import kprobefs.files
 mount = build_kernel(MountOptions("/nowhere", MachineConfig()))
 ours = lambda: {name for name in sys.modules if name.partition(".")[0] in ("emulated_kernel", "kprobefs")}

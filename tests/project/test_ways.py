@@ -25,9 +25,9 @@ class Limits(NamedTuple):
 
 
 WAYS = {
-    "define": Limits(256, 47, 1, lookups=1),
-    "hit, in Python": Limits(1450, 84, 8),
-    "hit, in guest code": Limits(527, 48, 6),
+    "define": Limits(256, 48, 1, lookups=1),
+    "hit, in Python": Limits(1450, 83, 8),
+    "hit, in guest code": Limits(527, 47, 6),
     "read, nothing probed": Limits(168, 22, 0),
     "read, another probed": Limits(168, 22, 0),
     "disarm 1": Limits(352, 46, 4),

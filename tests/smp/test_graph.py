@@ -25,7 +25,7 @@ CASES = [
 
 def _calls(kernel: Kernel) -> dict[int, list[tuple[str, int, int]]]:
     """Of each task: what begins or ends, its function and depth, in the order of time."""
-    records = GraphRecords.of(kernel.arch.word_size)
+    records = GraphRecords(kernel.arch.word_size)
     formats: dict[int, tuple[str, Struct]] = {
         EntryType.GRAPH_ENT: ("begins", records.entered),
         EntryType.GRAPH_RET: ("ends", records.returned),

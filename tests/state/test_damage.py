@@ -16,17 +16,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import WouldBlock
-from emulated_kernel.trace.ring.layout import (
-    BASE,
-    CONTROL_SIZE,
-    HEAD_SLOT,
-    NR_PAGES,
-    PARKED_PTR,
-    TAIL_ENTRIES,
-    TAIL_PAGE,
-    TAIL_SLOT,
-    WRITE_PTR,
-)
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
 from kprobefs import journal
 from kprobefs.last_records import array_places
 from kprobefs.state_directory import ATTEMPTS, Attempts
@@ -124,9 +114,12 @@ def test_damaged_records(
     caplog.clear()
 
 
-@pytest.mark.parametrize("word", share((WRITE_PTR, BASE, NR_PAGES, TAIL_PAGE, TAIL_SLOT, HEAD_SLOT), 1, 3))
+WORDS = ("write_ptr", "base", "nr_pages", "tail_page", "tail_slot", "head_slot")
+
+
+@pytest.mark.parametrize("word", share(WORDS, 1, 3))
 def test_one_wrong_byte_of_the_records(
-    copied: Path, tmp_path: Path, word: int, caplog: pytest.LogCaptureFixture
+    copied: Path, tmp_path: Path, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = Run(copied)
     before.hit(20)
@@ -139,9 +132,10 @@ def test_one_wrong_byte_of_the_records(
         for cpu, control in product(range(CONFIG.cpus), top.controls):
             at = layout.cells(cpu, control, CONTROL_SIZE)
             file.seek(at)
-            words = memoryview(bytearray(file.read(CONTROL_SIZE))).cast("Q")
-            if words[TAIL_ENTRIES]:
-                words[word if word != WRITE_PTR or words[word] else PARKED_PTR] ^= 0x4000
+            words = RingControl.from_buffer_copy(file.read(CONTROL_SIZE))
+            if words.tail_entries:
+                wrong = word if word != "write_ptr" or words.write_ptr else "parked_ptr"
+                setattr(words, wrong, getattr(words, wrong) ^ 0x4000)
                 file.seek(at)
                 file.write(words)
     damaged = tmp_path / "damaged"
@@ -150,7 +144,7 @@ def test_one_wrong_byte_of_the_records(
     run = Run(copied)
     held, torn = run.records("/tracing/instances/last"), int(run.found().split()[2])
     assert len(held) + torn >= len(wanted) >= 20
-    if word in (WRITE_PTR, TAIL_PAGE, TAIL_SLOT):
+    if word in ("write_ptr", "tail_page", "tail_slot"):
         assert (held, torn) == (wanted, 0)
     (trouble,) = run.troubles()
     assert trouble.startswith(f"{name}: CPU ")

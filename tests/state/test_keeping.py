@@ -15,7 +15,7 @@ from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, PARKED_PTR, TAIL_ENTRIES, WRITE_PTR
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
 from kprobefs import state
 from kprobefs.bench import FUNCTION
 from kprobefs.contention import instructions_a_call
@@ -113,10 +113,11 @@ def test_a_torn_record_is_counted(copied: Path) -> None:
         for cpu, control in product(range(CONFIG.cpus), top.controls):
             at = layout.cells(cpu, control, CONTROL_SIZE)
             file.seek(at)
-            words = memoryview(bytearray(file.read(CONTROL_SIZE))).cast("Q")
-            if words[TAIL_ENTRIES] and not torn:
+            words = RingControl.from_buffer_copy(file.read(CONTROL_SIZE))
+            if words.tail_entries and not torn:
                 # The end of its last record isn't there yet.
-                words[WRITE_PTR if words[WRITE_PTR] else PARKED_PTR] -= 4
+                word = "write_ptr" if words.write_ptr else "parked_ptr"
+                setattr(words, word, getattr(words, word) - 4)
                 file.seek(at)
                 torn += file.write(words) == CONTROL_SIZE
     assert torn == 1

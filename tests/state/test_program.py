@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kprobefs.boot import build_kernel
 from kprobefs.cli import main
 from kprobefs.failure import Exit
-from kprobefs.options import MountOptions, build_kernel
+from kprobefs.options import MountOptions
 from tests.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.sample import fewer

@@ -25,7 +25,6 @@ class Encoding:
     """The value is the offset of the jump's or branch's target."""
     patch_slot: Patch
     """The value is an offset from the stack pointer."""
-    breakpoint_size: int
 
 
 class Block:
@@ -109,7 +108,6 @@ class Layout:
         host_calls: list[HostCall] = []
         fixups: list[Fixup] = []
         patch_jump, patch_slot = self._encoding.patch_jump, self._encoding.patch_slot
-        behind_trap = self._encoding.breakpoint_size
         for at, target in self._jumps:
             patch_jump(code, at, starts[target])
         for index, start in starts.items():
@@ -121,8 +119,7 @@ class Layout:
             for offset, slot in block.slots:
                 patch_slot(code, start + offset, slots[slot])
             for offset, number, label in block.host_calls:
-                at = start + offset
-                host_calls.append(HostCall(number, at, at + behind_trap, starts[labels[label]]))
+                host_calls.append(HostCall(number, start + offset, starts[labels[label]]))
             for offset, label in block.accesses:
                 fixups.append(Fixup(start + offset, starts[labels[label]]))
         return HandlerCode(bytes(code), entry, tuple(host_calls), tuple(fixups))

@@ -52,6 +52,7 @@ class Assignment(dict[int, int]):
 class Lowering(ABC):
     """The ops' code in blocks, and what it needs of its surroundings. Each op has a method of its name."""
 
+    encoding: ClassVar[Encoding]
     _methods: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -138,19 +139,14 @@ def _method_name(op: type) -> str:
 
 
 def lay_out(
-    body: Lowering,
-    before: bytes,
-    after: bytes,
-    slots: Mapping[int, int],
-    encoding: Encoding,
-    leave: bytes = b"",
+    body: Lowering, before: bytes, after: bytes, slots: Mapping[int, int], leave: bytes = b""
 ) -> HandlerCode:
     """The code of the blocks that can be reached, entered at `before` and ending with `after`.
 
     What the first block doesn't lead to by falling through and jumping stands in front of the entry.
     `slots` are offsets from the stack pointer; `leave` ends blocks that go elsewhere.
     """
-    layout = Layout(body.blocks, body.labels, encoding, leave)
+    layout = Layout(body.blocks, body.labels, body.encoding, leave)
     straight, behind = layout.chain(0)
     cold = [layout.chain(index) for index in layout.others()]
     for chain, target in cold:

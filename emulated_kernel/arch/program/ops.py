@@ -315,11 +315,10 @@ Program = tuple[Op, ...]
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """Where a CallHost of generated code traps, and goes on; offsets in bytes from the code's start."""
+    """Where a CallHost of generated code traps, and its label; offsets in bytes from the code's start."""
 
     number: int
     trap: int
-    behind: int
     label: int
 
 

@@ -29,7 +29,6 @@ from emulated_kernel.arch.riscv.lowering import (
     NUMBERS,
     BranchOutOfReachError,
     RiscvLowering,
-    encoding,
     in_register,
     in_slot,
 )
@@ -46,7 +45,7 @@ def handler_code(program: Program, addr: int, live: Live | None, breakpoint_: by
             return _save_all(program, breakpoint_, constants, far=far)
         body = RiscvLowering(program, live, constants, breakpoint_, far=far)
         before, after, slots = _save_live(body, live)
-        return lay_out(body, before, after, slots, encoding(len(breakpoint_)))
+        return lay_out(body, before, after, slots)
 
     return _reaching(make)
 
@@ -69,7 +68,7 @@ def _save_all(
     slots = {number: in_slot(WORD * number) for number in body.slots}
     slots[SP] = in_register(SP, frame.SIZE)
     after = frame.load_general() + move_stack_pointer(frame.SIZE)
-    return lay_out(body, frame.save_general(), after, slots, encoding(len(breakpoint_)))
+    return lay_out(body, frame.save_general(), after, slots)
 
 
 def _save_live(body: RiscvLowering, live: Live, above: int = 0) -> tuple[bytes, bytes, dict[int, int]]:
@@ -111,7 +110,6 @@ class RiscvReturnCode(ReturnCode):
 
     def __init__(self, breakpoint_: bytes) -> None:
         self._breakpoint = breakpoint_
-        self._encoding = encoding(len(breakpoint_))
 
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
@@ -136,7 +134,7 @@ class RiscvReturnCode(ReturnCode):
             own = set_to_address(T0, len(_ENTER_FRAME), 0) + store(SP, WORD * RA, T0, WORD)
             return self._in_frame(program, _ENTER_FRAME + own, leave, far=far)
         body, before, after, slots = self._saving(program, far=far)
-        return lay_out(body, _ENTER + before, after, slots, self._encoding, after + leave)
+        return lay_out(body, _ENTER + before, after, slots, after + leave)
 
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
         return _reaching(lambda far: self._handler(program, saves_all=saves_all, far=far))
@@ -145,7 +143,7 @@ class RiscvReturnCode(ReturnCode):
         if saves_all:
             return self._in_frame(program, far=far)
         body, before, after, slots = self._saving(program, far=far)
-        return lay_out(body, before, after + _RETURN, slots, self._encoding)
+        return lay_out(body, before, after + _RETURN, slots)
 
     def _in_frame(
         self, program: Program, before: bytes = b"", leave: bytes = b"", *, far: bool
@@ -154,7 +152,7 @@ class RiscvReturnCode(ReturnCode):
         body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far)
         slots = {number: in_slot(WORD * number) for number in body.slots}
         slots[SP] = in_register(SP, RETURN_ROOM)
-        return lay_out(body, before, b"", slots, self._encoding, leave)
+        return lay_out(body, before, b"", slots, leave)
 
     def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
         """Where registers are saved by the code itself: that, and what stands around it."""

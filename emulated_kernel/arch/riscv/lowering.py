@@ -95,8 +95,27 @@ def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
     return tuple(sorted(_ORDER, key=lambda number: cost(REGISTER_NAMES[number], live, reads)))
 
 
+def _patch_slot(code: bytearray, at: int, word: int) -> None:
+    """The hole keeps the place of the destination register."""
+    rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
+    code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
+
+
+def _patch_jump(code: bytearray, at: int, target: int) -> None:
+    insn = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little"))
+    distance = target - at
+    if insn.opcode == RiscvOpcode.JAL:
+        code[at : at + 4] = asm.jal(ZERO, at, target)
+        return
+    if distance not in _BRANCH_RANGE:
+        raise BranchOutOfReachError
+    code[at : at + 4] = asm.branch(BranchFunct3(insn.funct3), insn.rs1, insn.rs2, distance)
+
+
 class RiscvLowering(Lowering):
-    """The lowering to RISC-V."""
+    """The lowering to RISC-V; what fills in its branches raises BranchOutOfReachError."""
+
+    encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)
 
     def __init__(
         self,
@@ -340,25 +359,3 @@ def in_slot(offset: int) -> int:
 def in_register(number: int, offset: int = 0) -> int:
     """The same of a register, and a number added."""
     return int.from_bytes(asm.addi(ZERO, number, offset), "little")
-
-
-def _patch_slot(code: bytearray, at: int, word: int) -> None:
-    """The hole keeps the place of the destination register."""
-    rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
-    code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
-
-
-def _patch_jump(code: bytearray, at: int, target: int) -> None:
-    insn = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little"))
-    distance = target - at
-    if insn.opcode == RiscvOpcode.JAL:
-        code[at : at + 4] = asm.jal(ZERO, at, target)
-        return
-    if distance not in _BRANCH_RANGE:
-        raise BranchOutOfReachError
-    code[at : at + 4] = asm.branch(BranchFunct3(insn.funct3), insn.rs1, insn.rs2, distance)
-
-
-def encoding(breakpoint_size: int) -> Encoding:
-    """For `lay_out`; its patches raise BranchOutOfReachError."""
-    return Encoding(_HOLE, 0, _patch_jump, _patch_slot, breakpoint_size)

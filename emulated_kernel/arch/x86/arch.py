@@ -24,10 +24,16 @@ from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all
 from emulated_kernel.arch.x86.verdict import STRATEGIES, X86Verdict
 from emulated_kernel.image.tables import ProbedTables
 
-_NAMES_64 = (
-    "r15", "r14", "r13", "r12", "r11", "r10", "r9", "r8",
-    "bx", "cx", "dx", "si", "di", "bp", "ax", "orig_ax", "ip", "cs", "flags", "sp", "ss",
-)  # fmt: skip
+
+def _registers(frame: RegsFrame, arguments: str) -> Registers:
+    return Registers(
+        names=MappingProxyType({name: name for name in frame.pt_regs}),
+        arguments=tuple(arguments.split()),
+        ip="ip",
+        sp="sp",
+        flags="flags",
+        return_value="ax",
+    )
 
 
 class X86(Arch):
@@ -101,14 +107,7 @@ class X86_64(X86):
     bits = 64
     word_size = 8
     task_size = (1 << 47) - 4096
-    registers = Registers(
-        names=MappingProxyType({name: name for name in _NAMES_64}),
-        arguments=("di", "si", "dx", "cx", "r8", "r9"),
-        ip="ip",
-        sp="sp",
-        flags="flags",
-        return_value="ax",
-    )
+    registers = _registers(FRAME_64, "di si dx cx r8 r9")
     ftrace_regs = ("di", "si", "dx", "cx", "r8", "r9", "ax", "bp", "ip", "sp")
     return_regs = ("ax", "dx", "bp")
     pt_regs = FRAME_64.pt_regs
@@ -129,14 +128,7 @@ class I386(X86):
     bits = 32
     word_size = 4
     task_size = 0xC0000000
-    registers = Registers(
-        names=MappingProxyType({name: name for name in FRAME_32.pt_regs}),
-        arguments=("ax", "dx", "cx"),
-        ip="ip",
-        sp="sp",
-        flags="flags",
-        return_value="ax",
-    )
+    registers = _registers(FRAME_32, "ax dx cx")
     ftrace_regs = ("ax", "dx", "cx", "bp", "ip", "sp")
     return_regs = ("ax", "dx", "bp")
     pt_regs = FRAME_32.pt_regs

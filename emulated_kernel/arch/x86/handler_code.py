@@ -17,7 +17,7 @@ from emulated_kernel.arch.x86.assemble import AX, SP, Encoder, jump_through
 from emulated_kernel.arch.x86.detour import RET, return_trampoline
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.frame import PUSHF, RegsFrame, push_address
-from emulated_kernel.arch.x86.lowering import ENCODING, LEAVING, NUMBERS, SLOT_FLAGS, SLOT_SP, X86Lowering
+from emulated_kernel.arch.x86.lowering import LEAVING, NUMBERS, SLOT_FLAGS, SLOT_SP, X86Lowering
 
 
 def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:
@@ -25,7 +25,7 @@ def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -
     has_host_calls = any(type(op) is CallHost for op in program)
     before_host = frame.completed(constants) if has_host_calls else b""
     body = X86Lowering(program, frame.encoder, None, constants, before_host)
-    return lay_out(body, frame.save, frame.restore, slots_of(frame), ENCODING)
+    return lay_out(body, frame.save, frame.restore, slots_of(frame))
 
 
 def slots_of(frame: RegsFrame) -> dict[int, int]:
@@ -41,7 +41,7 @@ def save_live(program: Program, encoder: Encoder, live: Live, constants: Mapping
     body = X86Lowering(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
     saving = SavedRegisters(body, encoder, keep)
-    return lay_out(body, saving.before, saving.after, saving.offsets, ENCODING)
+    return lay_out(body, saving.before, saving.after, saving.offsets)
 
 
 class SavedRegisters:
@@ -115,19 +115,17 @@ class X86ReturnCode(ReturnCode):
         own, frame, leave = push_address(address), self._frame, jump_through(LEAVING)
         if saves_all:
             body = X86Lowering(program, frame.encoder, None, _NO_CONSTANTS)
-            return lay_out(body, own + frame.save, frame.restore, slots_of(frame), ENCODING, leave)
+            return lay_out(body, own + frame.save, frame.restore, slots_of(frame), leave)
         body, saving = self._saving(program)
-        return lay_out(
-            body, own + saving.before, saving.after, saving.offsets, ENCODING, saving.after + leave
-        )
+        return lay_out(body, own + saving.before, saving.after, saving.offsets, saving.after + leave)
 
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
         if saves_all:
             # The trampoline's program has used registers already.
             body = X86Lowering(program, self._frame.encoder, None, _NO_CONSTANTS, overwritten=True)
-            return lay_out(body, b"", b"", slots_of(self._frame), ENCODING)
+            return lay_out(body, b"", b"", slots_of(self._frame))
         body, saving = self._saving(program)
-        return lay_out(body, saving.before, saving.after + RET, saving.offsets, ENCODING)
+        return lay_out(body, saving.before, saving.after + RET, saving.offsets)
 
     def _saving(self, program: Program) -> tuple[X86Lowering, SavedRegisters]:
         encoder = self._frame.encoder

@@ -160,8 +160,15 @@ def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_fl
     return tuple(sorted(_ORDER[bits], key=of))
 
 
+def _patch_jump(code: bytearray, at: int, target: int) -> None:
+    _DISPLACEMENT.pack_into(code, at, target - at - 4)
+
+
 class X86Lowering(Lowering):
     """The lowering to x86."""
+
+    encoding = Encoding(asm.JUMP + asm.HOLE, len(asm.JUMP), _patch_jump, _DISPLACEMENT.pack_into)
+    """All jumps have 32 bits: what short ones save is little beside the time to see where they reach."""
 
     def __init__(
         self,
@@ -422,11 +429,3 @@ class X86Lowering(Lowering):
         else:
             self._code += encoder.arithmetic_memory(asm.CMP, PER_CPU, op.offset, op.value, op.size)
         self._jump_if(op.condition, op.label)
-
-
-def _patch_jump(code: bytearray, at: int, target: int) -> None:
-    _DISPLACEMENT.pack_into(code, at, target - at - 4)
-
-
-ENCODING = Encoding(asm.JUMP + asm.HOLE, len(asm.JUMP), _patch_jump, _DISPLACEMENT.pack_into, len(asm.INT3))
-"""All jumps have 32 bits: what short ones would save is little beside the time to see where they reach."""

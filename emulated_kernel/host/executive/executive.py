@@ -12,10 +12,9 @@ from typing import NoReturn
 from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import GivesWay, KernelError, WouldBlock
+from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message
-from emulated_kernel.machine.guest_kernel import GuestKernel
-from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 
@@ -115,8 +114,8 @@ class Executive:
     next system call. A task whose process does nothing is left where it is until another one runs.
     """
 
-    def __init__(self, machine: Machine, kernel: GuestKernel, events: TaskEvents, lock: ControlLock) -> None:
-        self._machine = machine
+    def __init__(self, kernel: BuiltinKernel, events: TaskEvents, lock: ControlLock) -> None:
+        self._machine = machine = kernel.machine
         self._kernel = kernel
         self.events = events
         self._lock = lock

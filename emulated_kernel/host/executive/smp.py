@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from emulated_kernel.abi import PARK, Hypercall, Vector
+from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, SERVED, At, Executive, GuestTask, Request
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.machine.guest_kernel import GuestKernel
-from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
 
@@ -27,9 +26,10 @@ class SmpExecutive(Executive):
     for it. What runs when depends on the guest alone, and so does each trace.
     """
 
-    def __init__(self, machine: Machine, kernel: GuestKernel, events: TaskEvents, lock: ControlLock) -> None:
-        """As many CPUs as `machine` has; with a quantum their turns end after so many instructions."""
-        super().__init__(machine, kernel, events, lock)
+    def __init__(self, kernel: BuiltinKernel, events: TaskEvents, lock: ControlLock) -> None:
+        """As many CPUs as the machine has; with a quantum their turns end after so many instructions."""
+        super().__init__(kernel, events, lock)
+        machine = kernel.machine
         machine.text.interrupt_cpus = self.sync_core
         quantum = machine.config.quantum
         self._seats: list[tuple[At, GuestTask | None]] = [(At.OFFLINE, None)] * machine.config.cpus

@@ -5,25 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, checked_count
+from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler
-from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
-from emulated_kernel.machine.guest_kernel import GuestKernel
-from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.memory.guest_memory import GuestPool
 
-BUFFER_SIZE = 256 << 10
-"""Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""
-MAX_BUFFERS = 30
-"""As many calls can hold one at once; one that sleeps in a read of a file of ours holds none."""
 PATH_MAX = 4096
 AT_FDCWD = -100 & 0xFFFFFFFF
 """An int in a register, as a program passes it."""
@@ -105,55 +98,16 @@ def check(result: int, word_size: int) -> int:
     return result
 
 
-class UserBuffers:
-    """Pages of user space for paths and data: a stack of buffers, made when first needed, then used again."""
-
-    def __init__(self, region: GuestPool) -> None:
-        self._region = region
-        self._free: list[int] = []
-        self._made = 0
-
-    def get(self) -> int:
-        """The address of a buffer of BUFFER_SIZE bytes. Raises: KernelError ENOMEM."""
-        if self._free:
-            return self._free.pop()
-        if self._made == MAX_BUFFERS:
-            raise KernelError(errno.ENOMEM, "too many system calls are under way")
-        address = self._region.alloc(BUFFER_SIZE)
-        self._made += 1
-        return address
-
-    def put(self, address: int) -> None:
-        self._free.append(address)
-
-    @contextmanager
-    def borrowed(self) -> Iterator[int]:
-        """A buffer for the length of a block."""
-        address = self.get()
-        try:
-            yield address
-        finally:
-            self.put(address)
-
-
 class Syscalls:
     """The system calls that the front end makes for host processes."""
 
-    def __init__(
-        self,
-        executive: Executive,
-        machine: Machine,
-        image: KernelImage,
-        kernel: GuestKernel,
-        buffers: UserBuffers,
-        numbers: Mapping[str, int],
-    ) -> None:
+    def __init__(self, executive: Executive, kernel: BuiltinKernel) -> None:
         self._executive = executive
-        self._machine = machine
-        self._memory = machine.memory
+        self._machine, image = kernel.machine, kernel.image
+        self._memory = kernel.machine.memory
         self._kernel = kernel
-        self._buffers = buffers
-        self._nr = numbers
+        self._buffers = kernel.buffers
+        self._nr = kernel.syscall_numbers
         self._path, self._reply = (image.abi[name] for name in ("host_path", "host_reply"))
         self._look_path, self._look_fd, self._look_link, self._look_entries = (
             address_of(image.kallsyms, f"host_look_{what}") for what in ("path", "fd", "link", "entries")
@@ -287,12 +241,9 @@ class Syscalls:
         self, task: GuestTask, path: str, flags: int, mode: int = 0, hostfs: HostfsHandler | None = None
     ) -> int:
         """openat(2); the file descriptor."""
-        buffer = self._buffers.get()
-        try:
+        with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             return self.call(task, "openat", AT_FDCWD, buffer, flags, mode, hostfs=hostfs)
-        finally:
-            self._buffers.put(buffer)
 
     def read(self, task: GuestTask, fd: int, size: int, offset: int | None = None) -> bytes:
         """read(2), or pread64(2) when `offset` is given."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic, thread_time
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.executive.executive import Executive, GuestTask
-from emulated_kernel.host.executive.syscalls import UserBuffers, check
+from emulated_kernel.host.executive.syscalls import check
 from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
-from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 FORK_FLAGS = 0x01200011
@@ -34,22 +35,17 @@ Beyond it forks are left out, and exits wait.
 """
 
 
-class TaskMirror:
+class TaskMirror(TaskObserver):
     """Keeps the guest's tasks in step with the host's processes."""
 
     def __init__(
-        self,
-        kernel: GuestKernel,
-        executive: Executive,
-        watch: ProcessWatch,
-        init: GuestTask,
-        buffers: UserBuffers,
+        self, kernel: BuiltinKernel, executive: Executive, watch: ProcessWatch, init: GuestTask
     ) -> None:
         self._kernel = kernel
         self._memory = kernel.machine.memory
         self._executive = executive
         self._events = executive.events
-        self._buffers = buffers
+        self._buffers = kernel.buffers
         self._cpus = kernel.machine.config.cpus
         self._watch = watch
         self.call_of = watch.call
@@ -58,8 +54,6 @@ class TaskMirror:
         """The descriptor that a process's open(2) will return, None where that can't be known."""
         self._nr = kernel.syscall_numbers
         self._own_pid = watch.number(os.getpid())
-        self.find_program: Callable[[int, str], str | None] = program_of
-        """The path of the program that gave a process its name, if one did."""
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
@@ -71,7 +65,7 @@ class TaskMirror:
         """Processes whose tasks are still to exit."""
         self._credit, self._credited = STRANGERS_MOST, monotonic()
         """Seconds that strangers have left, and when more were last given to them."""
-        self._events.died.append(self.died)
+        self._events.watch(self)
 
     def __iter__(self) -> Iterator[GuestTask]:
         return iter(self._by_pid.values())
@@ -80,9 +74,7 @@ class TaskMirror:
         """See TaskEvents."""
         task = self._by_pid.pop(pid, None)
         self._clients.discard(pid)
-        if task is None:
-            return
-        if task in self._unnamed:
+        if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
     def task_of(self, pid: int, uid: int, gid: int) -> GuestTask:
@@ -277,7 +269,7 @@ class TaskMirror:
             return
         if task in self._unnamed:
             self._unnamed.remove(task)
-        program = self.find_program(self._watch.host_pid(task.pid), comm)
+        program = program_of(self._watch.host_pid(task.pid), comm)
         with self._buffers.borrowed() as name:
             if program is not None:
                 self._memory.write(name, os.fsencode(program) + b"\0")

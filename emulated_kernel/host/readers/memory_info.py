@@ -11,54 +11,35 @@ from emulated_kernel.machine.memory.memory import Memory
 
 _MAX_CACHES = 1 << 12
 """Where a corrupted list is given up."""
+_MAX_ORDER = 63
 _MAX_NAME = 64
 
 
-class MemoryReader:
-    """Reads the counters of a guest that stands still."""
+def read_memory(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> MemoryInfo:
+    """The counters of a guest that stands still. Raises: MemoryFault where it has corrupted its lists."""
+    zone, word, u32 = address_of(symbols, "contig_zone"), memory.read_word, memory.read_u32
+    return MemoryInfo(
+        total=word(zone + abi["zone.managed_pages"]),
+        free=word(zone + abi["zone.nr_free"]),
+        reserve=word(address_of(symbols, "totalreserve_pages")),
+        file=u32(address_of(symbols, "nr_file_pages")),
+        slab=sum(cache.pages for cache in read_slabs(memory, symbols, abi)),
+        kernel_stack=u32(address_of(symbols, "nr_threads")) * (abi["thread.size"] // PAGE_SIZE),
+    )
 
-    def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> None:
-        self._memory = memory
-        self._symbols = symbols
-        self._abi = abi
 
-    def info(self) -> MemoryInfo:
-        """Raises: MemoryFault where the guest has corrupted its lists."""
-        zone, word = self._address("contig_zone"), self._memory.read_word
-        stack_pages = self._abi["thread.size"] // PAGE_SIZE
-        return MemoryInfo(
-            total=word(zone + self._abi["zone.managed_pages"]),
-            free=word(zone + self._abi["zone.nr_free"]),
-            reserve=word(self._address("totalreserve_pages")),
-            file=self._memory.read_u32(self._address("nr_file_pages")),
-            slab=sum(cache.pages for cache in self.slabs()),
-            kernel_stack=self._memory.read_u32(self._address("nr_threads")) * stack_pages,
-        )
-
-    def slabs(self) -> Iterator[SlabCache]:
-        """All slab caches, oldest first. Raises: MemoryFault."""
-        head, link = self._address("slab_caches"), self._abi["kmem_cache.list"]
-        entry = self._memory.read_word(head)
-        for _ in range(_MAX_CACHES):
-            if entry == head:
-                return
-            yield self._slab(entry - link)
-            entry = self._memory.read_word(entry)
-
-    def _slab(self, cache: int) -> SlabCache:
-        word, u32 = self._memory.read_word, self._memory.read_u32
-
-        def field(name: str) -> int:
-            return cache + self._abi[f"kmem_cache.{name}"]
-
-        return SlabCache(
-            name=self._memory.read_cstring(word(field("name")), _MAX_NAME).decode("ascii", "replace"),
-            object_size=u32(field("size")),
-            objects=word(field("nr_objects")),
-            slabs=word(field("nr_slabs")),
-            objects_per_slab=u32(field("objects")),
-            pages_per_slab=1 << u32(field("order")),
-        )
-
-    def _address(self, name: str) -> int:
-        return address_of(self._symbols, name)
+def read_slabs(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[SlabCache]:
+    """All slab caches, oldest first. Raises: MemoryFault."""
+    head, word = address_of(symbols, "slab_caches"), memory.read_word
+    entry = word(head)
+    for _ in range(_MAX_CACHES):
+        if entry == head:
+            return
+        cache = entry - abi["kmem_cache.list"]
+        name = memory.read_cstring(word(cache + abi["kmem_cache.name"]), _MAX_NAME)
+        slabs = word(cache + abi["kmem_cache.nr_slabs"])
+        # A guest that has written over it must not make a number of half a gigabyte.
+        order = min(memory.read_u32(cache + abi["kmem_cache.order"]), _MAX_ORDER)
+        objects = word(cache + abi["kmem_cache.nr_objects"])
+        yield SlabCache(name.decode("ascii", "replace"), objects, pages=slabs << order)
+        entry = word(entry)

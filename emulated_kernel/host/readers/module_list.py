@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from emulated_kernel.abi import ModuleState
+from emulated_kernel.image import tables
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.modules import Module
-from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, Range
+from emulated_kernel.image.tables import BlacklistEntry, Range
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.loader import page_up
 from emulated_kernel.machine.memory.memory import Memory
@@ -63,10 +64,10 @@ class ModuleReader:
             data=(parts[DATA],),
             init_data=(parts[INIT_DATA],),
             symbols=symbols,
-            ex_table=tuple(self._ex_table(module)),
+            ex_table=tuple(tables.ex_table(*self._table(module, "extable", 8, "exentries"), "<ii")),
             blacklist=tuple(self._blacklist(module, symbols)),
             mcount=frozenset(self._words(module, "ftrace_callsites")),
-            bugs=self._bugs(module),
+            bugs=tables.bugs(*self._table(module, "bug_table", 12, "bugs"), self._string),
             code=self._bytes(parts[TEXT], parts[INIT_TEXT]),
             contents=self._bytes(parts[DATA], parts[INIT_DATA]),
         )
@@ -111,7 +112,8 @@ class ModuleReader:
             part = next((part for part in parts if part.start <= address < part.end), None)
             if part is not None and name and not name.startswith(".L"):
                 found.append((name, address, letter, part.end))
-        exported = set(self._exported(module))
+        _, pairs = self._table(module, "syms", 2 * self._word_size)
+        exported = set(tables.words(pairs, self._word_size)[::2])
         following = dict(pairwise(sorted({address for _, address, _, _ in found})))
         for name, address, letter, end in found:
             shown = letter.upper() if address in exported else letter.lower()
@@ -125,27 +127,6 @@ class ModuleReader:
         for fields in entry.iter_unpack(raw):
             name = self._memory.read_cstring(strings + fields[0]).decode("ascii", "replace")
             yield name, fields[4] if self._word_size == 8 else fields[1]
-
-    def _exported(self, module: int) -> Iterator[int]:
-        table, count = self._table(module, "syms")
-        for index in range(count):
-            yield self._word(table + 2 * index * self._word_size)
-
-    def _ex_table(self, module: int) -> Iterator[ExTableEntry]:
-        table, count = self._table(module, "extable", "exentries")
-        for at in range(table, table + 8 * count, 8):
-            insn, fixup = struct.unpack("<ii", self._memory.read(at, 8))
-            yield ExTableEntry(self._address(at + insn), self._address(at + 4 + fixup))
-
-    def _bugs(self, module: int) -> dict[int, BugEntry]:
-        table, count = self._table(module, "bug_table", "bugs")
-        bugs = {}
-        for at in range(table, table + 12 * count, 12):
-            address, file, line, flags = struct.unpack("<iiHH", self._memory.read(at, 12))
-            address = self._address(at + address)
-            name = self._memory.read_cstring(self._address(at + 4 + file)).decode("ascii", "replace")
-            bugs[address] = BugEntry(address, name, line, flags)
-        return bugs
 
     def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
         """Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)."""
@@ -161,16 +142,17 @@ class ModuleReader:
                 if start <= address < end:
                     yield BlacklistEntry(address, address + symbol.size, symbol.name)
 
-    def _words(self, module: int, name: str) -> list[int]:
-        table, count = self._table(module, name)
-        return [self._word(table + index * self._word_size) for index in range(count)]
+    def _words(self, module: int, name: str) -> tuple[int, ...]:
+        return tables.words(self._table(module, name, self._word_size)[1], self._word_size)
 
-    def _table(self, module: int, name: str, counted: str | None = None) -> tuple[int, int]:
+    def _table(self, module: int, name: str, entry: int, counted: str | None = None) -> tuple[int, bytes]:
+        """Address and contents of one with entries of so many bytes; nothing where there is none."""
         table = self._word(module + self._abi[f"module.{name}"])
-        return table, self._word(module + self._abi[f"module.num_{counted or name}"]) if table else 0
+        count = self._word(module + self._abi[f"module.num_{counted or name}"]) if table else 0
+        return table, self._memory.read(table, count * entry)
 
-    def _address(self, value: int) -> int:
-        return value & ((1 << (8 * self._word_size)) - 1)
+    def _string(self, address: int, limit: int) -> str:
+        return self._memory.read_cstring(address, limit).decode("ascii", "replace")
 
     def _u32(self, base: int, field: str) -> int:
         return self._memory.read_u32(base + self._abi[field])

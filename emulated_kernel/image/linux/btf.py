@@ -1,4 +1,4 @@
-"""BTF, the kernel's own description of its types: sizes, offsets of members, prototypes of functions.
+"""BTF, the kernel's own description of its types: sizes, offsets of members, parameters of functions.
 
 Source: Documentation/bpf/btf.rst. pahole writes it when a kernel is built with CONFIG_DEBUG_INFO_BTF.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from errno import ENOENT
 from functools import cached_property
@@ -23,9 +23,6 @@ _TYPE = struct.Struct("<III")
 _WORDS3 = struct.Struct("<III")
 _DEPTH = 64
 """Types that refer to each other in a row; damaged ones may do so for ever."""
-_MOST_PARTS = 1 << 10
-"""Types that a type's name is made of."""
-_MOST_PARAMETERS = 64
 _LONGEST = 1 << 10
 """Bytes of a name, with its end."""
 _BIG = 1 << 31
@@ -63,9 +60,7 @@ _TAIL_EACH = {
 """Bytes behind a type's three words, and for each of its members."""
 _TAILS = [(_FIXED_TAIL.get(kind, 0), _TAIL_EACH.get(kind, 0)) for kind in Kind]
 _MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
-_QUALIFIERS = {Kind.VOLATILE: "volatile", Kind.CONST: "const", Kind.RESTRICT: "restrict"}
 _ENUMS = (Kind.ENUM, Kind.ENUM64)
-_KEYWORDS = {Kind.STRUCT: "struct", Kind.UNION: "union", Kind.ENUM: "enum", Kind.ENUM64: "enum"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +86,6 @@ class Member:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prototype:
-    """A function as C declares it; parameters are names (empty where not known) and types."""
-
-    name: str
-    returns: str
-    parameters: tuple[tuple[str, str], ...]
-    is_variadic: bool
-
-
 _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 
 
@@ -121,7 +106,6 @@ class Btf:
         self._texts = data[header + text_at : header + text_at + text_size]
         if len(self._types) < type_size or len(self._texts) < text_size:
             raise unusable("its BTF is truncated")
-        self._left = 0
         self._found: dict[tuple[Kind, str], int] = {}
         """What was looked for: 0 where it isn't there."""
         starts, self._names = self._scan() if index is None else index
@@ -257,31 +241,15 @@ class Btf:
                     found.setdefault(name, value)
         return found
 
-    def prototype(self, function: str) -> Prototype:
-        """A function's declaration. Raises: KernelError ENOENT."""
+    def parameters(self, function: str) -> int:
+        """How many a function has by its declaration; "..." is none. Raises: KernelError ENOENT."""
         proto = self._type(self._type(self.find(Kind.FUNC, function)).size_or_type)
         if proto.kind is not Kind.FUNC_PROTO:
             raise unusable(f"in its BTF the function {function} has no prototype")
-        if proto.count > _MOST_PARAMETERS:
-            raise unusable(f"in its BTF the function {function} has {proto.count} parameters")
-        parameters = [
-            struct.unpack_from("<II", self._types, proto.tail + 8 * index) for index in range(proto.count)
-        ]
-        variadic = bool(parameters) and parameters[-1] == (0, 0)
-        return Prototype(
-            function,
-            self.type_name(proto.size_or_type),
-            tuple(
-                (self.text(name), self.type_name(kind))
-                for name, kind in parameters[: -1 if variadic else None]
-            ),
-            variadic,
-        )
-
-    def type_name(self, number: int) -> str:
-        """A type as C writes it where it declares nothing."""
-        self._left = _MOST_PARTS
-        return self._declared(number, "", _DEPTH)
+        if not proto.count:
+            return 0
+        last = struct.unpack_from("<II", self._types, proto.tail + 8 * (proto.count - 1))
+        return proto.count - (last == (0, 0))
 
     def text(self, offset: int) -> str:
         """A name by its offset in the texts."""
@@ -330,61 +298,6 @@ class Btf:
                     return member.offset + found[0], found[1]
         others.add(number)
         return None
-
-    def _declared(self, number: int, inner: str, depth: int) -> str:
-        """C's declarations are read from the inside: `inner` is what stands where the name would."""
-        self._left -= 1
-        if not depth or not self._left:
-            raise unusable("types of its BTF refer to each other in a circle")
-        kind = self._type(number)
-        write = _WRITTEN.get(kind.kind)
-        if write is not None:
-            return write(self, kind, inner, depth - 1)
-        keyword = _KEYWORDS.get(kind.kind, "")
-        if kind.kind is Kind.FWD:
-            keyword = "union" if kind.flag else "struct"
-        name = "void" if kind.kind is Kind.VOID else self.text(kind.name) or "{...}"
-        return _joined(f"{keyword} {name}" if keyword else name, inner)
-
-    def _pointer(self, kind: Type, inner: str, depth: int) -> str:
-        to = self._type(kind.size_or_type).kind
-        star = f"(*{inner})" if to in (Kind.ARRAY, Kind.FUNC_PROTO) else f"*{inner}"
-        return self._declared(kind.size_or_type, star, depth)
-
-    def _array(self, kind: Type, inner: str, depth: int) -> str:
-        element, _, count = _WORDS3.unpack_from(self._types, kind.tail)
-        return self._declared(element, f"{inner}[{count}]", depth)
-
-    def _function(self, kind: Type, inner: str, depth: int) -> str:
-        parameters = [
-            self._declared(struct.unpack_from("<II", self._types, kind.tail + 8 * index)[1], "", depth)
-            for index in range(kind.count)
-        ]
-        return self._declared(kind.size_or_type, f"{inner}({', '.join(parameters) or 'void'})", depth)
-
-    def _qualified(self, kind: Type, inner: str, depth: int) -> str:
-        word = _QUALIFIERS[kind.kind]
-        if self._type(kind.size_or_type).kind is Kind.PTR:
-            return self._declared(kind.size_or_type, _joined(word, inner), depth)
-        return f"{word} {self._declared(kind.size_or_type, inner, depth)}"
-
-    def _tagged(self, kind: Type, inner: str, depth: int) -> str:
-        return self._declared(kind.size_or_type, inner, depth)
-
-
-_WRITTEN: dict[Kind, Callable[[Btf, Type, str, int], str]] = {
-    Kind.PTR: Btf._pointer,
-    Kind.ARRAY: Btf._array,
-    Kind.FUNC_PROTO: Btf._function,
-    Kind.VOLATILE: Btf._qualified,
-    Kind.CONST: Btf._qualified,
-    Kind.RESTRICT: Btf._qualified,
-    Kind.TYPE_TAG: Btf._tagged,
-}
-
-
-def _joined(word: str, inner: str) -> str:
-    return f"{word} {inner}" if inner else word
 
 
 def _places(data: bytes, wanted: bytes) -> Iterator[int]:

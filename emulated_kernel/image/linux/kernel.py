@@ -85,18 +85,13 @@ class LinuxKernel:
         self._set_symbols(Kallsyms(symbols))
 
     def _set_symbols(self, symbols: Kallsyms) -> None:
-        borders = []
-        for name in ("_stext", "_etext", "_end"):
-            address = symbols.lookup_name(name)
-            if address is None:
-                raise unusable(f"its symbols lack {name}")
-            borders.append(address)
-        start, end, last = borders
+        self.kallsyms = symbols
+        """Symbols by name and by address."""
+        start, end, last = map(self.required, ("_stext", "_etext", "_end"))
         if not self.vmlinux.has(start) or not 0 < end - start <= 1 << 30:
             raise unusable("its text isn't where its symbols say")
         self.text = Range(start, end)
         self.kallsyms = Kallsyms.of_table(symbols.table, start, last)
-        """Symbols by name and by address."""
 
     # The tables that decide about probes
 
@@ -165,6 +160,20 @@ class LinuxKernel:
         """The range between two symbols; empty where one isn't there."""
         first, last = self._address(start), self._address(end)
         return Range(first, last) if first < last else Range(0, 0)
+
+    def required(self, name: str) -> int:
+        """A symbol's address. Raises: KernelError ENOEXEC where there is no such symbol."""
+        address = self.kallsyms.lookup_name(name)
+        if address is None:
+            raise unusable(f"its symbols lack {name}")
+        return address
+
+    def per_cpu(self, name: str) -> int | None:
+        """Where a variable is in a CPU's area, by its own symbol or, since 6.2, in pcpu_hot."""
+        hot, path = self.kallsyms.lookup_name("pcpu_hot"), f"pcpu_hot.{name.lstrip('_')}"
+        if hot is not None and self.btf.has(path):
+            return hot + self.btf.offset(path)
+        return self.kallsyms.lookup_name(name)
 
     def _address(self, name: str) -> int:
         """0 where there is no such symbol."""
@@ -235,21 +244,26 @@ class LinuxKernel:
         return data
 
     @cached_property
+    def _structures(self) -> Structures:
+        return Structures(self.vmlinux, self.btf)
+
+    @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
         """Its trace events, those of system calls too. Raises: KernelError ENODATA without BTF."""
-        structures = Structures(self.vmlinux, self.btf)
         calls, maps = (tables.words(self._table(place)[1]) for place in (_EVENTS, _EVAL_MAPS))
-        return tuple(kernel_events(structures, calls, maps))
+        return tuple(kernel_events(self._structures, calls, maps))
 
     @cached_property
     def syscalls(self) -> tuple[SyscallDefinition, ...]:
         """Its system calls, with the types and names of their parameters. Raises: KernelError ENODATA."""
-        structures = Structures(self.vmlinux, self.btf)
+        numbers = self._syscall_numbers(self._address("sys_call_table"))
+        return tuple(kernel_syscalls(self._structures, tables.words(self._table(_SYSCALLS)[1]), numbers))
+
+    def _syscall_numbers(self, table: int) -> dict[str, int]:
         names: dict[int, list[str]] = {}
         for symbol in self.kallsyms.symbols:
             names.setdefault(symbol.address, []).append(symbol.name)
-        numbers = syscall_numbers(self.vmlinux, self._address("sys_call_table"), names)
-        return tuple(kernel_syscalls(structures, tables.words(self._table(_SYSCALLS)[1]), numbers))
+        return syscall_numbers(self.vmlinux, table, names)
 
     def _table(self, place: _Place) -> tuple[int, bytes]:
         """Address and contents; nothing where it isn't there."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.arch.base import Arch, Detour
+from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import HitWay, HostAction, ProgramBuilder
 from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.verdict import Verdict
@@ -30,8 +29,8 @@ from emulated_kernel.machine.traps.trap import HardwareError
 
 _log = logging.getLogger(__name__)
 
-Placing = Callable[[HandlerCode, int], Detour]
-"""Completes a handler for the address that it is to stand at. Raises: KernelError (out of reach)."""
+Rest = Callable[[int], bytes]
+"""What stands behind a handler, for its address. Raises: KernelError (out of reach)."""
 EmitAll = Callable[[ProgramBuilder], object]
 """Adds all that is to run to a program."""
 NO_MEMORY = (MemoryError, ImportError)
@@ -130,12 +129,10 @@ class Compiler:
         """
         arch, breakpoint_ = self._arch, self._arch.breakpoint
 
-        def place(handler: HandlerCode, buffer: int) -> Detour:
-            tail = buffer + len(handler.code) + arch.jump_size
-            made = arch.handler_stub(handler, buffer, tail if target is None else target)
-            return replace(made, code=made.code + breakpoint_)
+        def rest(at: int) -> bytes:
+            return arch.relative_jump(at, at + arch.jump_size if target is None else target) + breakpoint_
 
-        code = self._make(head, HitWay.BREAKPOINT, arch.jump_size + len(breakpoint_), place)
+        code = self._make(head, HitWay.BREAKPOINT, arch.jump_size + len(breakpoint_), rest)
         if code is not None:
             code.target = target
             code.tail = code.address + code.size - len(breakpoint_)
@@ -148,38 +145,33 @@ class Compiler:
         It ends in a breakpoint, `CompiledCode.tail`, which is the caller's. `in_frame`: registers are saved
         in a struct pt_regs already, which sp is at.
         """
+        breakpoint_ = self._arch.breakpoint
         key = (*owners, in_frame)
-        made = self.asides.get(key)
-        if made is not None:
-            return made
-        builder = ProgramBuilder()
-        emit(builder)
-        returns, breakpoint_ = self._arch.returns, self._arch.breakpoint
-        assert returns is not None
-        handler = (
-            returns.handler(builder.program(), saves_all=True)
-            if in_frame
-            else self._handler(builder, 0, self._verdict.all_live)
-        )
-        code = self._write(
-            builder, handler, len(breakpoint_), lambda handler, _at: Detour.compiled(handler, breakpoint_)
-        )
+        code = self._kept_aside(key, emit, len(breakpoint_), lambda _at: breakpoint_, in_frame=in_frame)
         if code is not None:
             code.tail = code.address + code.size - len(breakpoint_)
-            self.asides[key] = code
         return code
 
     @_or_none
     def behind(self, owner: Kprobe, emit: EmitAll, target: int) -> CompiledCode | None:
         """Handlers in assembly that go on at `target`; None where there is no room for them."""
-        key = owner, target
+        return self._kept_aside((owner, target), emit, self._arch.jump_size, self._going_on_at(target))
+
+    def _kept_aside(
+        self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
+    ) -> CompiledCode | None:
+        """What is kept by that key, made if it isn't there."""
         made = self.asides.get(key)
         if made is not None:
             return made
         builder = ProgramBuilder()
         emit(builder)
-        handler = self._handler(builder, 0, self._verdict.all_live)
-        code = self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))
+        if in_frame:
+            assert self._arch.returns is not None
+            handler = self._arch.returns.handler(builder.program(), saves_all=True)
+        else:
+            handler = self._handler(builder, 0, self._verdict.all_live)
+        code = self._write(builder, handler, behind, rest)
         if code is not None:
             self.asides[key] = code
         return code
@@ -210,14 +202,9 @@ class Compiler:
 
     def detour(self, head: AggregatorProbe) -> CompiledCode | None:
         """The detour buffer with the handler in it; None where it is Python's."""
-        arch = self._arch
         assert head.detour is not None
-        region = head.detour.region
-
-        def place(handler: HandlerCode, buffer: int) -> Detour:
-            return arch.detour(region, buffer, handler)
-
-        return self._make(head, HitWay.JUMP, arch.max_copied, place)
+        rest = partial(self._arch.relocated, head.detour.region)
+        return self._make(head, HitWay.JUMP, self._arch.max_copied, rest)
 
     # Returns
 
@@ -251,20 +238,20 @@ class Compiler:
         returns = self._arch.returns
         assert returns is not None, "it goes with such a trampoline"
         handler = returns.handler(builder.program(), saves_all=self.saves_all)
-        place = _as_it_is if finish is None else self._going_on_at(finish)
-        return self._write(builder, handler, self._arch.jump_size, place)
+        rest = (lambda _at: b"") if finish is None else self._going_on_at(finish)
+        return self._write(builder, handler, self._arch.jump_size, rest)
 
     # Writing it
 
     @_or_none
-    def _make(self, head: Kprobe, way: HitWay, behind: int, place: Placing) -> CompiledCode | None:
-        """What a probe does at a hit, with `behind` bytes at most that `place` adds."""
+    def _make(self, head: Kprobe, way: HitWay, behind: int, rest: Rest) -> CompiledCode | None:
+        """What a probe does at a hit, with `behind` bytes at most that `rest` adds."""
         builder = ProgramBuilder()
         if not self.enabled or not head.emit(builder, way):
             return None
         # A post_handler sees registers too that the function doesn't read any more.
         live = self._verdict.all_live if head.post_handler is not None else None
-        return self._write(builder, self._handler(builder, head.address, live), behind, place)
+        return self._write(builder, self._handler(builder, head.address, live), behind, rest)
 
     def _handler(self, builder: ProgramBuilder, address: int, live: Live | None = None) -> HandlerCode:
         """It saves what may be read behind the probe at `address`, if nothing else is said."""
@@ -272,37 +259,38 @@ class Compiler:
             return self._arch.handler_code(builder.program(), address, None)
         return self._arch.handler_code(builder.program(), address, live or self._verdict.live_at(address))
 
-    def _going_on_at(self, target: int) -> Placing:
-        return lambda handler, buffer: self._arch.handler_stub(handler, buffer, target)
+    def _going_on_at(self, target: int) -> Rest:
+        return lambda at: self._arch.relative_jump(at, target)
 
     def _write(
-        self, builder: ProgramBuilder, handler: HandlerCode, behind: int, place: Placing
+        self, builder: ProgramBuilder, handler: HandlerCode, behind: int, rest: Rest
     ) -> CompiledCode | None:
         try:
             buffer = self._text.alloc_text(len(handler.code) + behind)
         except HardwareError:
             return None
         try:
-            made = place(handler, buffer)
+            whole = handler.code + rest(buffer + len(handler.code))
         except (KernelError, *NO_MEMORY) as error:
             self._text.free_text(buffer)
             self.tell(error)
             return None
-        self._text.poke(buffer, made.code)
+        self._text.poke(buffer, whole)
         self.made += 1
-        for call in made.host_calls:
-            self._breakpoints[buffer + call.trap] = _host_call(
-                builder.actions[call.number], buffer + call.behind, buffer + call.label
+        for call in handler.host_calls:
+            trap = buffer + call.trap
+            self._breakpoints[trap] = _host_call(
+                builder.actions[call.number], trap + len(self._arch.breakpoint), buffer + call.label
             )
-        for fixup in made.fixups:
+        for fixup in handler.fixups:
             self.fixups[buffer + fixup.access] = buffer + fixup.target
         code = CompiledCode(
             address=buffer,
-            size=len(made.code),
-            entry=buffer + made.entry,
-            traps=tuple(buffer + call.trap for call in made.host_calls),
-            accesses=tuple(buffer + fixup.access for fixup in made.fixups),
-            copied=buffer + made.copied,
+            size=len(whole),
+            entry=buffer + handler.entry,
+            traps=tuple(buffer + call.trap for call in handler.host_calls),
+            accesses=tuple(buffer + fixup.access for fixup in handler.fixups),
+            copied=buffer + len(handler.code),
         )
         self.codes[code] = None
         return code
@@ -328,10 +316,6 @@ class Compiler:
         for access in code.accesses:
             del self.fixups[access]
         self._text.free_text(code.address)
-
-
-def _as_it_is(handler: HandlerCode, _buffer: int) -> Detour:
-    return Detour.compiled(handler, b"")
 
 
 def _host_call(action: HostAction, behind: int, label: int) -> Callable[[Any], None]:

@@ -7,22 +7,12 @@ from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE, GuestAddr
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import HardwareError
 
 _ALIGN = 16
-
-
-@dataclass(eq=False)
-class SlotPage:
-    """A page of slots. Mirrors: kernel/kprobes.c:struct kprobe_insn_page (v6.1)."""
-
-    address: int
-    clean: list[int]
-    """Addresses of slots that nothing uses."""
 
 
 class InsnSlots:
@@ -41,8 +31,9 @@ class InsnSlots:
         self._size = -(-(len(lead) + size) // _ALIGN) * _ALIGN
         self._empty = breakpoint_ * (self._size // len(breakpoint_))
         self.slots_per_page = PAGE_SIZE // self._size
-        self._pages: dict[SlotPage, None] = {}
-        self._page_of: dict[int, SlotPage] = {}
+        self._pages: dict[int, list[int]] = {}
+        """By address of each page its slots that nothing uses. Mirrors: struct kprobe_insn_page (v6.1)."""
+        self._page_of: dict[int, int] = {}
         self._garbage = 0
 
     @property
@@ -71,7 +62,7 @@ class InsnSlots:
             page = self._page_with_room()
         if page is None:
             page = self._new_page()
-        slot = page.clean.pop()
+        slot = self._pages[page].pop()
         self._page_of[slot] = page
         if self._lead:
             self._text.poke(slot - len(self._lead), self._lead)
@@ -95,26 +86,26 @@ class InsnSlots:
         self._garbage -= 1
         self._reclaim(slot, on_free)
 
-    def _page_with_room(self) -> SlotPage | None:
-        return next((page for page in reversed(self._pages) if page.clean), None)
+    def _page_with_room(self) -> int | None:
+        return next((page for page, clean in reversed(self._pages.items()) if clean), None)
 
-    def _new_page(self) -> SlotPage:
+    def _new_page(self) -> int:
         try:
             address = self._text.alloc_text(PAGE_SIZE)
         except HardwareError as error:
             raise KernelError(errno.ENOMEM, "no executable memory left for insn slots") from error
         first = address + len(self._lead)
         slots = range(first, first + self.slots_per_page * self._size, self._size)
-        page = SlotPage(address, [*reversed(slots)])
-        self._pages[page] = None
-        return page
+        self._pages[address] = [*reversed(slots)]
+        return address
 
     def _reclaim(self, slot: int, on_free: Callable[[], None]) -> None:
         """Mirrors: kernel/kprobes.c:collect_one_slot (v6.1): one empty page is kept."""
         on_free()
         page = self._page_of.pop(slot)
         self._text.poke(slot - len(self._lead), self._empty)
-        page.clean.append(slot)
-        if len(page.clean) == self.slots_per_page and len(self._pages) > 1:
+        clean = self._pages[page]
+        clean.append(slot)
+        if len(clean) == self.slots_per_page and len(self._pages) > 1:
             del self._pages[page]
-            self._text.free_text(page.address)
+            self._text.free_text(page)

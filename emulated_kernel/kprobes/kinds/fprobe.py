@@ -51,6 +51,7 @@ class Fprobe(AssemblyOwner):
     others don't exist in what they are given. Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
     """
 
+    moments = (Moment.HIT, Moment.RETURN)
     filter: str
     notfilter: str | None = None
     entry_handler: FprobeHandler | None = None
@@ -86,12 +87,6 @@ class Fprobe(AssemblyOwner):
     def nmissed(self) -> int:
         """Calls missed since it was registered: no instance was left, or no room for what is in assembly."""
         return self._missed + (0 if self.hook is None else self.hook.missed)
-
-    @property
-    def texts(self) -> dict[Moment, str]:
-        """Its handlers in assembly."""
-        given = {Moment.HIT: self.code, Moment.RETURN: self.return_code}
-        return {moment: text for moment, text in given.items() if text is not None}
 
     def miss(self) -> None:
         """Count a call as missed."""

@@ -91,7 +91,6 @@ class Optimizer:
             self._text.free_text(buffer)
             head.obstacle = f"0x{addr:x}: {error.strerror}"
             return
-        assert detour.trap is not None
         self._text.poke(buffer, detour.code)
         head.has_used_detour = False
         head.detour = DetourBuffer(

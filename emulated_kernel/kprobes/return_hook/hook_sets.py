@@ -14,13 +14,14 @@ from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.task_events import TaskObserver
 
 RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE = "arch_rethook_trampoline", "return_to_handler"
 _COLD = r"\.cold(\.\d+)?"
 COLD_PART = re.compile(f"{_COLD}$")
 
 
-class HookSets:
+class HookSets(TaskObserver):
     """The return hooks of kretprobes, and a second set for who must have the function graph's.
 
     A CPU isn't preempted while guest code on it holds a shadow stack's lock, which Python can't wait for.
@@ -89,7 +90,7 @@ class HookSets:
         for hooks in self._sets:
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
-    def task_ended(self, task: int) -> None:
+    def freed(self, task: int) -> None:
         """Its pending calls never return. For a kernel that doesn't say so itself."""
         for hooks in self._sets:
             hooks.flush(task)

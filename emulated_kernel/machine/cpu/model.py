@@ -30,7 +30,7 @@ class CpuModel(ABC):
     ip_slot: int
     """How many 8-byte registers lie before the instruction pointer in that state."""
     register_set: Callable[..., Any]
-    """The type of a complete set of values, see register_sets.py: the registers, then the flags."""
+    """The type of a complete set of values, a tuple with names: the registers, then the flags."""
     flags_register: int
     """The library's number of the flags, or of what holds the interrupt flag."""
     fixed_flags: int

@@ -1,4 +1,4 @@
-"""A CPU's complete register values as a tuple with Linux's names; one type an instruction set."""
+"""A CPU's complete register values as a tuple with Linux's names: x86's, of both widths."""
 
 from __future__ import annotations
 
@@ -27,42 +27,3 @@ class RegisterSet(NamedTuple):
     ip: int = 0
     flags: int = 2
     """Bit 1 is always set."""
-
-
-class RiscvRegisterSet(NamedTuple):
-    """riscv64: the same; `ip` is Linux's epc, `flags` its status."""
-
-    ra: int = 0
-    sp: int = 0
-    gp: int = 0
-    tp: int = 0
-    t0: int = 0
-    t1: int = 0
-    t2: int = 0
-    s0: int = 0
-    s1: int = 0
-    a0: int = 0
-    a1: int = 0
-    a2: int = 0
-    a3: int = 0
-    a4: int = 0
-    a5: int = 0
-    a6: int = 0
-    a7: int = 0
-    s2: int = 0
-    s3: int = 0
-    s4: int = 0
-    s5: int = 0
-    s6: int = 0
-    s7: int = 0
-    s8: int = 0
-    s9: int = 0
-    s10: int = 0
-    s11: int = 0
-    t3: int = 0
-    t4: int = 0
-    t5: int = 0
-    t6: int = 0
-    ip: int = 0
-    flags: int = 0x40100
-    """SUM and SPP: the kernel runs, and reaches user memory."""

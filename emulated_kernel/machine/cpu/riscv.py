@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Vector
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.cpu.register_sets import RiscvRegisterSet
 from emulated_kernel.machine.engine import ARCH_RISCV, MODE_RISCV64, Engine
 from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
@@ -24,6 +25,8 @@ CAUSE_FETCH_FAULT, CAUSE_LOAD_FAULT, CAUSE_STORE_FAULT = 12, 13, 15
 _PAGE_FAULTS = (CAUSE_FETCH_FAULT, CAUSE_LOAD_FAULT, CAUSE_STORE_FAULT)
 _SATP_SV39 = 8 << 60
 _SUPERVISOR = 1
+_SUM_SPP = 1 << 18 | SR_SPP
+"""The kernel runs, and reaches user memory."""
 _REPORTED_AHEAD = 4
 WFI = bytes.fromhex("73005010")
 EBREAK = bytes.fromhex("73001000")
@@ -69,7 +72,9 @@ class RiscvCpu(CpuModel):
         "t3": 29, "t4": 30, "t5": 31, "t6": 32, "ip": PC,
     })  # fmt: skip
     ip_slot = 63
-    register_set = RiscvRegisterSet
+    register_set: Callable[..., Any] = staticmethod(
+        namedtuple("RiscvRegisterSet", (*registers, "flags"), defaults=(*[0] * len(registers), _SUM_SPP))
+    )
     flags_register = SSTATUS
     fixed_flags = 0
     special_registers = MappingProxyType({"badaddr": STVAL, "cause": SCAUSE, "sepc": SEPC})

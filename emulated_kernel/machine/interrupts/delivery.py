@@ -6,8 +6,7 @@ import struct
 from dataclasses import replace
 
 from emulated_kernel.abi import Vector
-from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import MemoryFault, Trap, TrapKind
 
@@ -20,14 +19,13 @@ class Delivery:
     The frame, from low to high addresses: vector, error code, flags, ip (a word each).
     """
 
-    def __init__(
-        self, cpu: CpuModel, memory: Memory, regs: Regs, handler: int | None, cr2_cell: int | None
-    ) -> None:
-        self._frame = struct.Struct("<4Q" if cpu.bits == 64 else "<4I")
-        self._cleared = cpu.cleared_flags
-        self._mask = (1 << cpu.bits) - 1
+    def __init__(self, hooks: TrapHooks, memory: Memory, handler: int | None, cr2_cell: int | None) -> None:
+        """`handler`: where the image takes interrupts, `cr2_cell`: that of the boot CPU, if it has them."""
+        self._engine, self._regs = hooks.engine, hooks.regs
+        self._frame = struct.Struct("<4Q" if hooks.cpu.bits == 64 else "<4I")
+        self._cleared = hooks.cpu.cleared_flags
+        self._mask = (1 << hooks.cpu.bits) - 1
         self._memory = memory
-        self._regs = regs
         self._handler = handler
         self._cr2_cell = cr2_cell
         self._last = (-1, 0)

@@ -35,9 +35,9 @@ class TrapHooks:
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
     ) -> None:
         self.engine = engine
-        self._handler_time = handler_time
-        self._cpu = cpu
-        self._regs = regs
+        self.handler_time = handler_time
+        self.cpu = cpu
+        self.regs = regs
         self.state = state
         self.breakpoints: Breakpoints = {}
         self.debug_traps: Breakpoints = {}
@@ -58,7 +58,7 @@ class TrapHooks:
         """Run the guest until it halts or is stopped; returns the library's error."""
         error = self.engine.start(address)
         while self._put_off is not None and self._goes_on(self._put_off):
-            error = self.engine.start(self._regs.ip)
+            error = self.engine.start(self.regs.ip)
         return error
 
     def put_off(self, handler: Callable[[Regs], object]) -> None:
@@ -70,10 +70,10 @@ class TrapHooks:
         """Call the handler that was put off; whether the run is to go on behind it."""
         self._put_off = None
         try:
-            if self._handler_time.is_measured:
-                self._handler_time.measure(handler, self._regs)
+            if self.handler_time.is_measured:
+                self.handler_time.measure(handler, self.regs)
             else:
-                handler(self._regs)
+                handler(self.regs)
         except BaseException as error:
             self._park(error)
         return self.stopped_by is None and self.engine.parked is None
@@ -100,8 +100,8 @@ class TrapHooks:
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
         """A closure over little: each lookup of an attribute, and each variable, is a part of every hit."""
-        find, regs, guest_callers = self.breakpoints.get, self._regs, self.guest_callers
-        handler_time, breakpoint_vector = self._handler_time, int(Vector.BREAKPOINT)
+        find, regs, guest_callers = self.breakpoints.get, self.regs, self.guest_callers
+        handler_time, breakpoint_vector = self.handler_time, int(Vector.BREAKPOINT)
 
         def interrupt(engine: int, vector: int, data: int) -> None:
             if handler_time.is_measured:
@@ -122,7 +122,7 @@ class TrapHooks:
 
     def _interrupted(self, vector: int) -> None:
         """What the quick way doesn't take."""
-        ip, handler = self._regs.ip, None
+        ip, handler = self.regs.ip, None
         if vector == Vector.BREAKPOINT:
             handler = self.breakpoints.get(ip - 1)
         elif vector == Vector.DEBUG:
@@ -136,14 +136,14 @@ class TrapHooks:
         elif self.guest_callers:
             self.put_off(handler)
         else:
-            handler(self._regs)
+            handler(self.regs)
 
     def _make_invalid_callback(self) -> Callable[..., object]:
         return self._guarded(lambda _data: self._exception(Vector.INVALID_OPCODE))
 
     def _guarded(self, handle: Callable[[int], None]) -> Callable[..., object]:
         """A callback off the quick way; `handle` gets what the emulator passes behind its handle."""
-        handler_time = self._handler_time
+        handler_time = self.handler_time
 
         def callback(*args: int) -> bool:
             if handler_time.is_measured:
@@ -160,13 +160,13 @@ class TrapHooks:
 
     def _exception(self, vector: int) -> None:
         error_code = self.state.take()
-        trap = self._cpu.exception(self.engine, self._regs.ip, vector, error_code)
-        self._regs.ip = trap.address
+        trap = self.cpu.exception(self.engine, self.regs.ip, vector, error_code)
+        self.regs.ip = trap.address
         self.raise_exception(trap)
 
     def raise_exception(self, trap: Trap) -> None:
         """Send an exception its way; within a callback alone."""
-        regs = self._regs
+        regs = self.regs
         for deal_with in self.fault_hooks:
             if deal_with(trap, regs):
                 return

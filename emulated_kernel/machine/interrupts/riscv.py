@@ -25,7 +25,6 @@ from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
-from emulated_kernel.machine.memory.memory import Memory
 
 _FRAME_SIZE = 36 * 8
 """struct pt_regs, which the handler begins with."""
@@ -45,10 +44,6 @@ def cause_of(vector: int, error_code: int) -> int:
 
 class RiscvDelivery(Delivery):
     """Sets the trap registers and goes to stvec."""
-
-    def __init__(self, engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs) -> None:
-        super().__init__(cpu, memory, regs, None, None)
-        self._engine = engine
 
     @property
     def possible(self) -> bool:
@@ -92,7 +87,7 @@ class RiscvTrapHooks(TrapHooks):
         error = self.engine.start(address)
         while (self._put_off is not None and self._goes_on(self._put_off)) or self._broke_off:
             self._broke_off = False
-            error = self.engine.start(self._regs.ip)
+            error = self.engine.start(self.regs.ip)
         return error
 
     def end_run(self) -> None:
@@ -103,10 +98,10 @@ class RiscvTrapHooks(TrapHooks):
         return self._guarded(self._exception)
 
     def _make_invalid_callback(self) -> Callable[..., object]:
-        handler_time = self._handler_time
+        handler_time = self.handler_time
         find = self.breakpoints.get
         guest_callers, put_off = self.guest_callers, self.put_off
-        regs = self._regs
+        regs = self.regs
         size = self._size
 
         def ebreak(engine: int, data: int) -> bool:

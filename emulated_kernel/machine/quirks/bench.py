@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.cpu.registers import STATE_SLOT, Regs
+from emulated_kernel.machine.cpu.registers import STATE_SLOT
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
@@ -45,16 +45,11 @@ class SelfTest:
 class Bench:
     """Runs a few bytes of code on a stopped machine and keeps what it trapped with."""
 
-    def __init__(
-        self, engine: Engine, cpu: CpuModel, memory: Memory, hooks: TrapHooks, regs: Regs, stack: int
-    ) -> None:
-        self.engine = engine
-        self.cpu = cpu
-        self.hooks = hooks
-        self.regs = regs
+    def __init__(self, hooks: TrapHooks, memory: Memory, stack: int) -> None:
+        self.engine, self.cpu, self.regs, self.hooks = hooks.engine, hooks.cpu, hooks.regs, hooks
         self.memory = memory
         self._stack = stack
-        self.va = cpu.layout.host_text + CODE_OFFSET
+        self.va = self.cpu.layout.host_text + CODE_OFFSET
         self._pa = memory.translate(self.va)
         self.traps: list[Trap] = []
         self.error = 0

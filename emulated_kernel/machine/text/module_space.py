@@ -13,11 +13,12 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import HardwareError
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Piece:
     pa: int
     size: int
     is_text: bool
+    is_placed: bool = False
 
 
 class ModuleSpace:
@@ -32,7 +33,6 @@ class ModuleSpace:
         self._text = text
         self._pool = UnitPool(cpu.layout.module_space, MODULE_SPACE_SIZE, PAGE_SIZE, first_fit=True)
         self._pieces: dict[int, _Piece] = {}
-        self._placed: set[int] = set()
 
     def alloc(self, size: int, *, is_text: bool) -> int:
         """Address of `size` bytes: breakpoints that can be executed, or zeros that can be written.
@@ -63,17 +63,16 @@ class ModuleSpace:
         Raises: KeyError: no text of that size was allocated there, or it stands there already.
         """
         piece = self._pieces[va]
-        if not piece.is_text or va in self._placed or len(code) != piece.size:
+        if not piece.is_text or piece.is_placed or len(code) != piece.size:
             raise KeyError(va)
         self._text.poke(va, code)
         self._text.adopt(va, code)
-        self._placed.add(va)
+        piece.is_placed = True
 
     def free(self, va: int) -> None:
         """Unmap it. Raises: KeyError for what isn't allocated."""
         piece = self._pieces.pop(va)
-        if va in self._placed:
-            self._placed.remove(va)
+        if piece.is_placed:
             self._text.disown(va)
         if piece.is_text:
             # What was translated from it must not run for the next module that comes here.
@@ -81,8 +80,3 @@ class ModuleSpace:
         self._memory.unmap(va, page_up(piece.size))
         self._memory.host_pages.free(piece.pa)
         self._pool.free(va)
-
-    @property
-    def used(self) -> int:
-        """Bytes of mapped pages."""
-        return sum(page_up(piece.size) for piece in self._pieces.values())

@@ -152,7 +152,7 @@ class ArrayRings(ABC):
 
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
         """
-        if not self.system.expansion.is_done:
+        if not self.system.is_expanded:
             self._resize(DEFAULT_BUFFER_SIZE, None)
 
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
@@ -167,7 +167,7 @@ class ArrayRings(ABC):
     def _resize(self, size: int, cpu: int | None) -> None:
         self.system.lock.assert_held()
         pages = pages_for(size)
-        self.system.expansion.is_done = True
+        self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
         try:
             memories = self.allocate([pages] * len(changed))
@@ -185,13 +185,13 @@ class ArrayRings(ABC):
         if len(sizes) > 1:
             return "X\n"
         note = f" (expanded: {DEFAULT_BUFFER_SIZE >> 10})"
-        return f"{sizes.pop()}{'' if self.system.expansion.is_done or cpu is not None else note}\n"
+        return f"{sizes.pop()}{'' if self.system.is_expanded or cpu is not None else note}\n"
 
     def buffer_total_size_text(self) -> str:
         """buffer_total_size_kb."""
         total = sum(buffer.size >> 10 for buffer in self.buffers)
         full = (DEFAULT_BUFFER_SIZE >> 10) * self.system.cpus
-        return f"{total}\n" if self.system.expansion.is_done else f"{total} (expanded: {full})\n"
+        return f"{total}\n" if self.system.is_expanded else f"{total} (expanded: {full})\n"
 
     def _cpus(self, cpu: int | None) -> range:
         return range(self.system.cpus) if cpu is None else range(cpu, cpu + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import field
 
@@ -21,18 +20,11 @@ from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 
 NOP_TRACER = "nop"
 FUNCTION_TRACER = "function"
+RELEASE = "6.1.0"
+"""Of the kernel that ours is measured by."""
 
 
-class Expansion:
-    """Whether buffers got their full size: no memory is spent on them before something is traced.
-
-    Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
-    """
-
-    is_done = False
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TraceSystem:
     """What all trace arrays of a kernel share."""
 
@@ -53,20 +45,22 @@ class TraceSystem:
     cmdlines: SavedCmdlines
     printk: Callable[[str], None]
     """A line of the kernel's log."""
-    release: str = "6.1.0"
+    release: str = RELEASE
     clocks: ClockSource = field(default_factory=ClockSource)
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
-    expansion: Expansion = field(default_factory=Expansion)
+    is_expanded: bool = False
+    """Whether buffers got their full size: no memory is spent on them before something is traced.
+
+    Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
+    """
 
 
-class Tracer(ABC):
-    """What fills the buffer while it is the current tracer."""
+class Tracer:
+    """What fills the buffer while it is the current tracer; this one, nop, fills nothing."""
 
-    @abstractmethod
     def start(self) -> None:
         """Raises: KernelError where it can't."""
 
-    @abstractmethod
     def stop(self) -> None:
         """It is another one now."""
 
@@ -74,5 +68,5 @@ class Tracer(ABC):
         """An option was switched while it is the current tracer. Mirrors: trace.h:tracer.set_flag (v6.1)."""
         del name
 
-    def rewired(self) -> None:  # noqa: B027 - most ask at each record
+    def rewired(self) -> None:
         """Its array's ring_target() differs from now on, or whom its lists of pids name."""

@@ -59,7 +59,7 @@ class TraceArray(ArrayRings, Recorder):
         super().__init__(system, expanded=expanded)
         self.options = TraceOptions(
             system.tracer_options,
-            self._option_changed,
+            self._options_changed,
             self.tracers,
             lambda: self.current_tracer,
             system.printk,
@@ -67,8 +67,8 @@ class TraceArray(ArrayRings, Recorder):
         )
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
-        self._tracers: dict[str, Tracer] = {}
-        """Tracers beside nop, by name; Linux lists the latest first."""
+        self._tracers = {NOP_TRACER: Tracer()}
+        """By name; Linux lists the latest first."""
         self.buffer_percent = 50
         self.piped: set[int | None] = set()
         """CPUs whose trace_pipe is open; None: that of all."""
@@ -178,8 +178,7 @@ class TraceArray(ArrayRings, Recorder):
 
     def rewire_tracer(self) -> None:
         """The same for the tracer alone."""
-        if self.current_tracer in self._tracers:
-            self._tracers[self.current_tracer].rewired()
+        self._tracers[self.current_tracer].rewired()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
         """See Recorder."""
@@ -437,15 +436,14 @@ class TraceArray(ArrayRings, Recorder):
 
     def tracers(self) -> Collection[str]:
         """Names that current_tracer takes."""
-        return (*reversed(self._tracers), NOP_TRACER)
+        return tuple(reversed(self._tracers))
 
     def register_tracer(self, name: str, tracer: Tracer) -> None:
         """Let current_tracer take it. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
         self._tracers[name] = tracer
 
     def _tracer_option_changed(self, name: str) -> None:
-        if self.current_tracer in self._tracers:
-            self._tracers[self.current_tracer].option_changed(name)
+        self._tracers[self.current_tracer].option_changed(name)
 
     def set_tracer(self, name: str) -> None:
         """Use another tracer and expand the buffers, which lose what the one before has written.
@@ -455,18 +453,16 @@ class TraceArray(ArrayRings, Recorder):
         """
         self.system.lock.assert_held()
         self.expand()
-        if name not in self.tracers():
+        if name not in self._tracers:
             raise KernelError(errno.EINVAL, f"no tracer {name!r}")
         if name == self.current_tracer:
             return
         if self.open_pipes:
             raise KernelError(errno.EBUSY, "a pipe is open")
-        if self.current_tracer in self._tracers:
-            self._tracers[self.current_tracer].stop()
+        self._tracers[self.current_tracer].stop()
         self.current_tracer = NOP_TRACER
         self.clear_trace()
-        if name in self._tracers:
-            self._tracers[name].start()
+        self._tracers[name].start()
         self.current_tracer = name
 
     def set_clock(self, name: str) -> None:
@@ -496,20 +492,14 @@ class TraceArray(ArrayRings, Recorder):
     def take_over(self, flags: TraceOption) -> None:
         """Have these options, which are another trace array's."""
         self.options.flags = flags
+        self._options_changed()
+
+    def _options_changed(self) -> None:
+        flags = self.options.flags
         self._records_comm = TraceOption.RECORD_CMD in flags
         self._records_tgid = TraceOption.RECORD_TGID in flags
         self._overwrite = TraceOption.OVERWRITE in flags
         self.apply_switches()
-        self.notify_rewired()
-
-    def _option_changed(self, option: TraceOption, on: bool) -> None:
-        if option is TraceOption.OVERWRITE:
-            self._overwrite = on
-            self.apply_switches()
-        elif option is TraceOption.RECORD_CMD:
-            self._records_comm = on
-        elif option is TraceOption.RECORD_TGID:
-            self._records_tgid = on
         self.notify_rewired()
 
     def free_buffer(self) -> None:

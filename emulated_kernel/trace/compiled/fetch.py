@@ -260,7 +260,7 @@ class FetchEmitter:
     def _copy_literal(self, data: bytes) -> None:
         """Store a string that is known now at POSITION; OTHER = behind it."""
         text = data.partition(b"\0")[0] + b"\0"
-        for start, size in _chunks(len(text)):
+        for start, size in chunks(len(text), 8):
             value = int.from_bytes(text[start : start + size], "little")
             self._emit(StoreImmediate(POSITION, start, value, size))
         self._emit(Move(OTHER, POSITION), ComputeImmediate(Arithmetic.ADD, OTHER, len(text)))
@@ -328,10 +328,10 @@ class FetchEmitter:
         )
 
 
-def _chunks(size: int) -> Iterator[tuple[int, int]]:
-    """Start and size of pieces of 8, 4, 2 and 1 bytes that make up `size` bytes."""
+def chunks(size: int, largest: int) -> Iterator[tuple[int, int]]:
+    """Start and size of pieces of `largest`, 4, 2 and 1 bytes that make up `size` bytes."""
     start = 0
-    for piece in (8, 4, 2, 1):
+    for piece in (largest, 4, 2, 1):
         while size - start >= piece:
             yield start, piece
             start += piece

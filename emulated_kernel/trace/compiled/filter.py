@@ -21,9 +21,9 @@ from emulated_kernel.trace.filter.ops import (
     CpuPredicate,
     FilterOp,
     FilterProgram,
+    NeverPredicate,
     StringPredicate,
 )
-from emulated_kernel.trace.ring.trace_entry import RawEntry
 
 _CONDITIONS = {
     FilterOp.EQ: (Condition.EQ, Condition.EQ),
@@ -35,18 +35,11 @@ _CONDITIONS = {
     FilterOp.BAND: (Condition.ANY_BIT, Condition.ANY_BIT),
 }
 """For fields without sign, and with one."""
-_NO_ENTRY = RawEntry(b"", 0, b"", lambda _address, _is_user: None)
 
 
 def can_filter(program: FilterProgram) -> bool:
     """Whether guest code can test it: numbers only."""
-    return not any(_needs_host(step.predicate) for step in program.steps)
-
-
-def _needs_host(predicate: object) -> bool:
-    if isinstance(predicate, ComparePredicate):
-        return predicate.size not in (1, 2, 4, 8) or predicate.op is FilterOp.GLOB
-    return isinstance(predicate, StringPredicate)
+    return not any(isinstance(step.predicate, StringPredicate) for step in program.steps)
 
 
 def emit_filter(
@@ -66,21 +59,16 @@ def emit_filter(
 
     for label, step in zip(labels, program.steps, strict=True):
         builder.place(label)
-        predicate = step.predicate
+        predicate, on_true = step.predicate, target(step.on_true)
         if isinstance(predicate, ComparePredicate):
             compare = _compare if predicate.size <= word_size else _compare_long
-            compare(builder, predicate, target(step.on_true))
-            builder.emit(Jump(target(step.on_false)))
-        elif isinstance(predicate, CpuPredicate) and predicate.op is not FilterOp.BAND:
-            condition = _CONDITIONS[predicate.op][True]
+            compare(builder, predicate, on_true)
+        elif isinstance(predicate, CpuPredicate):
             builder.emit(LoadPerCpu(VALUE, cpu_number, 4))
-            builder.emit(BranchImmediate(condition, VALUE, predicate.value, target(step.on_true)))
-            builder.emit(Jump(target(step.on_false)))
+            builder.emit(BranchImmediate(_CONDITIONS[predicate.op][True], VALUE, predicate.value, on_true))
         else:
-            # Of what is no number the result is known now.
-            assert not isinstance(predicate, StringPredicate)
-            result = predicate.test(_NO_ENTRY)
-            builder.emit(Jump(target(step.on_true if result else step.on_false)))
+            assert isinstance(predicate, NeverPredicate), "can_filter() says so"
+        builder.emit(Jump(target(step.on_false)))
     builder.place(accept)
 
 

@@ -150,7 +150,9 @@ class GraphEmitter:
             )
             builder.place(known)
         self._native.get_called(builder, TEMP)
-        self._store_word(_CALL, _FUNC, TEMP)
+        emit(Store(_CALL, _FUNC, TEMP, self._word))
+        if self._word < _CELL:
+            emit(StoreImmediate(_CALL, _FUNC + self._word, 0, _HALF))
         emit(Store(_CALL, _DEPTH, _CALL_DEPTH, 4), Store(_CALL, _FLAGS, _CALL_FLAGS, 4))
         if kind is CallKind.HIDDEN:
             emit(StoreImmediate(_CALL, CALLED, 0, _CELL))
@@ -254,13 +256,7 @@ class GraphEmitter:
             for part in range(0, _CELL, word):
                 emit(Load(TEMP, _CALL, CALLED + part, word), Store(BASE, at + part, TEMP, word))
                 # The buffer's latest time is this event's.
-                stamp = target.control_at + WRITE_STAMP * _CELL + part
+                stamp = target.control_at + WRITE_STAMP + part
                 emit(LoadPerCpu(TEMP, stamp, word), Store(BASE, at + _CELL + part, TEMP, word))
         record.commit(BASE, space.length, target)
         builder.place(dropped)
-
-    def _store_word(self, base: int, offset: int, src: int) -> None:
-        """As 8 bytes."""
-        self._emit(Store(base, offset, src, self._word))
-        if self._word < _CELL:
-            self._emit(StoreImmediate(base, offset + self._word, 0, _HALF))

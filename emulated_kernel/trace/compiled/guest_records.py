@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.machine.memory.record_memory import RecordMemory
+from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, Asking, GuestPlaces, HitCounter
 from emulated_kernel.trace.hits.probe_hit import Tasks
@@ -17,7 +18,7 @@ _CELL = 8
 _NO_PID = 0xFFFFFFFF
 
 
-class GuestRecords:
+class GuestRecords(TaskObserver):
     """Gives out the memory, and answers the calls of compiled handlers."""
 
     def __init__(self, cells: RecordMemory, tasks: Tasks, cmdlines: SavedCmdlines, clock: GuestClock) -> None:
@@ -71,13 +72,12 @@ class GuestRecords:
         abi: Mapping[str, int],
         interrupt_flag: tuple[str, int],
         breakpoint_context: tuple[int, int],
-        clock_step: Callable[[], int],
         asking: Asking,
     ) -> GuestPlaces:
         """All that compiled handlers need to know of this guest."""
         return GuestPlaces(
             clock=abi["host_clock"],
-            clock_step=clock_step,
+            time=self._clock,
             this_cpu_off=abi["percpu.this_cpu_off"],
             cpu_number=abi["percpu.cpu_number"],
             current_task=abi["percpu.current_task"],

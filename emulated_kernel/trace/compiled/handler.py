@@ -78,7 +78,6 @@ class EventEmitter:
         self._word = arch.word_size
         self._fetch = FetchEmitter(builder, arch, places, address, way)
         self._record = RecordEmitter(builder, places, way, self._word)
-        self._args: Sequence[ProbeArg] = compiled.args
         self._is_return = way is HitWay.RETURN
         header = self._word * (2 if self._is_return else 1)
         self._fixed = ENTRY_HEADER_SIZE + header + sum(arg.size for arg in compiled.args)
@@ -129,4 +128,4 @@ class EventEmitter:
         if self._is_return:
             self._fetch.store_return_address(at)
             at += self._word
-        self._fetch.store(self._args, at, too_large)
+        self._fetch.store(self._compiled.args, at, too_large)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.trace.fetch.types import MAX_STRING_SIZE
 from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
 
@@ -52,8 +53,8 @@ class GuestPlaces:
 
     clock: int
     """Address of the time in ns, a u64 of all CPUs."""
-    clock_step: Callable[[], int]
-    """What a reading adds to it now."""
+    time: GuestClock
+    """It says what a reading adds to that."""
     this_cpu_off: int
     """Per-CPU offset of the CPU's base."""
     cpu_number: int

@@ -27,7 +27,7 @@ from emulated_kernel.arch.program.ops import (
     StorePerCpu,
 )
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
+from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
 from emulated_kernel.trace.compiled.places import GuestPlaces
 from emulated_kernel.trace.ring.layout import (
     FLAGS,
@@ -205,12 +205,12 @@ class RecordEmitter:
     def read_clock(self) -> None:
         """VALUE = the time, its upper half in HIGH where a word has 4 bytes."""
         places = self._places
-        self._emit(AddAndFetch(VALUE, places.clock, places.clock_step(), self._high))
+        self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """As reserve(), for an event of the time that was read."""
         builder, emit = self._builder, self._emit
-        stamp = target.control_at + WRITE_STAMP * _CELL
+        stamp = target.control_at + WRITE_STAMP
         again = builder.label()
         with builder.out_of_line() as long_delta:
             emit(ComputePerCpu(Arithmetic.ADD, VALUE, stamp, self._high))
@@ -220,7 +220,7 @@ class RecordEmitter:
             emit(Jump(again))
         builder.place(again)
         emit(
-            LoadPerCpu(pointer, target.control_at + WRITE_PTR * _CELL, self._word),
+            LoadPerCpu(pointer, target.control_at + WRITE_PTR, self._word),
             Move(TEMP, pointer),
             ComputeImmediate(Arithmetic.ADD, TEMP, -1),
             ComputeImmediate(Arithmetic.AND, TEMP, _LAST_OF_PAGE),
@@ -245,7 +245,7 @@ class RecordEmitter:
     def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
         emit, request = self._emit, self._places.event_time
         emit(
-            BranchPerCpu(Condition.ANY_BIT, target.control_at + FLAGS * _CELL, 4, RingFlag.DISABLED, dropped),
+            BranchPerCpu(Condition.ANY_BIT, target.control_at + FLAGS, 4, RingFlag.DISABLED, dropped),
             StorePerCpu(request, VALUE, self._word),
         )
         if self._high is not None:
@@ -272,12 +272,12 @@ class RecordEmitter:
     def commit(self, pointer: int, length: int | None, target: RecordTarget) -> None:
         """The event is complete."""
         control = target.control_at
-        self._emit(AddToPerCpu(control + TAIL_ENTRIES * _CELL, 1, _CELL))
+        self._emit(AddToPerCpu(control + TAIL_ENTRIES, 1, _CELL))
         if length is None:
             self._emit(Compute(Arithmetic.ADD, pointer, _LENGTH))
         else:
             self._emit(ComputeImmediate(Arithmetic.ADD, pointer, length))
-        self._emit(StorePerCpu(control + WRITE_PTR * _CELL, pointer, self._word))
+        self._emit(StorePerCpu(control + WRITE_PTR, pointer, self._word))
 
     # Entries that were put together elsewhere
 
@@ -366,8 +366,5 @@ class RecordEmitter:
         self.scratch()
 
     def _copy_fixed(self, space: EventSpace) -> None:
-        at = 0
-        for piece in (self._word, 4, 2, 1):
-            while space.size - at >= piece:
-                self._emit(Load(TEMP, BASE, at, piece), Store(OTHER, space.header + at, TEMP, piece))
-                at += piece
+        for at, piece in chunks(space.size, self._word):
+            self._emit(Load(TEMP, BASE, at, piece), Store(OTHER, space.header + at, TEMP, piece))

@@ -268,7 +268,6 @@ class EventFile:
         self.is_special = False
         """Whether a hit has to go through fire(); cached, since each hit reads it."""
         self._soft_references = 0
-        self._trigger_references = 0
 
     @property
     def soft_mode(self) -> bool:
@@ -344,22 +343,15 @@ class EventFile:
         Mirrors: kernel/trace/trace_events_trigger.c:register_trigger,
         trace_event_trigger_enable_disable (v6.1).
         """
+        if not self.triggers:
+            self.enable_soft()
         self.triggers.insert(len(self.triggers) if last else 0, trigger)
-        try:
-            self._trigger_references += 1
-            if self._trigger_references == 1:
-                self.enable_soft()
-        except KernelError:
-            self._trigger_references -= 1
-            self.triggers.remove(trigger)
-            raise
         self._changed()
 
     def remove(self, trigger: Trigger) -> None:
         """Take a trigger off the list, and let go of what it holds."""
         self.triggers.remove(trigger)
-        self._trigger_references -= 1
-        if not self._trigger_references:
+        if not self.triggers:
             self.disable_soft()
         self._changed()
         trigger.released()

@@ -66,11 +66,11 @@ class PidList:
 class EventPids:
     """The two lists of a trace array. Mirrors: kernel/trace/trace_events.c:ignore_task_cpu (v6.1)."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        """`changed` is called when what `ignores` says may have changed."""
-        self.traced = PidList(changed)
+    def __init__(self, changed: Callable[[], None], kind: type[PidList] = PidList) -> None:
+        """`changed` is called when what `ignores` says may have changed; `kind`: of the lists."""
+        self.traced = kind(changed)
         """Only these tasks' events are recorded, if there are any."""
-        self.untraced = PidList(changed)
+        self.untraced = kind(changed)
         """These tasks' events are not."""
 
     @property

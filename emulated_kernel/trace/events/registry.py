@@ -47,7 +47,6 @@ class EventRegistry:
 
     def __init__(self, first_id: int = FIRST_EVENT_ID) -> None:
         self._first_id = self._next_id = first_id
-        self._events: dict[tuple[str, str], TraceEvent | None] = {}
         self._by_id: dict[int, TraceEvent] = {}
         self._free_ids: list[int] = []
         """A heap of those that were given back."""
@@ -57,7 +56,7 @@ class EventRegistry:
         self.registered = 0
         """How many there ever were."""
         self._numbers: dict[TraceEvent, int] = {}
-        """Which of them each is."""
+        """Which of them each is, in that order."""
 
     def watch(self, watcher: EventWatcher) -> None:
         """Tell this one of changes from now on."""
@@ -65,11 +64,11 @@ class EventRegistry:
 
     def __iter__(self) -> Iterator[TraceEvent]:
         """In order of registration."""
-        return (event for event in self._events.values() if event is not None)
+        return iter(self._numbers)
 
     def find(self, group: str, name: str) -> TraceEvent | None:
-        """The event of that name; None for a reserved name too."""
-        return self._events.get((group, name))
+        """The event of that name."""
+        return self.in_group(group).get(name)
 
     def by_id(self, event_id: int) -> TraceEvent | None:
         """The event whose entries have this common_type."""
@@ -97,17 +96,13 @@ class EventRegistry:
             newer += 1
         return chain(reversed(events[len(events) - newer :]), events[: len(events) - newer])
 
-    def reserve(self, group: str, name: str) -> None:
-        """Take a name for an event that isn't ours to print."""
-        self._events[group, name] = None
-
     def add(self, event: TraceEvent) -> None:
         """Give the event its id; ids run on, and are used again only when there are no new ones.
 
         Raises: KernelError EEXIST (name in use), ENODEV (no id left).
         Mirrors: kernel/trace/trace_output.c:register_trace_event (v6.1).
         """
-        if (event.group, event.name) in self._events:
+        if self.find(event.group, event.name) is not None:
             raise KernelError(errno.EEXIST, f"{event.group}/{event.name} exists")
         kept = self._kept_ids.get((event.group, event.name))
         event.id = self._take_id() if kept is None or kept in self._by_id else kept
@@ -133,7 +128,6 @@ class EventRegistry:
 
     def add_own(self, event: TraceEvent) -> None:
         """Name an event of tracing's own entries, which has its id and is printed without its help."""
-        self._events[event.group, event.name] = event
         self._numbers[event] = self.registered
         self.registered += 1
         self._groups.setdefault(event.group, {})[event.name] = event
@@ -142,7 +136,6 @@ class EventRegistry:
 
     def remove(self, event: TraceEvent) -> None:
         """Forget a registered event."""
-        del self._events[event.group, event.name]
         del self._by_id[event.id], self._numbers[event]
         heappush(self._free_ids, event.id)
         group = self._groups[event.group]

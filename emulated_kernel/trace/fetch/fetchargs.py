@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages, stages_of
+from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.types import FetchType, bitfield_of, find_fetch_type
 from emulated_kernel.trace.text.chars import is_good_name
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
@@ -52,17 +52,12 @@ class ProbeArg:
     count: int
     """Array elements; 0 where it is no array."""
     offset: int
-    program: FetchProgram
+    stages: FetchStages
 
     @property
     def size(self) -> int:
         """Bytes in the fixed part of an entry."""
         return self.type.size * (self.count or 1)
-
-    @cached_property
-    def stages(self) -> FetchStages:
-        """The program as a hit runs it."""
-        return stages_of(self.program)
 
     @property
     def field_type(self) -> str:
@@ -161,13 +156,13 @@ class _ArgParser:
         fetch_type = self._find_type(expression, type_name, count)
         if size + fetch_type.size * (count or 1) > MAX_PROBE_EVENT_SIZE:
             raise self._error(0, ProbeError.EVENT_TOO_BIG, errno.E2BIG)
-        code = self._expression(expression, self._offset)
+        code = self._expression(expression, 0)
         if wrong := fetch_type.source_error(code[-1].op):
             raise self._error(self._type_column(expression, type_name), wrong)
         program = fetch_type.with_store(tuple(code), is_array=bool(count))
-        self._need_room(program, 0)
-        program = self._modified(program, type_name, fetch_type, count, len(expression) + 1)
-        return ProbeArg(name, self._body, fetch_type, count, size, program)
+        self._need_room(len(program), 0)
+        stages = self._stages(program, type_name, fetch_type, count, len(expression) + 1)
+        return ProbeArg(name, self._body, fetch_type, count, size, stages)
 
     def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
         """`column` counts from the body's start."""
@@ -216,7 +211,7 @@ class _ArgParser:
             raise self._error(self._type_column(expression, type_name), ProbeError.BAD_TYPE)
         return fetch_type
 
-    # Expression; mirrors kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's offset.
+    # Expression; mirrors kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's column.
 
     def _expression(self, text: str, at: int) -> list[FetchInsn]:
         match text[:1]:
@@ -230,7 +225,7 @@ class _ArgParser:
                 return self._dereference(text, at)
             case "\\":
                 return [self._immediate(text[1:], at)]
-        raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
+        raise self._error(at, ProbeError.BAD_FETCH_ARG)
 
     def _variable(self, name: str, at: int) -> FetchInsn:
         context = self._context
@@ -238,23 +233,23 @@ class _ArgParser:
             return FetchInsn(FetchOp.TP_ARG, name=name)
         if name == "retval":
             if not context.on_return:
-                raise context.log.error(at, ProbeError.RETVAL_ON_PROBE)
+                raise self._error(at, ProbeError.RETVAL_ON_PROBE)
             return FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)
         if name == "stack":
             return FetchInsn(FetchOp.STACKP, name=self._arch.registers.sp)
         if name.startswith("stack") and is_digit(name, 5):
             number = self._number_of(name[5:], at)
             if context.in_kernel and number > PARAM_MAX_STACK:
-                raise context.log.error(at, ProbeError.BAD_STACK_NUM)
+                raise self._error(at, ProbeError.BAD_STACK_NUM)
             return FetchInsn(FetchOp.STACK, value=number)
         if name in ("comm", "COMM"):
             return FetchInsn(FetchOp.COMM)
         if context.on_entry and name.startswith("arg"):
             number = self._number_of(name[3:], at)
             if not 0 < number <= PARAM_MAX_STACK:
-                raise context.log.error(at, ProbeError.BAD_ARG_NUM)
+                raise self._error(at, ProbeError.BAD_ARG_NUM)
             return self._argument(number - 1)
-        raise context.log.error(at, ProbeError.BAD_VAR)
+        raise self._error(at, ProbeError.BAD_VAR)
 
     def _argument(self, number: int) -> FetchInsn:
         """Argument `number`, from 0, of a function at its entry. Mirrors: regs_get_kernel_argument (v6.1)."""
@@ -268,16 +263,16 @@ class _ArgParser:
         try:
             return kstrtoul(digits, 10, self._bits)
         except KernelError:
-            raise self._context.log.error(at, ProbeError.BAD_VAR) from None
+            raise self._error(at, ProbeError.BAD_VAR) from None
 
     def _register(self, name: str, at: int) -> FetchInsn:
         if self._context.on_event:
             # Linux: goes on after the first error, and finds that nothing was fetched.
-            self._context.log.error(at, ProbeError.BAD_VAR)
-            raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
+            self._error(at, ProbeError.BAD_VAR)
+            raise self._error(at, ProbeError.BAD_FETCH_ARG)
         attribute = self._arch.registers.names.get(name)
         if attribute is None:
-            raise self._context.log.error(at, ProbeError.BAD_REG_NAME)
+            raise self._error(at, ProbeError.BAD_REG_NAME)
         return FetchInsn(FetchOp.REG, name=attribute)
 
     def _memory(self, place: str, at: int) -> list[FetchInsn]:
@@ -288,18 +283,17 @@ class _ArgParser:
         if place.startswith("+"):
             return [self._file_offset(place[1:], at), dereference]
         if not self._context.in_kernel:
-            raise self._context.log.error(at, ProbeError.SYM_ON_UPROBE)
+            raise self._error(at, ProbeError.SYM_ON_UPROBE)
         return [FetchInsn(FetchOp.SYMBOL, name=place), FetchInsn(FetchOp.IMM), dereference]
 
     def _file_offset(self, number: str, at: int) -> FetchInsn:
         if self._context.in_kernel:
-            raise self._context.log.error(at, ProbeError.FILE_ON_KPROBE)
+            raise self._error(at, ProbeError.FILE_ON_KPROBE)
         offset = self._logged(kstrtol, number, at, ProbeError.BAD_FILE_OFFS)
         return FetchInsn(FetchOp.FOFFS, value=offset)
 
     def _dereference(self, text: str, at: int) -> list[FetchInsn]:
         """Linux: carets inside `+u0(...)` and `+-8(...)` stand one column early; so do ours."""
-        log = self._context.log
         op = FetchOp.DEREF
         if text[1:2] == "u":
             op = FetchOp.UDEREF
@@ -307,23 +301,23 @@ class _ArgParser:
         text = text.removeprefix("+")
         number, brace, inner = text.partition("(")
         if not brace:
-            raise log.error(at, ProbeError.DEREF_NEED_BRACE)
+            raise self._error(at, ProbeError.DEREF_NEED_BRACE)
         offset = self._logged(kstrtol, number, at, ProbeError.BAD_DEREF_OFFS)
         at += len(number) + (1 if text[0] == "-" else 2)
         if ")" not in inner:
-            raise log.error(at + len(inner), ProbeError.DEREF_OPEN_BRACE)
+            raise self._error(at + len(inner), ProbeError.DEREF_OPEN_BRACE)
         code = self._expression(inner.rpartition(")")[0], at)
         if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
-            raise log.error(at, ProbeError.COMM_CANT_DEREF)
+            raise self._error(at, ProbeError.COMM_CANT_DEREF)
         if len(code) == FETCH_INSN_MAX - 1:
-            raise log.error(at, ProbeError.TOO_MANY_OPS)
+            raise self._error(at, ProbeError.TOO_MANY_OPS)
         return [*code, FetchInsn(op, value=_as_int(offset))]
 
     def _immediate(self, text: str, at: int) -> FetchInsn:
         if text.startswith('"'):
             body = text[1:]
             if not body.endswith('"'):
-                raise self._context.log.error(at + 2 + len(body), ProbeError.IMMSTR_NO_CLOSE)
+                raise self._error(at + 2 + len(body), ProbeError.IMMSTR_NO_CLOSE)
             return FetchInsn(FetchOp.DATA, data=body[:-1].encode("latin-1"))
         value = self._logged(_str_to_immediate, text, at + 1, ProbeError.BAD_IMM)
         return FetchInsn(FetchOp.IMM, value=value & (1 << self._bits) - 1)
@@ -333,34 +327,33 @@ class _ArgParser:
         try:
             return parse(text, 0, self._bits)
         except KernelError as failure:
-            raise self._context.log.error(at, error, failure.errno) from None
+            raise self._error(at, error, failure.errno) from None
 
     # Behind the store operation; mirrors kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
 
-    def _modified(
+    def _stages(
         self, program: FetchProgram, type_name: str | None, fetch_type: FetchType, count: int, column: int
-    ) -> FetchProgram:
-        """The program with what a bitfield and an array add; `column`: of the type."""
-        store = program[-1].op
+    ) -> FetchStages:
+        """The program by stages, with what a bitfield and an array add; `column`: of the type."""
+        load, *others, store = program
+        derefs = [insn for insn in others if insn.op is not FetchOp.IMM]
+        length = len(program)
         try:
             bitfield = bitfield_of(type_name, fetch_type, self._bits)
         except ValueError:
             raise self._error(column, ProbeError.BAD_BITFIELD) from None
         if bitfield is not None:
-            program = (*program, bitfield)
-            self._need_room(program, column, ProbeError.BAD_BITFIELD)
-        if not count:
-            return program
-        if store not in _ARRAY_STORES:
-            raise self._error(column, ProbeError.BAD_STRING)
-        program = (*program, FetchInsn(FetchOp.LP_ARRAY, value=count))
-        self._need_room(program, 0)
-        return program
+            length += 1
+            self._need_room(length, column, ProbeError.BAD_BITFIELD)
+        if count:
+            if store.op not in _ARRAY_STORES:
+                raise self._error(column, ProbeError.BAD_STRING)
+            self._need_room(length + 1, 0)
+        pointer = derefs.pop() if count and derefs and fetch_type.is_dynamic else None
+        return FetchStages(load, tuple(derefs), pointer, store, bitfield, count)
 
-    def _need_room(
-        self, program: FetchProgram, column: int, error: ProbeError = ProbeError.TOO_MANY_OPS
-    ) -> None:
-        if len(program) >= FETCH_INSN_MAX:
+    def _need_room(self, length: int, column: int, error: ProbeError = ProbeError.TOO_MANY_OPS) -> None:
+        if length >= FETCH_INSN_MAX:
             raise self._error(column, error)
 
 

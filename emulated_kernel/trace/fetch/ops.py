@@ -1,4 +1,4 @@
-"""The operations that a fetch argument is compiled to, and the stages that a hit runs them in."""
+"""The operations that a fetch argument is compiled to, in the stages that a hit runs them in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emulated_kernel.dataclass import dataclass
 class FetchOp(Enum):
     """One step of a fetch program. Mirrors: kernel/trace/trace_probe.h FETCH_OP_* (v6.1)."""
 
-    # Stage 1: load a value. SYMBOL only names what the IMM after it is resolved from.
+    # Stage 1: load a value.
     REG = auto()
     """Register `name`."""
     STACK = auto()
@@ -32,7 +32,7 @@ class FetchOp(Enum):
     FOFFS = auto()
     """Where the byte `value` of the probed file is mapped."""
     SYMBOL = auto()
-    """Nothing is done; the next op is IMM of symbol expression `name`."""
+    """An IMM takes its place once symbol expression `name` is resolved. Linux: it stands in front of that."""
     # Stage 2: replace the value by the word at value + `value`.
     DEREF = auto()
     UDEREF = auto()
@@ -46,8 +46,6 @@ class FetchOp(Enum):
     ST_SYMSTR = auto()
     # Stage 4: shift the stored `size` bytes left by `lshift`, right by `rshift`.
     MOD_BF = auto()
-    # Stage 5: do stages 2 to 4 for `value` array elements in all.
-    LP_ARRAY = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +63,10 @@ class FetchInsn:
 
 FetchProgram = tuple[FetchInsn, ...]
 
-_DEREFS = frozenset({FetchOp.DEREF, FetchOp.UDEREF})
-_STRING_STORES = frozenset({FetchOp.ST_STRING, FetchOp.ST_USTRING, FetchOp.ST_SYMSTR})
-
 
 @dataclass(frozen=True)
 class FetchStages:
-    """A program by stages. Mirrors: the stages of kernel/trace/trace_probe.h:enum fetch_op (v6.1)."""
+    """What a hit runs. Mirrors: the stages of kernel/trace/trace_probe.h:enum fetch_op (v6.1)."""
 
     load: FetchInsn
     derefs: FetchProgram
@@ -80,16 +75,4 @@ class FetchStages:
     store: FetchInsn
     bitfield: FetchInsn | None
     count: int
-    """Array elements; 0 where it is no array."""
-
-
-def stages_of(program: FetchProgram) -> FetchStages:
-    """Take a program apart, once: it is run at every hit."""
-    ops = list(program)
-    count = ops.pop().value if ops[-1].op is FetchOp.LP_ARRAY else 0
-    bitfield = ops.pop() if ops[-1].op is FetchOp.MOD_BF else None
-    store = ops.pop()
-    derefs = [insn for insn in ops if insn.op in _DEREFS]
-    load = ops[len(ops) - len(derefs) - 1]
-    pointer = derefs.pop() if count and derefs and store.op in _STRING_STORES else None
-    return FetchStages(load, tuple(derefs), pointer, store, bitfield, count)
+    """Stages 2 to 4 are done for so many array elements; 0 where it is no array."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
 from enum import Enum, auto
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField
-
-TASK_COMM_LEN = 16
 
 
 class FilterType(Enum):
@@ -19,6 +16,8 @@ class FilterType(Enum):
     STATIC_STRING = auto()
     DYN_STRING = auto()
     PTR_STRING = auto()
+    USER_STRING = auto()
+    """A string of a program, by its pointer: what `.ustring` makes of a PTR_STRING."""
     COMM = auto()
     CPU = auto()
 
@@ -30,24 +29,17 @@ class FilterType(Enum):
 
 @dataclass(frozen=True)
 class FilterField:
-    """A field as filters see it; offset and size in bytes, the offset from the entry's start."""
+    """A field as filters see it."""
 
     type: FilterType
-    offset: int
-    size: int
-    is_signed: bool
-    declared: EventField = field(default=EventField("", "", 0, 0, False), compare=False)
-    """As histograms see it, of size 0 where no entry holds it."""
+    declared: EventField
+    """Of size 0 where no entry holds it."""
 
 
-def _generic(name: str) -> FilterField:
-    if name in ("COMM", "comm"):
-        declared = EventField("char *", name, 0, 0, True)
-        return FilterField(FilterType.COMM, 0, TASK_COMM_LEN, False, declared)
-    return FilterField(FilterType.CPU, 0, 4, True, EventField("int", name, 0, 0, True))
-
-
-_GENERIC_FIELDS = {name: _generic(name) for name in ("CPU", "cpu", "common_cpu", "COMM", "comm")}
+_GENERIC_FIELDS = {
+    name: FilterField(FilterType.CPU, EventField("int", name, 0, 0, True))
+    for name in ("CPU", "cpu", "common_cpu")
+} | {name: FilterField(FilterType.COMM, EventField("char *", name, 0, 0, True)) for name in ("COMM", "comm")}
 """Fields of every event that no entry holds.
 
 Mirrors: kernel/trace/trace_events.c:trace_define_generic_fields (v6.1).
@@ -66,7 +58,7 @@ def find_event_field(fields: Sequence[EventField], name: str) -> FilterField | N
 def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
     for each in fields:
         if each.name == name:
-            return FilterField(filter_type_of(each.type), each.offset, each.size, each.is_signed, each)
+            return FilterField(filter_type_of(each.type), each)
     return None
 
 

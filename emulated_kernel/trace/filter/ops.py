@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.filter.fields import TASK_COMM_LEN
+from emulated_kernel.trace.filter.fields import FilterType
 from emulated_kernel.trace.filter.pattern import StringPattern
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 
@@ -40,16 +40,6 @@ _COMPARE: Mapping[FilterOp, Callable[[int, int], int]] = {
 }
 
 
-class StringSource(Enum):
-    """Where a string predicate finds its string."""
-
-    STATIC = "in the entry itself"
-    DYNAMIC = "where the __data_loc in the entry says"
-    COMM = "in the current task"
-    KERNEL = "where a pointer in the entry leads to"
-    USER = "where a pointer in the entry leads to in user space"
-
-
 @dataclass(frozen=True)
 class ComparePredicate:
     """Compares a number of `size` bytes at `offset` of the entry; `value` is in the field's range."""
@@ -68,16 +58,17 @@ class ComparePredicate:
 
 @dataclass(frozen=True)
 class CpuPredicate:
-    """Compares the number of the CPU. Linux: `&` is accepted and never true."""
+    """Compares the number of the CPU."""
 
     op: FilterOp
     value: int
 
     def test(self, entry: RawEntry) -> bool:
         """Whether the CPU's number compares so."""
-        return self.op is not FilterOp.BAND and self.op.compare(entry.cpu, self.value)
+        return self.op.compare(entry.cpu, self.value)
 
 
+TASK_COMM_LEN = 16
 POINTED_STRING_MAX = 1024
 """Bytes that are looked at of a string by its pointer, NUL included. Mirrors: USTRING_BUF_SIZE (v6.1)."""
 
@@ -86,7 +77,7 @@ POINTED_STRING_MAX = 1024
 class StringPredicate:
     """Compares a string; `offset` and `size` in bytes are those of the field."""
 
-    source: StringSource
+    source: FilterType
     offset: int
     size: int
     pattern: StringPattern
@@ -100,22 +91,22 @@ class StringPredicate:
     def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
         """Its bytes and what follows them, and the length of its room; None where it can't be read."""
         match self.source:
-            case StringSource.COMM:
+            case FilterType.COMM:
                 return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN
-            case StringSource.STATIC:
+            case FilterType.STATIC_STRING:
                 return entry.data[self.offset :], self.size
-            case StringSource.DYNAMIC:
+            case FilterType.DYN_STRING:
                 location = int.from_bytes(entry.data[self.offset : self.offset + 4], "little")
                 return entry.data[location & 0xFFFF :], location >> 16
-            case StringSource.KERNEL | StringSource.USER:
+            case _:
                 pointer = int.from_bytes(entry.data[self.offset : self.offset + self.size], "little")
-                text = entry.string_at(pointer, self.source is StringSource.USER)
+                text = entry.string_at(pointer, self.source is FilterType.USER_STRING)
                 return None if text is None else (text, len(text))
 
 
 @dataclass(frozen=True)
 class NeverPredicate:
-    """Linux: what a comparison is of an array whose size is no number's."""
+    """Linux: what a comparison is of an array whose size is no number's, and `&` with the CPU's number."""
 
     def test(self, entry: RawEntry) -> bool:
         """Never."""

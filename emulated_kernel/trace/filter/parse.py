@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,11 +21,10 @@ from emulated_kernel.trace.filter.ops import (
     NeverPredicate,
     Predicate,
     StringPredicate,
-    StringSource,
 )
 from emulated_kernel.trace.filter.pattern import literal_pattern, parse_pattern
 from emulated_kernel.trace.ring.trace_entry import EventField
-from emulated_kernel.trace.text.chars import SPACES, is_alnum
+from emulated_kernel.trace.text.chars import ALNUM, SPACES
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 
 FindField = Callable[[str], FilterField | None]
@@ -34,14 +34,13 @@ MAX_FILTER_STR_VAL = 256
 _NUMBER_SIZE = 24
 """Bytes of a number operand and its ending NUL."""
 _QUOTES = "'\""
-_USER_STRING = ".ustring"
 _NUMBER_SIZES = (1, 2, 4, 8)
-_SOURCES = {
-    FilterType.STATIC_STRING: StringSource.STATIC,
-    FilterType.DYN_STRING: StringSource.DYNAMIC,
-    FilterType.PTR_STRING: StringSource.KERNEL,
-    FilterType.COMM: StringSource.COMM,
-}
+_CPU_SIZE = 4
+_OPERATORS = "|".join(op.value for op in FilterOp)
+_FIELD_AND_OP = re.compile(
+    rf"(?P<field>[_{ALNUM}]*)(?P<user>\.ustring)?[{SPACES}]*(?P<op>{_OPERATORS})?[{SPACES}]*"
+)
+_NUMBER = re.compile(f"-?[{ALNUM}]*")
 
 
 def parse_event_filter(text: str, fields: Sequence[EventField]) -> EventFilter:
@@ -103,7 +102,7 @@ class _Parser:
 
     def __init__(self, text: str, find_field: FindField) -> None:
         self._text = text
-        self._predicates = _PredicateParser(text, find_field)
+        self._find_field = find_field
         self._builder = FilterBuilder()
         self._levels = [_Level(negated=False)]
         self._negated = False
@@ -118,8 +117,7 @@ class _Parser:
             elif char == "!" and self._text[self._at + 1 : self._at + 2] not in ("=", "~"):
                 self._negated = not self._negated
             elif char not in SPACES:
-                predicate, self._at = self._predicates.parse(self._at)
-                self._add(self._builder.leaf(predicate), self._take_negation())
+                self._add(self._builder.leaf(self._predicate()), self._take_negation())
                 self._after_operand()
                 continue
             self._at += 1
@@ -170,91 +168,73 @@ class _Parser:
             return level.any_of or level.all_of
         return self._builder.either(level.any_of, level.all_of)
 
+    # `FIELD OP VALUE`; Linux: columns of its errors are one more than the place.
 
-class _PredicateParser:
-    """Parses `FIELD OP VALUE`. Linux: columns of its errors are one more than the place."""
-
-    def __init__(self, text: str, find_field: FindField) -> None:
-        self._text = text
-        self._find_field = find_field
-
-    def parse(self, at: int) -> tuple[Predicate, int]:
-        """The predicate at `at`, and where it ends.
-
-        Raises: FilterParseError EPERM (no name of a field), EINVAL.
-        Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.1).
-        """
-        text = self._text
-        end = self._skip(at, lambda char: is_alnum(char) or char == "_")
-        if end == at:
+    def _predicate(self) -> Predicate:
+        """Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.1)."""
+        found = _FIELD_AND_OP.match(self._text, self._at)
+        assert found is not None, "it may match nothing"
+        if not found["field"]:
             raise FilterParseError(None, code=errno.EPERM)
-        field = self._find_field(text[at:end])
+        field = self._find_field(found["field"])
         if field is None:
-            raise _error(FilterError.FIELD_NOT_FOUND, end)
-        source = _SOURCES.get(field.type)
-        if text.startswith(_USER_STRING, end):
-            # Linux: without a meaning for other fields, and taken.
-            source = StringSource.USER if source is StringSource.KERNEL else source
-            end += len(_USER_STRING)
-        end = self._skip(end, SPACES.__contains__)
-        op = next((op for op in FilterOp if text.startswith(op.value, end)), None)
-        if op is None:
-            raise _error(FilterError.INVALID_OP, end)
-        end = self._skip(end + len(op.value), SPACES.__contains__)
-        first = text[end : end + 1]
+            raise _error(FilterError.FIELD_NOT_FOUND, found.end("field"))
+        self._at = found.end()
+        if found["op"] is None:
+            raise _error(FilterError.INVALID_OP, self._at)
+        op, first = FilterOp(found["op"]), self._text[self._at : self._at + 1]
         if first and first in _QUOTES:
-            return self._string(field, source, op, end)
+            # Linux: `.ustring` is without a meaning for other fields, and taken.
+            by_user = found["user"] is not None and field.type is FilterType.PTR_STRING
+            return self._string(field, FilterType.USER_STRING if by_user else field.type, op)
         if first == "-" or is_digit(first):
-            return self._number(field, op, end)
-        raise _error(FilterError.INVALID_VALUE, end)
+            return self._number(field, op)
+        raise _error(FilterError.INVALID_VALUE, self._at)
 
-    def _skip(self, at: int, belongs: Callable[[str], bool]) -> int:
-        """The first place from `at` on whose character doesn't belong."""
-        while at < len(self._text) and belongs(self._text[at]):
-            at += 1
-        return at
-
-    def _string(
-        self, field: FilterField, source: StringSource | None, op: FilterOp, start: int
-    ) -> tuple[Predicate, int]:
+    def _string(self, field: FilterField, source: FilterType, op: FilterOp) -> Predicate:
+        start = self._at
         if op not in (FilterOp.EQ, FilterOp.NE, FilterOp.GLOB):
             raise _error(FilterError.ILLEGAL_FIELD_OP, start)
-        if source is None:
+        if not source.is_string:
             raise _error(FilterError.EXPECT_DIGIT, start)
         end = self._text.index(self._text[start], start + 1)
         value = self._text[start + 1 : end].encode("latin-1")
         if len(value) >= MAX_FILTER_STR_VAL:
             raise _error(FilterError.OPERAND_TOO_LONG, end)
+        self._at = end + 1
         pattern, negated = literal_pattern(value), op is FilterOp.NE
         if op is FilterOp.GLOB:
             pattern, negated = parse_pattern(value)
-        return StringPredicate(source, field.offset, field.size, pattern, negated), end + 1
+        return StringPredicate(source, field.declared.offset, field.declared.size, pattern, negated)
 
-    def _number(self, field: FilterField, op: FilterOp, start: int) -> tuple[Predicate, int]:
+    def _number(self, field: FilterField, op: FilterOp) -> Predicate:
+        start = self._at
         if field.type.is_string:
             raise _error(FilterError.EXPECT_STRING, start)
         if op is FilterOp.GLOB:
             raise _error(FilterError.ILLEGAL_FIELD_OP, start)
-        end = self._skip(start + (self._text[start] == "-"), is_alnum)
-        if end - start >= _NUMBER_SIZE:
-            raise _error(FilterError.OPERAND_TOO_LONG, end)
-        convert = kstrtol if field.is_signed else kstrtoul
+        found = _NUMBER.match(self._text, start)
+        assert found is not None, "it may match nothing"
+        self._at = found.end()
+        if len(found[0]) >= _NUMBER_SIZE:
+            raise _error(FilterError.OPERAND_TOO_LONG, self._at)
         try:
-            value = convert(self._text[start:end])
+            return _compare(field, op, (kstrtol if field.declared.is_signed else kstrtoul)(found[0]))
         except KernelError:
             raise _error(FilterError.ILLEGAL_INTVAL, start) from None
-        return _compare(field, op, value), end
 
 
 def _compare(field: FilterField, op: FilterOp, value: int) -> Predicate:
     """Linux: only the value's low bytes count, as many as the field has."""
-    if field.type is not FilterType.CPU and field.size not in _NUMBER_SIZES:
+    declared, is_cpu = field.declared, field.type is FilterType.CPU
+    size = _CPU_SIZE if is_cpu else declared.size
+    if size not in _NUMBER_SIZES or (is_cpu and op is FilterOp.BAND):
         return NeverPredicate()
-    low = (value & (1 << 8 * field.size) - 1).to_bytes(field.size, "little")
-    value = int.from_bytes(low, "little", signed=field.is_signed)
-    if field.type is FilterType.CPU:
+    low = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+    value = int.from_bytes(low, "little", signed=declared.is_signed)
+    if is_cpu:
         return CpuPredicate(op, value)
-    return ComparePredicate(op, field.offset, field.size, field.is_signed, value)
+    return ComparePredicate(op, declared.offset, size, declared.is_signed, value)
 
 
 def _error(error: FilterError, at: int) -> FilterParseError:

@@ -35,6 +35,7 @@ class ActionKind(Enum):
 class Action:
     """Mirrors: kernel/trace/trace_events_hist.c:struct action_data (v6.1)."""
 
+    owner: Histogram
     handler: Handler
     name: str = ""
     """As written: of the action, or of the synthetic event."""
@@ -46,7 +47,6 @@ class Action:
     """Of onmatch(): group and name of the event that came before."""
     tracked_name: str = ""
     """Of onmax() and onchange(): the variable, as written."""
-    owner: Histogram | None = None
     tracked: HistField | None = None
     """The reference to that variable."""
     track_index: int = -1
@@ -68,7 +68,7 @@ class Action:
         """As in a trigger's line. Mirrors: print_actions_spec (v6.1)."""
         subject = ".".join(self.match) if self.match else self.tracked_name
         params = self.params if self.kind is ActionKind.TRACE else []
-        if self.kind is ActionKind.SAVE and self.owner is not None:
+        if self.kind is ActionKind.SAVE:
             params = [each.variable.variable or "" for each in self.owner.saved_variables]
         if self.synthetic_name is not None:
             params = [self.synthetic_name, *params]
@@ -93,14 +93,14 @@ class Action:
             element.variables[self.track_index] = value
         if self.synthetic is not None:
             self.synthetic.trace([hit.references[index] for index in self.arguments], hit.hit)
-        elif self.owner is not None and self.kind is ActionKind.SAVE:
+        elif self.kind is ActionKind.SAVE:
             set_variables(element, self.owner.saved_variables, hit)
-        elif self.owner is not None:
-            self._snapshot(self.owner, element, key)
+        else:
+            self._snapshot(element, key)
 
-    def _snapshot(self, owner: Histogram, element: Element, key: bytes) -> None:
+    def _snapshot(self, element: Element, key: bytes) -> None:
         """Mirrors: cond_snapshot_update (v6.1)."""
-        snapshot = owner.triggers.array.snapshot
+        snapshot = self.owner.triggers.array.snapshot
         taken = snapshot.condition
         if not isinstance(taken, TrackedSnapshot):
             return
@@ -114,7 +114,7 @@ class Action:
         """Let go of what it holds."""
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
-        if self.kind is ActionKind.SNAPSHOT and self.owner is not None:
+        if self.kind is ActionKind.SNAPSHOT:
             snapshot = self.owner.triggers.array.snapshot
             if isinstance(snapshot.condition, TrackedSnapshot) and snapshot.condition.action is self:
                 snapshot.condition = None
@@ -124,7 +124,6 @@ class Action:
 class TrackedSnapshot:
     """A trace array's condition for snapshots. Mirrors: struct track_data (v6.1)."""
 
-    data: Histogram
     action: Action
     value: int = 0
     key: bytes = b""
@@ -138,7 +137,7 @@ class TrackedSnapshot:
 def parse_action(text: str, data: Histogram) -> Action:
     """`HANDLER(SUBJECT).ACTION(PARAMS)`. Raises: KernelError EINVAL."""
     handler_name, _, rest = text.partition("(")
-    action = Action(Handler(handler_name))
+    action = Action(data, Handler(handler_name))
     subject, closed, rest = rest.partition(")")
     if action.handler is Handler.ONMATCH:
         action.match = _parse_match(subject, bool(closed), data)
@@ -155,7 +154,7 @@ def _parse_match(subject: str, closed: bool, data: Histogram) -> tuple[str, str]
     group, dot, event = subject.partition(".")
     if not dot:
         raise data.log.error(HistError.SUBSYS_NOT_FOUND, group)
-    if data.find_file(group, event) is None:
+    if data.triggers.find_file(group, event) is None:
         raise data.log.error(HistError.INVALID_SUBSYS_EVENT, event)
     data.matches.append((group, event))
     return group, event

@@ -15,7 +15,6 @@ from emulated_kernel.trace.text.numbers import kstrtoul
 
 ACTIONS_MAX = 8
 _HANDLERS = ("onmatch(", "onmax(", "onchange(")
-_KEYS, _VALS = ("key=", "keys="), ("val=", "vals=", "values=")
 
 
 @dataclass
@@ -84,23 +83,24 @@ def parse_attrs(text: str, log: CulpritLog) -> HistAttrs:
 
 
 def _assign(attrs: HistAttrs, part: str, log: CulpritLog) -> None:
-    value = part.partition("=")[2]
-    if part.startswith(_KEYS):
-        attrs.keys = value
-    elif part.startswith(_VALS):
-        attrs.vals = value
-    elif part.startswith("sort="):
-        attrs.sort = value
-    elif part.startswith("name="):
-        attrs.name = part
-    elif part.startswith("clock="):
-        attrs.clock = value.strip(SPACES)
-    elif part.startswith("size="):
-        attrs.bits = _map_bits(value)
-    elif len(attrs.assignments) == VARS_MAX:
-        raise log.error(HistError.TOO_MANY_VARS, part)
-    else:
-        attrs.assignments.append(part)
+    name, _, value = part.partition("=")
+    match name:
+        case "key" | "keys":
+            attrs.keys = value
+        case "val" | "vals" | "values":
+            attrs.vals = value
+        case "sort":
+            attrs.sort = value
+        case "name":
+            attrs.name = part
+        case "clock":
+            attrs.clock = value.strip(SPACES)
+        case "size":
+            attrs.bits = _map_bits(value)
+        case _ if len(attrs.assignments) == VARS_MAX:
+            raise log.error(HistError.TOO_MANY_VARS, part)
+        case _:
+            attrs.assignments.append(part)
 
 
 def _map_bits(text: str) -> int:

@@ -13,8 +13,9 @@ from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action, ActionKind, Handler, TrackedSnapshot
 from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.expression import ExpressionParser, remains_of
+from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import MAX_STRING, FieldVariable, Flag, HistField, Histogram
+from emulated_kernel.trace.hist.operators import qualified, remains_of
 from emulated_kernel.trace.hist.system import hists_of, holders_of
 from emulated_kernel.trace.hist.variables import find_file_variable
 from emulated_kernel.trace.synth.event import FIELDS_MAX
@@ -34,7 +35,6 @@ class ActionMaker:
 
     def create(self, action: Action) -> None:
         """Raises: KernelError EINVAL, EEXIST (a second save), EBUSY (a second snapshot), ENODEV, ENOMEM."""
-        action.owner = self._data
         if action.handler is not Handler.ONMATCH:
             self._track(action)
         match action.kind:
@@ -54,10 +54,8 @@ class ActionMaker:
         if variable is None:
             raise self._log.error(HistError.ONX_VAR_NOT_FOUND, name)
         action.tracked = self._refer_to(variable, None, None)
-        try:
+        with self._log.instead(HistError.ONX_VAR_CREATE_FAIL):
             action.track_index = self._new_variable(_TRACKS[action.handler], 8, "u64").index
-        except KernelError:
-            raise self._log.error(HistError.ONX_VAR_CREATE_FAIL) from None
 
     def _refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField:
         reference = self._data.variables.refer_to(variable, system, event_name)
@@ -68,9 +66,9 @@ class ActionMaker:
     def _new_variable(self, name: str, size: int, type_: str) -> HistField:
         """Mirrors: create_var (v6.1)."""
         data = self._data
-        if data.variables.exists(name) and not data.setting.removes:
+        if data.variables.exists(name) and not data.removes:
             raise KernelError(errno.EINVAL, f"there is a variable {name}")
-        return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.add_variable())
+        return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.map.add_variable())
 
     def _snapshot(self, action: Action) -> None:
         """Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1)."""
@@ -78,45 +76,37 @@ class ActionMaker:
         snapshot.allocate()
         if snapshot.condition is not None:
             raise KernelError(errno.EBUSY, "another histogram takes snapshots")
-        snapshot.condition = TrackedSnapshot(self._data, action)
+        snapshot.condition = TrackedSnapshot(action)
 
     def _save(self, action: Action) -> None:
         if self._data.saved_variables:
             raise self._log.error(HistError.TOO_MANY_SAVE_ACTIONS, code=errno.EEXIST)
         for param in action.params:
-            try:
-                made = self._field_variable(param)
-            except KernelError as failure:
-                raise self._log.error(
-                    HistError.FIELD_VAR_CREATE_FAIL, remains_of(param), failure.errno
-                ) from None
-            self._data.saved_variables.append(made)
+            with self._log.instead(HistError.FIELD_VAR_CREATE_FAIL, remains_of(param)):
+                self._data.saved_variables.append(self._field_variable(param))
 
     def _field_variable(self, name: str) -> FieldVariable:
         """A variable for a field of the histogram's own event. Mirrors: create_field_var (v6.1)."""
         if len(self._data.field_variables) >= FIELDS_MAX:
             raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
-        try:
+        with self._log.instead(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name)):
             value = ExpressionParser(self._data.variables).atom(name, Flag.VAR)
-        except KernelError as failure:
-            raise self._log.error(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name), failure.errno) from None
         name = remains_of(name)
-        try:
-            variable = self._new_variable(name, value.size, value.type)
-        except KernelError:
-            raise self._log.error(HistError.VAR_CREATE_FIND_FAIL, name) from None
-        return FieldVariable(variable, value)
+        with self._log.instead(HistError.VAR_CREATE_FIND_FAIL, name):
+            return FieldVariable(self._new_variable(name, value.size, value.type), value)
 
     # trace(), and synthetic events by name
 
     def _trace(self, action: Action) -> None:
         """Mirrors: trace_action_create (v6.1)."""
-        event = self._data.setting.system.find_synthetic(action.target_name)
+        event = self._data.system.find_synthetic(action.target_name)
         if event is None:
             raise self._log.error(HistError.SYNTH_EVENT_NOT_FOUND, action.target_name)
         arguments: list[int] = []
         for param in action.params:
-            system, event_name, name = _qualified(param)
+            if param.count(".") == 1:
+                raise KernelError(errno.EINVAL, "a name has no dot, or two")
+            system, event_name, name = qualified(param)
             variable = self._argument(action, system, event_name, name)
             if not event.takes(len(arguments), variable.type, variable.size, variable.is_signed):
                 raise self._log.error(HistError.SYNTH_TYPE_MISMATCH, name)
@@ -127,40 +117,31 @@ class ActionMaker:
         action.synthetic, action.arguments = event, arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
-        if name.startswith("$"):
-            return self._argument_variable(action, system, event_name, name[1:])
-        if system is None or self._is_own(system, event_name):
-            try:
-                made = self._field_variable(name)
-            except KernelError:
-                pass
-            else:
-                self._data.field_variables.append(made)
-                return made.variable
+        """Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1)."""
+        own, is_variable = self._data.file.event, name.startswith("$")
+        name = name.removeprefix("$")
+        if system is None or (system, event_name) == (own.group, own.name):
+            found = self._data.variable(name) if is_variable else self._argument_field(name)
+            if found is not None:
+                return found
         if system is None and action.match is not None:
             system, event_name = action.match
+        if is_variable:
+            found = self._data.variables.find(system, event_name, name)
+            if found is None:
+                raise self._log.error(HistError.PARAM_NOT_FOUND, name)
+            return found
         if system is None or event_name is None:
             raise KernelError(errno.EINVAL, f"no field {name}")
         return self._field_of_other(system, event_name, name)
 
-    def _is_own(self, system: str, event_name: str | None) -> bool:
-        event = self._data.file.event
-        return (system, event_name) == (event.group, event.name)
-
-    def _argument_variable(
-        self, action: Action, system: str | None, event_name: str | None, name: str
-    ) -> HistField:
-        """Mirrors: trace_action_find_var (v6.1)."""
-        found = None
-        if system is None or self._is_own(system, event_name):
-            found = self._data.variable(name)
-        if found is None:
-            if system is None and action.match is not None:
-                system, event_name = action.match
-            found = self._data.variables.find(system, event_name, name)
-        if found is None:
-            raise self._log.error(HistError.PARAM_NOT_FOUND, name)
-        return found
+    def _argument_field(self, name: str) -> HistField | None:
+        try:
+            made = self._field_variable(name)
+        except KernelError:
+            return None
+        self._data.field_variables.append(made)
+        return made.variable
 
     def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
         """A variable for a field of another event: a histogram is made there, with the same keys.
@@ -170,7 +151,7 @@ class ActionMaker:
         data = self._data
         if len(data.made_hists) >= FIELDS_MAX:
             raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
-        file = data.find_file(system, event_name)
+        file = data.triggers.find_file(system, event_name)
         if file is None:
             raise self._log.error(HistError.EVENT_FILE_NOT_FOUND, name)
         model = next((each for each in hists_of(file) if _same_keys(each, data)), None)
@@ -181,23 +162,13 @@ class ActionMaker:
         if existing is not None:
             return existing
         command = _hist_command(model, file, variable, name)
-        try:
+        with self._log.instead(HistError.HIST_CREATE_FAIL, name):
             self._make_hist(data, file, command)
-        except KernelError as failure:
-            raise self._log.error(HistError.HIST_CREATE_FAIL, name, failure.errno) from None
         data.made_hists.append((file, command))
         made = find_file_variable(file, variable)
         if made is None:
             raise self._log.error(HistError.SYNTH_VAR_NOT_FOUND, name)
         return made
-
-
-def _qualified(param: str) -> tuple[str | None, str | None, str]:
-    """`[GROUP.EVENT.]NAME`. Raises: KernelError EINVAL for one dot."""
-    parts = param.split(".", 2)
-    if len(parts) == 2:
-        raise KernelError(errno.EINVAL, "a name has no dot, or two")
-    return (None, None, param) if len(parts) == 1 else (parts[0], parts[1], parts[2])
 
 
 def _same_keys(one: Histogram, other: Histogram) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.expression import ExpressionParser, remains_of
+from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import (
     MAX_STRING,
     STACK_DEPTH,
@@ -28,13 +27,13 @@ from emulated_kernel.trace.hist.map import (
     KEYS_MAX,
     SORT_KEYS_MAX,
     VALS_MAX,
-    VARS_MAX,
     Element,
+    Rank,
     SortKey,
     TracingMap,
     Value,
 )
-from emulated_kernel.trace.hist.operators import leftmost_operand
+from emulated_kernel.trace.hist.operators import leftmost_operand, remains_of
 from emulated_kernel.trace.hist.system import HistSystem
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
@@ -48,30 +47,29 @@ _NOT_FOR_VARIABLES = Flag.GRAPH | Flag.PERCENT | Flag.BUCKET | Flag.LOG2
 _NOT_FOR_VALUES = Flag.BUCKET | Flag.LOG2 | Flag.SYM | Flag.SYM_OFFSET | Flag.SYSCALL | Flag.STACKTRACE
 
 
-@dataclass(eq=False)
-class Setting:
-    """Where a histogram is made: the trace array, the event, and who tells of mistakes."""
-
-    triggers: EventTriggers
-    system: HistSystem
-    file: EventFile
-    log: CulpritLog
-    removes: bool = False
-
-
 class HistData(Histogram):
     """Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1)."""
 
-    def __init__(self, setting: Setting, attrs: HistAttrs) -> None:
-        super().__init__(setting.triggers, setting.file, setting.log, attrs)
-        self.setting = setting
-        self.variable_count = 0
+    def __init__(
+        self,
+        triggers: EventTriggers,
+        system: HistSystem,
+        file: EventFile,
+        log: CulpritLog,
+        attrs: HistAttrs,
+        *,
+        removes: bool,
+    ) -> None:
+        """`removes`: the command has a `!`, so that it may define what there is."""
+        super().__init__(triggers, file, log, attrs)
+        self.system = system
+        self.removes = removes
         self.key_size = 0
         self.sort_keys: list[SortKey] = [SortKey()]
         self.actions: list[Action] = []
         self.made_hists: list[tuple[EventFile, str]] = []
         """Histograms that were made on other events for their fields, as commands."""
-        self.variables = Variables(self, setting.system)
+        self.variables = Variables(self, system)
 
     # Making one; mirrors create_hist_data, create_hist_fields (v6.1)
 
@@ -89,34 +87,23 @@ class HistData(Histogram):
         self._build_keys()
         self.variables.definitions = []
         self._build_sort_keys()
-        sums = self.value_count - self.variable_count
+        sums = len(self.sortable) - len(self.keys)
         self.map = TracingMap(self.attrs.bits or DEFAULT_BITS, self.key_size, sums)
         for each in self.fields:
             if each.flags & Flag.VAR:
-                each.owner, each.index = self, self.add_variable()
-
-    def add_variable(self) -> int:
-        """The index of one more variable of the map. Raises: KernelError EINVAL if there are 16."""
-        index = self.map.add_variable()
-        if index is None:
-            raise KernelError(errno.EINVAL, f"more than {VARS_MAX} variables")
-        return index
+                each.owner, each.index = self, self.map.add_variable()
 
     def _build_values(self) -> None:
-        self._add_value(make_field(self, None, Flag.HITCOUNT))
+        self.values.append(make_field(self, None, Flag.HITCOUNT))
         names = self.attrs.vals.split(",") if self.attrs.vals is not None else []
         taken = 0
-        while taken < min(len(names), VALS_MAX) and self.value_count < VALS_MAX:
+        while taken < min(len(names), VALS_MAX) and len(self.values) < VALS_MAX:
             name = names[taken]
             taken += 1
             if name != HITCOUNT:
-                self._add_value(self._value(name, Flag(0), None))
+                self.values.append(self._value(name, Flag(0), None))
         if names[taken:] and names[taken:] != [HITCOUNT]:
             raise KernelError(errno.EINVAL, "too many values")
-
-    def _add_value(self, made: HistField) -> None:
-        self.fields.append(made)
-        self.value_count += 1
 
     def _value(self, text: str, flags: Flag, variable: str | None) -> HistField:
         """Mirrors: __create_val_field (v6.1)."""
@@ -128,15 +115,14 @@ class HistData(Histogram):
 
     def _build_variable(self, name: str, expression: str) -> None:
         """Mirrors: create_var_field (v6.1)."""
-        if self.variables.exists(name) and not self.setting.removes:
+        if self.variables.exists(name) and not self.removes:
             raise self.log.error(HistError.DUPLICATE_VAR, name)
-        self.variable_count += 1
         made = self._value(expression, Flag.VAR, name)
         if made.flags & Flag.EXECNAME:
             made.flags = Flag.STRING | Flag.VAR | Flag.EXECNAME
             made.size, made.is_signed, made.type = MAX_STRING, False, "char[]"
-            made.compute = execname_value
-        self._add_value(made)
+            made.value = execname_value
+        self.values.append(made)
 
     def _build_keys(self) -> None:
         names = (self.attrs.keys or "").split(",")
@@ -147,7 +133,7 @@ class HistData(Histogram):
             self.key_size += made.size
             if self.key_size > _KEY_SIZE_MAX:
                 raise KernelError(errno.EINVAL, "the keys are too long")
-            self.fields.append(made)
+            self.keys.append(made)
         if names[KEYS_MAX:]:
             raise KernelError(errno.EINVAL, "too many keys")
 
@@ -182,9 +168,8 @@ class HistData(Histogram):
     def _sort_index(self, name: str) -> int:
         if name == HITCOUNT:
             return 0
-        summed = [each for each in self.fields if not each.flags & Flag.VAR]
-        for index, each in enumerate(summed[1:], start=1):
-            if each.full_name() == name:
+        for index, each in enumerate(self.sortable):
+            if index and each.full_name() == name:
                 return index
         raise self.log.error(HistError.INVALID_SORT_FIELD, name)
 
@@ -198,29 +183,25 @@ class HistData(Histogram):
         """Whether another histogram uses a variable of this one. Mirrors: check_var_refs (v6.1)."""
         return any(
             reference.owner is self
-            for other in self.setting.system.with_variables(self.triggers.array)
+            for other in self.system.with_variables(self.triggers.array)
             if other is not self
             for reference in other.references
         )
 
-    def compare(self, key: SortKey, one: Element, other: Element) -> int:
-        """Order of two elements by one sort key: below, at or above 0."""
-        sums = self.value_count - self.variable_count
-        if key.index < sums:
-            left, right = one.sums[key.index], other.sums[key.index]
-        else:
-            compared = self.keys[key.index - sums]
-            left, right = _rank(compared, one.key), _rank(compared, other.key)
-        order = (left > right) - (left < right)
-        return -order if key.descending else order
+    @property
+    def sortable(self) -> list[HistField]:
+        """What elements may be sorted by: values, hitcount first, then keys."""
+        return [each for each in self.fields if not each.flags & Flag.VAR]
 
     def elements(self) -> list[Element]:
         """All of them, sorted."""
-        first, *more = self.sort_keys
-        return self.map.sorted(
-            lambda one, other: self.compare(first, one, other),
-            (lambda one, other: self.compare(more[0], one, other)) if more else None,
-        )
+        return self.map.sorted(*map(self._ranking, self.sort_keys))
+
+    def _ranking(self, key: SortKey) -> Rank:
+        part, sign = self.sortable[key.index], -1 if key.descending else 1
+        if part.flags & Flag.KEY:
+            return lambda element: sign * _rank(part, element.key)
+        return lambda element: sign * element.sums[key.index]
 
     # Hits
 

@@ -12,13 +12,14 @@ from emulated_kernel.trace.hist.field import (
     TIME_FLAGS,
     Flag,
     HistField,
-    HistHit,
+    Operation,
     Operator,
+    divide_by_constant,
     make_field,
 )
-from emulated_kernel.trace.hist.operators import find_operator, is_reference
+from emulated_kernel.trace.hist.map import U64
+from emulated_kernel.trace.hist.operators import find_operator, is_reference, qualified
 from emulated_kernel.trace.hist.variables import Variables
-from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 
 _SUBEXPRESSIONS_MAX = 3
@@ -30,8 +31,6 @@ _PLAIN_MODIFIERS = {
     "log2": Flag.LOG2,
     "usecs": Flag.TIMESTAMP_USECS,
 }
-_NO_ENTRY = RawEntry(b"", 0, b"", lambda _address, _is_user: None)
-_NOWHERE = HistHit(None, _NO_ENTRY, lambda: 0)  # type: ignore[arg-type]
 
 
 class ExpressionParser:
@@ -74,7 +73,9 @@ class ExpressionParser:
             raise self._log.error(HistError.UNARY_MINUS_SUBEXPR, body[1:])
         operand = self._operand(inner)
         flags |= operand.flags & TIME_FLAGS
-        return self._expression(Operator.UNARY_MINUS, (operand,), flags, variable)
+        return self._expression(
+            Operator.UNARY_MINUS, OPERATIONS[Operator.UNARY_MINUS], (operand,), flags, variable
+        )
 
     def _operand(self, text: str) -> HistField:
         operand = self.parse(text, Flag(0))
@@ -83,7 +84,12 @@ class ExpressionParser:
         return operand
 
     def _expression(
-        self, operator: Operator, operands: tuple[HistField, ...], flags: Flag, variable: str | None
+        self,
+        operator: Operator,
+        operation: Operation,
+        operands: tuple[HistField, ...],
+        flags: Flag,
+        variable: str | None,
     ) -> HistField:
         """Like its first operand."""
         like = operands[0]
@@ -91,7 +97,7 @@ class ExpressionParser:
             self._owner, flags | Flag.EXPR, type=like.type, size=like.size, is_signed=like.is_signed
         )
         field.operator, field.operands, field.variable = operator, operands, variable
-        field.compute = OPERATIONS[operator]
+        field.value = lambda hit: operation(*[each.number(hit) for each in operands]) & U64
         field.name = field.expression_text()
         return field
 
@@ -104,24 +110,18 @@ class ExpressionParser:
             raise self._log.error(HistError.TIMESTAMP_MISMATCH)
         flags |= left.flags & TIME_FLAGS
         left.read_once = right.read_once = True
+        operation = OPERATIONS[operator]
         if operator is Operator.DIV and divisor.flags & Flag.CONST:
             if not divisor.constant:
                 raise self._log.error(HistError.DIVISION_BY_ZERO, right_text, errno.EDOM)
-            right.constant = divisor.constant
+            operation = divide_by_constant
         if origin.flags & divisor.flags & Flag.CONST:
-            return self._folded(operator, (origin, divisor), flags, variable)
-        return self._expression(operator, (left, right), flags, variable)
+            return self._constant(operation(origin.constant, divisor.constant) & U64, flags, variable)
+        return self._expression(operator, operation, (left, right), flags, variable)
 
-    def _folded(
-        self, operator: Operator, operands: tuple[HistField, ...], flags: Flag, variable: str | None
-    ) -> HistField:
-        """Both operands are constant: so is the result."""
+    def _constant(self, value: int, flags: Flag, variable: str | None) -> HistField:
         field = make_field(self._owner, None, flags | Flag.CONST, variable)
-        field.operands = operands
-        value = OPERATIONS[operator](field, _NOWHERE)
-        assert isinstance(value, int), "operators give numbers"
-        field.constant, field.operands = value, ()
-        field.name = field.expression_text()
+        field.constant = value
         return field
 
     # Atoms
@@ -129,8 +129,11 @@ class ExpressionParser:
     def atom(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
         """A constant, `[GROUP.EVENT.]$VARIABLE`, or a field. Raises: KernelError EINVAL, ENOMEM."""
         if is_digit(text):
-            return self._constant(text, flags, variable)
-        system, event_name, name = _qualified(text)
+            try:
+                return self._constant(kstrtoul(text), flags, variable)
+            except KernelError:
+                raise self._log.error(HistError.EXPECT_NUMBER, text) from None
+        system, event_name, name = qualified(text)
         local = self._variables.local_expression(system, event_name, name)
         if local is None and is_reference(name):
             reference = self._variables.reference(system, event_name, name)
@@ -141,19 +144,10 @@ class ExpressionParser:
         field.buckets = buckets
         return field
 
-    def _constant(self, text: str, flags: Flag, variable: str | None) -> HistField:
-        try:
-            constant = kstrtoul(text)
-        except KernelError:
-            raise self._log.error(HistError.EXPECT_NUMBER, text) from None
-        field = make_field(self._owner, None, flags | Flag.CONST, variable)
-        field.constant = constant
-        return field
-
     def _alias(self, reference: HistField, variable: str) -> HistField:
         """A variable that is another one's name. Mirrors: create_alias (v6.1)."""
         alias = HistField(self._owner, Flag.ALIAS | Flag.VAR, variable=variable, operands=(reference,))
-        alias.compute, alias.reference = reference.compute, reference.reference
+        alias.value = reference.value
         self._variables.copy(reference, alias)
         return alias
 
@@ -204,15 +198,3 @@ class ExpressionParser:
         if not size:
             raise self._log.error(HistError.BAD_FIELD_MODIFIER, text[1:])
         return size
-
-
-def _qualified(text: str) -> tuple[str | None, str | None, str]:
-    """Group, event and name of `GROUP.EVENT.NAME`; a name with one dot has a modifier."""
-    parts = text.split(".", 2)
-    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (None, None, text)
-
-
-def remains_of(text: str) -> str:
-    """What is left of an atom's text behind parsing: Linux cuts GROUP.EVENT.NAME at its dots."""
-    group, _, _ = _qualified(text)
-    return text if group is None or is_digit(text) else group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 from collections.abc import Callable, Sequence
 from enum import Enum, IntFlag
 from functools import cached_property
@@ -102,10 +103,7 @@ class HistHit:
         return self.entry.comm if any(self.entry.data[_PID]) else b"<idle>"
 
 
-Compute = Callable[["HistField", HistHit], Value]
-
-
-def _nothing(_field: HistField, _hit: HistHit) -> Value:
+def _nothing(_hit: HistHit) -> Value:
     return 0
 
 
@@ -119,7 +117,8 @@ class HistField:
     type: str = ""
     size: int = 0
     is_signed: bool = False
-    compute: Compute = _nothing
+    value: Callable[[HistHit], Value] = _nothing
+    """What it is worth."""
     operands: tuple[HistField, ...] = ()
     operator: Operator | None = None
     name: str = ""
@@ -138,13 +137,9 @@ class HistField:
     offset: int = 0
     """Of a key: where it stands in the compound key."""
 
-    def value(self, hit: HistHit) -> Value:
-        """What it is worth."""
-        return self.compute(self, hit)
-
     def number(self, hit: HistHit) -> int:
-        """The same as a number. Deviates: strings count as 0; Linux takes their addresses."""
-        return as_number(self.compute(self, hit))
+        """Its value as a number. Deviates: strings count as 0; Linux takes their addresses."""
+        return as_number(self.value(hit))
 
     def full_name(self, level: int = 0) -> str:
         """Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1)."""
@@ -213,10 +208,10 @@ class Histogram:
         self.file = file
         self.log = log
         self.attrs = attrs
-        self.fields: list[HistField] = []
-        """Values, hitcount first, then variables, then keys."""
-        self.value_count = 0
-        """Values and variables."""
+        self.values: list[HistField] = []
+        """Values, hitcount first, then variables."""
+        self.keys: list[HistField] = []
+        """The key's parts."""
         self.references: list[HistField] = []
         self.matches: list[tuple[str, str]] = []
         """Groups and names of the events that its onmatch() actions name."""
@@ -226,23 +221,14 @@ class Histogram:
         self.map = TracingMap(attrs.bits or DEFAULT_BITS, 0, 0)
 
     @property
-    def values(self) -> list[HistField]:
-        """Values and variables, hitcount first."""
-        return self.fields[: self.value_count]
-
-    @property
-    def keys(self) -> list[HistField]:
-        """The key's parts."""
-        return self.fields[self.value_count :]
+    def fields(self) -> list[HistField]:
+        """Values, variables and keys."""
+        return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
         """The variable of that name. Mirrors: find_var_field (v6.1)."""
         found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
         return next(found, None)
-
-    def find_file(self, group: str, name: str) -> EventFile | None:
-        """Another event of the same trace array."""
-        return self.triggers.find_file(group, name)
 
     def timestamp(self, time: int) -> int:
         """A time in the unit that the histogram counts in."""
@@ -279,65 +265,37 @@ def as_number(value: Value) -> int:
 # What fields are worth
 
 
-def _number_of(field: HistField, hit: HistHit) -> Value:
-    source = field.field
-    assert source is not None, "it was made for one"
-    data = hit.entry.data[source.offset : source.offset + source.size]
-    return int.from_bytes(data, "little", signed=source.is_signed) & U64
-
-
-def _static_string(field: HistField, hit: HistHit) -> Value:
-    source = field.field
-    assert source is not None, "it was made for one"
-    return hit.entry.data[source.offset : source.offset + source.size].partition(b"\0")[0]
-
-
-def _dynamic_string(field: HistField, hit: HistHit) -> Value:
-    source = field.field
-    assert source is not None, "it was made for one"
-    location = int.from_bytes(hit.entry.data[source.offset : source.offset + 4], "little")
-    start, length = location & 0xFFFF, location >> 16
-    return hit.entry.data[start : start + length].partition(b"\0")[0]
-
-
-def _log2(field: HistField, hit: HistHit) -> Value:
-    """Linux: rounded up. Mirrors: order_base_2 (v6.1)."""
-    return max(field.operands[0].number(hit) - 1, 0).bit_length()
-
-
-def _bucket(field: HistField, hit: HistHit) -> Value:
-    value = field.operands[0].number(hit)
-    return value // field.buckets * field.buckets
-
-
-def reference_value(field: HistField, hit: HistHit) -> Value:
-    """Of a variable elsewhere."""
-    return hit.references[field.reference]
-
-
-def execname_value(_field: HistField, hit: HistHit) -> Value:
+def execname_value(hit: HistHit) -> Value:
     """The name of the task that made the element."""
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 
-def _divide(field: HistField, hit: HistHit) -> Value:
-    """Linux: by a constant below 2**20 that is no power of two, small numbers are rounded up a little."""
-    left, right = field.operands
-    value, divisor = left.number(hit), right.number(hit)
-    if not divisor:
-        return U64
-    by_constant = right.flags & Flag.CONST or right.constant
-    if not by_constant or not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
+def _dynamic_string(data: bytes, place: slice) -> bytes:
+    """The string that the __data_loc at `place` of an entry tells of."""
+    location = int.from_bytes(data[place], "little")
+    start, length = location & 0xFFFF, location >> 16
+    return data[start : start + length].partition(b"\0")[0]
+
+
+def _divide(value: int, divisor: int) -> int:
+    return value // divisor if divisor else U64
+
+
+def divide_by_constant(value: int, divisor: int) -> int:
+    """Linux: by one below 2**20 that is no power of two, small numbers are rounded up a little."""
+    if not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
         return value // divisor
     rounding = (1 << _DIV_SHIFT) - 1
     return value * ((1 << _DIV_SHIFT) // divisor) + rounding >> _DIV_SHIFT
 
 
-OPERATIONS: dict[Operator, Compute] = {
-    Operator.PLUS: lambda f, hit: f.operands[0].number(hit) + f.operands[1].number(hit) & U64,
-    Operator.MINUS: lambda f, hit: f.operands[0].number(hit) - f.operands[1].number(hit) & U64,
-    Operator.MULT: lambda f, hit: f.operands[0].number(hit) * f.operands[1].number(hit) & U64,
-    Operator.UNARY_MINUS: lambda f, hit: -f.operands[0].number(hit) & U64,
+Operation = Callable[..., int]
+"""Of the operands' numbers; its low 64 bits count."""
+OPERATIONS: dict[Operator, Operation] = {
+    Operator.PLUS: operator.add,
+    Operator.MINUS: operator.sub,
+    Operator.MULT: operator.mul,
+    Operator.UNARY_MINUS: operator.neg,
     Operator.DIV: _divide,
 }
 
@@ -345,44 +303,53 @@ OPERATIONS: dict[Operator, Compute] = {
 def make_field(
     owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None = None
 ) -> HistField:
-    """A field that isn't an expression. Raises: KernelError ENOMEM for one whose size is no number's.
+    """A field that is no expression, reference or stack trace.
 
+    Raises: KernelError ENOMEM for one whose size is no number's.
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
     field = HistField(owner, flags, source.declared if source else None, variable=variable)
-    if flags & Flag.VAR_REF:
-        field.compute = reference_value
-    elif flags & Flag.HITCOUNT:
+    if flags & Flag.HITCOUNT:
         field.size, field.type = 8, "u64"
-        field.compute = lambda _field, _hit: 1
+        field.value = lambda _hit: 1
     elif flags & Flag.CONST:
         field.size, field.type = 8, "u64"
-        field.compute = lambda field, _hit: field.constant
+        field.value = lambda _hit: field.constant
     elif flags & (Flag.LOG2 | Flag.BUCKET):
         operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET))
-        field.compute = _log2 if flags & Flag.LOG2 else _bucket
+        if flags & Flag.LOG2:
+            # Linux: rounded up, as order_base_2() does.
+            field.value = lambda hit: max(operand.number(hit) - 1, 0).bit_length()
+        else:
+            field.value = lambda hit: operand.number(hit) // field.buckets * field.buckets
         field.operands, field.size, field.type = (operand,), operand.size, operand.type
     elif flags & Flag.TIMESTAMP:
         field.size, field.type = 8, "u64"
-        field.compute = lambda field, hit: field.owner.timestamp(hit.time)
+        field.value = lambda hit: owner.timestamp(hit.time)
     elif flags & Flag.CPU:
         field.size, field.type = 4, "unsigned int"
-        field.compute = lambda _field, hit: hit.entry.cpu
-    elif source is not None and not flags & (Flag.EXPR | Flag.ALIAS | Flag.STACKTRACE):
+        field.value = lambda hit: hit.entry.cpu
+    elif source is not None:
         return _of_source(field, source)
     return field
 
 
 def _of_source(field: HistField, source: FilterField) -> HistField:
-    field.type = source.declared.type
-    if source.type in (FilterType.STATIC_STRING, FilterType.DYN_STRING):
+    declared = source.declared
+    place = slice(declared.offset, declared.offset + declared.size)
+    field.type, field.size = declared.type, declared.size
+    if source.type is FilterType.STATIC_STRING:
         field.flags |= Flag.STRING
-        is_static = source.type is FilterType.STATIC_STRING
-        field.compute = _static_string if is_static else _dynamic_string
-        field.size = source.size if is_static else MAX_STRING
-        return field
-    field.size, field.is_signed = source.declared.size, source.declared.is_signed
-    field.compute = _number_of
-    if field.size not in (1, 2, 4, 8):
+        field.value = lambda hit: hit.entry.data[place].partition(b"\0")[0]
+    elif source.type is FilterType.DYN_STRING:
+        field.flags |= Flag.STRING
+        field.size = MAX_STRING
+        field.value = lambda hit: _dynamic_string(hit.entry.data, place)
+    elif declared.size in (1, 2, 4, 8):
+        field.is_signed = declared.is_signed
+        field.value = lambda hit: (
+            int.from_bytes(hit.entry.data[place], "little", signed=declared.is_signed) & U64
+        )
+    else:
         raise KernelError(errno.ENOMEM, "an array of numbers can't be counted")
     return field

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import errno
+from collections.abc import Callable, Iterable
+from itertools import groupby
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.errors import KernelError
 
 DEFAULT_BITS = 11
 MIN_BITS = 7
@@ -41,7 +44,8 @@ class SortKey:
     descending: bool = False
 
 
-Compare = Callable[[Element, Element], int]
+Rank = Callable[[Element], int]
+"""What elements are sorted by."""
 
 
 class TracingMap:
@@ -56,13 +60,10 @@ class TracingMap:
         self._sums = sums
         self._elements: dict[bytes, Element] = {}
 
-    def __len__(self) -> int:
-        return len(self._elements)
-
-    def add_variable(self) -> int | None:
-        """The index of a new variable; None where there are 16."""
+    def add_variable(self) -> int:
+        """The index of a new variable. Raises: KernelError EINVAL if there are 16."""
         if self.variable_count == VARS_MAX:
-            return None
+            raise KernelError(errno.EINVAL, f"more than {VARS_MAX} variables")
         self.variable_count += 1
         return self.variable_count - 1
 
@@ -86,47 +87,35 @@ class TracingMap:
         self._elements.clear()
         self.hits = self.drops = 0
 
-    def sorted(self, primary: Compare, secondary: Compare | None) -> list[Element]:
+    def sorted(self, primary: Rank, *secondary: Rank) -> list[Element]:
         """All elements in order. Linux: ties stay as a heap sort leaves keys that were in byte order."""
         elements = heap_sort(sorted(self._elements.values(), key=lambda each: each.key), primary)
-        if secondary is None or len(elements) < 2:
-            return elements
-        ordered: list[Element] = []
-        for run in _runs(elements, primary):
-            ordered += heap_sort(run, secondary)
-        return ordered
+        for rank in secondary:
+            runs = groupby(elements, primary)
+            elements = [each for _, run in runs for each in heap_sort(run, rank)]
+        return elements
 
 
-def _runs(elements: Iterable[Element], compare: Compare) -> Iterable[list[Element]]:
-    run: list[Element] = []
-    for element in elements:
-        if run and compare(run[-1], element):
-            yield run
-            run = []
-        run.append(element)
-    yield run
-
-
-def heap_sort(elements: Sequence[Element], compare: Compare) -> list[Element]:
+def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
     """A heap sort whose ties end where Linux's do. Mirrors: lib/sort.c:sort (v6.1), in its order."""
     heap = list(elements)
     for start in reversed(range(len(heap) // 2)):
-        _sift_down(heap, start, len(heap), compare)
+        _sift_down(heap, start, len(heap), rank)
     for end in reversed(range(1, len(heap))):
         heap[0], heap[end] = heap[end], heap[0]
-        _sift_down(heap, 0, end, compare)
+        _sift_down(heap, 0, end, rank)
     return heap
 
 
-def _sift_down(heap: list[Element], start: int, end: int, compare: Compare) -> None:
+def _sift_down(heap: list[Element], start: int, end: int, rank: Rank) -> None:
     """Follow the greater child to a leaf, then go back up to where the element belongs."""
     at = start
     while 2 * at + 2 < end:
         left = 2 * at + 1
-        at = left if compare(heap[left], heap[left + 1]) >= 0 else left + 1
+        at = left if rank(heap[left]) >= rank(heap[left + 1]) else left + 1
     if 2 * at + 2 == end:
         at = 2 * at + 1
-    while at != start and compare(heap[start], heap[at]) >= 0:
+    while at != start and rank(heap[start]) >= rank(heap[at]):
         at = (at - 1) // 2
     moved = heap[start]
     path = []

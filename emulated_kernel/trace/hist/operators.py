@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.trace.hist.field import Operator
+from emulated_kernel.trace.text.numbers import is_digit
 
 
 def find_operator(text: str) -> tuple[Operator, int] | None:
@@ -29,9 +30,21 @@ def leftmost_operand(text: str) -> str:
     """
     found = find_operator(text)
     if found is None:
-        return text.split(".", maxsplit=1)[0] if text.count(".") > 1 else text
+        return remains_of(text)
     operator, at = found
     return text if operator is Operator.UNARY_MINUS else leftmost_operand(text[:at])
+
+
+def remains_of(text: str) -> str:
+    """What is left of an atom's text behind parsing: Linux cuts GROUP.EVENT.NAME at its dots."""
+    group, _, _ = qualified(text)
+    return text if group is None or is_digit(text) else group
+
+
+def qualified(text: str) -> tuple[str | None, str | None, str]:
+    """Group, event and name of `GROUP.EVENT.NAME`; a name with one dot has a modifier."""
+    parts = text.split(".", 2)
+    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (None, None, text)
 
 
 def is_reference(text: str) -> bool:

@@ -32,8 +32,7 @@ def command_text(data: HistData) -> str:
 
 
 def _sort_texts(data: HistData) -> list[str]:
-    summed = [each for each in data.fields if not each.flags & Flag.VAR]
-    names = [summed[key.index].show() if key.index else "hitcount" for key in data.sort_keys]
+    names = [data.sortable[key.index].show() if key.index else "hitcount" for key in data.sort_keys]
     orders = [".descending" if key.descending else "" for key in data.sort_keys]
     return [name + order for name, order in zip(names, orders, strict=True)]
 
@@ -44,7 +43,7 @@ class HistPrinter:
     def __init__(self, data: HistData, symbols: KernelSymbols) -> None:
         self._data = data
         self._symbols = symbols
-        self._syscall_name = data.setting.system.syscall_name
+        self._syscall_name = data.system.syscall_name
         self._columns = [
             (index, each)
             for index, each in enumerate(data.values)
@@ -142,10 +141,9 @@ class HistPrinter:
 
     def _snapshot(self) -> str:
         taken = self._data.triggers.array.snapshot.condition
-        own = any(action.kind is ActionKind.SNAPSHOT for action in self._data.actions)
-        if not isinstance(taken, TrackedSnapshot) or not taken.updated or not own:
+        action = next((each for each in self._data.actions if each.kind is ActionKind.SNAPSHOT), None)
+        if action is None or not isinstance(taken, TrackedSnapshot) or not taken.updated:
             return ""
-        action = next(each for each in self._data.actions if each.kind is ActionKind.SNAPSHOT)
         return (
             "\nSnapshot taken (see tracing/snapshot).  Details:\n"
             f"\ttriggering value {{ {action.handler.value}({action.tracked_name}) }}: {taken.value:10}"

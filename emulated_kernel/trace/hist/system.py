@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.events.event import EventFile, Recorder, TraceEvent
+from emulated_kernel.trace.events.event import EventFile, Recorder
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.ops import EventFilter
@@ -45,8 +45,9 @@ class HistSystem:
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:
-        """The synthetic event of that name."""
-        return self.synthetic_of(self.registry.find(SYSTEM, name))
+        """The synthetic event of that name. Mirrors: find_synth_event_call (v6.1)."""
+        event = self.registry.find(SYSTEM, name)
+        return event if isinstance(event, SyntheticEvent) else None
 
     def with_variables(self, recorder: Recorder) -> Sequence[Histogram]:
         """A trace array's histograms that define or use variables, newest first."""
@@ -54,17 +55,10 @@ class HistSystem:
 
     def save_variables(self, data: Histogram) -> None:
         """Let others find its variables. Mirrors: save_hist_vars (v6.1)."""
-        listed = self._with_variables.setdefault(data.triggers.array, [])
-        if data not in listed:
-            listed.insert(0, data)
+        self._with_variables.setdefault(data.triggers.array, []).insert(0, data)
 
     def remove_variables(self, data: Histogram) -> None:
         """Mirrors: remove_hist_vars (v6.1)."""
         listed = self._with_variables.get(data.triggers.array, [])
         if data in listed:
             listed.remove(data)
-
-    @staticmethod
-    def synthetic_of(event: TraceEvent | None) -> SyntheticEvent | None:
-        """The event itself, if it is a synthetic one. Mirrors: find_synth_event_call (v6.1)."""
-        return event if isinstance(event, SyntheticEvent) else None

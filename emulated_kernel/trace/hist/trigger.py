@@ -12,7 +12,7 @@ from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hist.actions import parse_action
 from emulated_kernel.trace.hist.attrs import parse_attrs, split_filter
 from emulated_kernel.trace.hist.create import ActionMaker
-from emulated_kernel.trace.hist.data import HistData, Setting
+from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField
 from emulated_kernel.trace.hist.output import HistPrinter, command_text
@@ -24,7 +24,6 @@ from emulated_kernel.trace.text.error_log import CulpritLog
 from emulated_kernel.trace.trigger.triggers import (
     EventTriggers,
     TriggerCommand,
-    TriggerWrite,
     parse_trigger_filter,
 )
 
@@ -58,12 +57,6 @@ class HistTrigger(HistHolder):
         state = " [paused]" if self.paused else " [active]"
         return f"{_PREFIX}{name}{command_text(self.data)}{self.filter_text()}{state}"
 
-    def keep(self, event: SyntheticEvent | None) -> None:
-        """It is on the event's list now."""
-        self.synthetic = event
-        if event is not None:
-            event.hist_references += 1
-
     def released(self) -> None:
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
@@ -79,72 +72,71 @@ class HistCommand(TriggerCommand):
     named: list[HistTrigger] = field(default_factory=list, compare=False)
     """Those with a name, in all trace arrays, newest first."""
 
-    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
+    def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, as parse_filter()."""
-        if write.rest is None:
+        if rest is None:
             raise KernelError(errno.EINVAL, "keys are missing")
         location = f"{_PREFIX}{file.event.group}:{file.event.name}"
-        log = CulpritLog(triggers.error_log, location, _PREFIX + write.rest)
-        setting = Setting(triggers, self.system, file, log, write.removes)
-        self._run(setting, write.rest)
+        log = CulpritLog(triggers.error_log, location, _PREFIX + rest)
+        self._run(triggers, file, log, rest, removes=removes)
 
-    def _run(self, setting: Setting, text: str) -> None:
+    def _run(
+        self, triggers: EventTriggers, file: EventFile, log: CulpritLog, text: str, *, removes: bool
+    ) -> None:
         command, condition = split_filter(text)
-        attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), setting.log)
-        data = HistData(setting, attrs)
-        data.actions = []
+        attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), log)
+        data = HistData(triggers, self.system, file, log, attrs, removes=removes)
         for action in attrs.actions:
             data.actions.append(parse_action(action, data))
         data.build()
-        trigger = HistTrigger(data, parse_trigger_filter(setting.file.event, condition), self)
-        if setting.removes:
-            self._remove(trigger, setting.file)
-        elif not self._update_existing(trigger, setting.file):
-            self._add(trigger, setting)
+        trigger = HistTrigger(data, parse_trigger_filter(file.event, condition), self)
+        if removes:
+            self._remove(trigger, file)
+        elif not self._update_existing(trigger, file):
+            self._add(trigger, data)
 
     # Adding
 
-    def _add(self, trigger: HistTrigger, setting: Setting) -> None:
-        data = trigger.data
+    def _add(self, trigger: HistTrigger, data: HistData) -> None:
         try:
             maker = ActionMaker(data, self._make_for)
             for action in data.actions:
                 maker.create(action)
             if data.has_variables():
                 self.system.save_variables(data)
-            self._register(trigger, setting)
+            self._register(trigger, data)
         except KernelError:
             self._discard(data)
             raise
         try:
-            setting.file.add(trigger, last=True)
+            data.file.add(trigger, last=True)
         except KernelError:
             self.release(trigger)
             # Linux: the errno of what failed is lost.
             raise KernelError(errno.EPERM, "the event can't be enabled") from None
-        trigger.keep(self.system.synthetic_of(setting.file.event))
+        if isinstance(data.file.event, SyntheticEvent):
+            trigger.synthetic = data.file.event
+            trigger.synthetic.hist_references += 1
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
         """Make a histogram on another event for the sake of `data`, whose command goes on being logged."""
-        self._run(Setting(data.triggers, self.system, file, data.log), command)
+        self._run(data.triggers, file, data.log, command, removes=False)
 
-    def _register(self, trigger: HistTrigger, setting: Setting) -> None:
+    def _register(self, trigger: HistTrigger, data: HistData) -> None:
         """Mirrors: hist_register_trigger (v6.1)."""
-        attrs, log = trigger.data.attrs, setting.log
+        attrs, log = data.attrs, data.log
         shared = self._find_named(attrs.name)
         if shared is not None and not self._matches(trigger, shared, shared, ignore_filter=True):
             raise log.error(HistError.NAMED_MISMATCH, attrs.name or "")
         is_first = attrs.name is not None and shared is None
-        if not is_first and self._find_match(trigger, setting.file, shared) is not None:
+        if not is_first and self._find_match(trigger, data.file, shared) is not None:
             raise log.error(HistError.TRIGGER_EEXIST, code=errno.EEXIST)
         if attrs.resume or attrs.clear:
             raise log.error(HistError.TRIGGER_ENOENT_CLEAR, code=errno.ENOENT)
         trigger.paused = attrs.pause
-        if trigger.data.uses_time:
-            try:
-                setting.triggers.array.set_clock(attrs.clock)
-            except KernelError as failure:
-                raise log.error(HistError.SET_CLOCK_FAIL, attrs.clock, failure.errno) from None
+        if data.uses_time:
+            with log.instead(HistError.SET_CLOCK_FAIL, attrs.clock):
+                data.triggers.array.set_clock(attrs.clock)
         self._take_name(trigger, shared)
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
@@ -223,7 +215,7 @@ class HistCommand(TriggerCommand):
             action.destroy()
         made, data.made_hists = data.made_hists, []
         for file, command in made:
-            self._run(Setting(data.triggers, self.system, file, data.log, removes=True), command)
+            self._run(data.triggers, file, data.log, command, removes=True)
 
     # Comparing
 
@@ -253,7 +245,7 @@ class HistCommand(TriggerCommand):
         if not ignore_filter and trigger.filter_text() != other.filter_text():
             return False
         return (
-            (own.value_count, own.sort_keys) == (theirs.value_count, theirs.sort_keys)
+            (len(own.values), own.sort_keys) == (len(theirs.values), theirs.sort_keys)
             and [_identity(each) for each in own.fields] == [_identity(each) for each in theirs.fields]
             and [action.key() for action in own.actions] == [action.key() for action in theirs.actions]
         )

@@ -7,7 +7,7 @@ import errno
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram, reference_value
+from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram
 from emulated_kernel.trace.hist.map import VARS_MAX
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
 from emulated_kernel.trace.hist.system import HistSystem, hists_of
@@ -80,7 +80,7 @@ class Variables:
         """
         found: HistField | None = None
         for match in self.owner.matches:
-            file = self.owner.find_file(*match)
+            file = self.owner.triggers.find_file(*match)
             variable = None if file is None else find_file_variable(file, name)
             if variable is not None:
                 if found is not None:
@@ -91,7 +91,7 @@ class Variables:
     def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
         """Mirrors: find_var_file (v6.1)."""
         if system is not None:
-            return self.owner.find_file(system, event_name or "")
+            return self.owner.triggers.find_file(system, event_name or "")
         found: EventFile | None = None
         for data in self._system.with_variables(self.owner.triggers.array):
             if data.file is found or data.variable(name) is None:
@@ -113,10 +113,11 @@ class Variables:
                 return existing
         if len(owner.references) >= VARS_MAX:
             return None
-        reference = HistField(variable.owner, Flag.VAR_REF, compute=reference_value)
+        reference = HistField(variable.owner, Flag.VAR_REF)
         reference.system, reference.event_name = system, event_name
         self.copy(variable, reference)
-        reference.reference = len(owner.references)
+        place = reference.reference = len(owner.references)
+        reference.value = lambda hit: hit.references[place]
         owner.references.append(reference)
         return reference
 

@@ -58,14 +58,23 @@ class Tasks:
 class ProbeHit:
     """The hit being handled; one object, valid during the call."""
 
-    def __init__(self, memory: GuestMemory, tasks: Tasks, context: Callable[[Any], tuple[int, int]]) -> None:
-        """`context` gives common_flags and common_preempt_count of a hit with these registers."""
+    def __init__(
+        self,
+        memory: GuestMemory,
+        tasks: Tasks,
+        context: Callable[[Any], tuple[int, int]],
+        regs: Any = None,
+    ) -> None:
+        """`context` gives common_flags and common_preempt_count of a hit with these registers.
+
+        `regs`: of what no hit makes; whoever takes hits puts each one's there.
+        """
         self.return_address = 0
         """Of a return probe: where the function returns to."""
         self._memory = memory
         self._tasks = tasks
         self._context = context
-        self.regs: Any = None
+        self.regs = regs
         """The registers at the hit, attributes as in Arch.registers."""
         self.chain: Sequence[int] | None = None
         """Its call chain, where several ask for it and one has."""

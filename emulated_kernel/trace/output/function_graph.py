@@ -25,19 +25,15 @@ _RULE = " ------------------------------------------\n"
 _COMM_SHOWN = 7
 
 
-@dataclass(frozen=True)
 class GraphRecords:
     """struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, behind their trace_entry."""
 
-    entered: Struct
-    """func, depth"""
-    returned: Struct
-    """func, depth, overrun, calltime, rettime; nanoseconds"""
-
-    @classmethod
-    def of(cls, word_size: int) -> GraphRecords:
+    def __init__(self, word_size: int) -> None:
         word = "Q" if word_size == 8 else "I"
-        return cls(Struct(f"<{word}i"), Struct(f"<{word}iIQQ"))
+        self.entered = Struct(f"<{word}i")
+        """func, depth"""
+        self.returned = Struct(f"<{word}iIQQ")
+        """func, depth, overrun, calltime, rettime; nanoseconds"""
 
 
 def duration_text(nanoseconds: int) -> str:
@@ -92,9 +88,9 @@ class GraphPrinter:
     """Prints the records of one rendering in their order, under the options of each moment."""
 
     def __init__(self, cpus: int, options: TracerOptions) -> None:
-        self._options = options
-        self._width = len(str(cpus - 1))
-        self._cpus = [_CpuState() for _ in range(cpus)]
+        self.is_on = options.is_on
+        self.cpu_width = len(str(cpus - 1))
+        self.cpus = [_CpuState() for _ in range(cpus)]
 
     def prints(self, record: bytes) -> bool:
         """Whether a record is a call, a return, or shown as a comment."""
@@ -105,7 +101,7 @@ class GraphPrinter:
 
         `following` is the next record of that CPU; `formatter` has the other options.
         """
-        line = _Line(entry, self._cpus[entry.cpu], self._options, formatter, self._width)
+        line = _Line(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
         if kind == EntryType.GRAPH_RET:
             return line.returned()
@@ -117,22 +113,15 @@ class GraphPrinter:
 class _Line:
     """One record on its way to the text."""
 
-    def __init__(
-        self,
-        entry: TimedRecord,
-        state: _CpuState,
-        options: TracerOptions,
-        formatter: LineFormatter,
-        width: int,
-    ) -> None:
+    def __init__(self, entry: TimedRecord, printer: GraphPrinter, formatter: LineFormatter) -> None:
         _, self._context_flags, self._preempt_count, self._pid = TRACE_ENTRY.unpack_from(entry.record)
         self._entry = entry
-        self._state = state
-        self._is_on = options.is_on
+        self._state = printer.cpus[entry.cpu]
+        self._is_on = printer.is_on
+        self._cpu = f" {entry.cpu:>{printer.cpu_width}}) "
         self._formatter = formatter
-        self._width = width
         self._has_context = TraceOption.CONTEXT_INFO in formatter.flags
-        self._records = GraphRecords.of(formatter.style.word_size)
+        self._records = GraphRecords(formatter.style.word_size)
 
     def entered(self, following: bytes | None) -> str:
         """Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1)."""
@@ -187,30 +176,26 @@ class _Line:
 
     def _prologue(self) -> str:
         """Mirrors: print_graph_prologue (v6.1)."""
-        switch = self._switch()
+        text = self._switch()
         if not self._has_context:
-            return switch
-        text = switch
+            return text
         if self._is_on(GraphOption.ABSTIME):
             seconds, rest = divmod(self._entry.time_stamp, 1_000_000_000)
             text += f"{seconds:5d}.{rest // 1000:06d} |  "
         if self._is_on(GraphOption.CPU):
-            text += self._cpu()
+            text += self._cpu
         if self._is_on(GraphOption.PROC):
             text += f"{self._task(self._pid)} | "
         if TraceOption.LATENCY_FMT in self._formatter.flags:
             text += f" {latency_flags(self._context_flags, self._preempt_count)} | "
         return text
 
-    def _cpu(self) -> str:
-        return f" {self._entry.cpu:>{self._width}}) "
-
     def _switch(self) -> str:
         """Another task runs on this CPU now. Mirrors: verif_pid (v6.1)."""
         previous, self._state.last_pid = self._state.last_pid, self._pid
         if previous in (-1, self._pid):
             return ""
-        return f"{_RULE}{self._cpu()}{self._task(previous)} => {self._task(self._pid)}\n{_RULE}\n"
+        return f"{_RULE}{self._cpu}{self._task(previous)} => {self._task(self._pid)}\n{_RULE}\n"
 
     def _task(self, pid: int) -> str:
         text = f"{self._formatter.cmdlines.find(pid)[:_COMM_SHOWN]}-{pid}"

@@ -86,13 +86,13 @@ class TraceOptions:
     def __init__(
         self,
         tracer_options: TracerOptions,
-        changed: Callable[[TraceOption, bool], None],
+        changed: Callable[[], None],
         tracers: Callable[[], Collection[str]],
         current: Callable[[], str],
         printk: Callable[[str], None],
         tracer_changed: Callable[[str], None],
     ) -> None:
-        """`changed` is called with each option of the array's own whose value differs from before.
+        """`changed` is called when an option of the array's own differs from before.
 
         `tracer_changed` with the name of each of the tracers'.
         """
@@ -129,7 +129,7 @@ class TraceOptions:
             return
         if option := OPTION_NAMES.get(name):
             self.flags = self.flags | option if value else self.flags & ~option
-            self._changed(option, bool(value))
+            self._changed()
         else:
             self._set_of_tracer(name, on=bool(value))
 

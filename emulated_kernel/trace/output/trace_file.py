@@ -71,24 +71,17 @@ def header_text(facts: HeaderFacts, flags: TraceOption) -> str:
         return start + _latency_legend()
     tgid = TraceOption.RECORD_TGID in flags
     info = f"# entries-in-buffer/entries-written: {facts.entries}/{facts.total}   #P:{facts.cpus}\n#\n"
-    return start + info + (_irq_columns(tgid) if TraceOption.IRQ_INFO in flags else _columns(tgid))
+    return start + info + _columns(tgid, irqs=TraceOption.IRQ_INFO in flags)
 
 
-def _columns(tgid: bool) -> str:
+def _columns(tgid: bool, *, irqs: bool) -> str:
     name, mark = _TGID_COLUMN if tgid else ("", "")
-    return (
-        f"#           TASK-PID    {name} CPU#     TIMESTAMP  FUNCTION\n"
-        f"#              | |      {mark}   |         |         |\n"
-    )
-
-
-def _irq_columns(tgid: bool) -> str:
-    name, mark = _TGID_COLUMN if tgid else ("", "")
-    legend = "".join(f"#{'':{_IRQ_INDENT + len(name)}}{line}\n" for line in _IRQ_LEGEND)
+    legend = "".join(f"#{'':{_IRQ_INDENT + len(name)}}{line}\n" for line in _IRQ_LEGEND if irqs)
+    flags, marks = ("  |||||", "   |||||") if irqs else ("   ", "    ")
     return (
         f"{legend}"
-        f"#           TASK-PID    {name} CPU#  |||||  TIMESTAMP  FUNCTION\n"
-        f"#              | |      {mark}   |   |||||     |         |\n"
+        f"#           TASK-PID    {name} CPU#{flags}  TIMESTAMP  FUNCTION\n"
+        f"#              | |      {mark}   |{marks}     |         |\n"
     )
 
 

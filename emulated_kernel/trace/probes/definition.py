@@ -170,17 +170,15 @@ def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg
 
     Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
     """
-    if all(insn.op is not FetchOp.SYMBOL for insn in arg.program):
+    load = arg.stages.load
+    if load.op is not FetchOp.SYMBOL:
         return arg
-    program = list(arg.program)
-    for index, insn in enumerate(program):
-        if insn.op is FetchOp.SYMBOL:
-            name, offset = split_symbol_offset(insn.name, bits)
-            address = symbols.lookup_name(name)
-            if not address:
-                raise KernelError(errno.ENOENT, f"no symbol named {name}")
-            program[index + 1] = FetchInsn(FetchOp.IMM, value=address + offset)
-    return replace(arg, program=tuple(program))
+    name, offset = split_symbol_offset(load.name, bits)
+    address = symbols.lookup_name(name)
+    if not address:
+        raise KernelError(errno.ENOENT, f"no symbol named {name}")
+    load = FetchInsn(FetchOp.IMM, value=address + offset)
+    return replace(arg, stages=replace(arg.stages, load=load))
 
 
 def parse_event_name(

@@ -74,6 +74,7 @@ class Eprobe(TraceProbe):
     """An event probe. Mirrors: kernel/trace/trace_eprobe.c:struct trace_eprobe (v6.1)."""
 
     __slots__ = ("_arch", "_symbols", "_trigger", "filter", "target")
+    letter = "e"
 
     def __init__(
         self, kind: EventProbes, event: EprobeEvent, condition: EventFilter | None, arch: Arch
@@ -83,7 +84,7 @@ class Eprobe(TraceProbe):
         self.filter = condition
         self._arch = arch
         self._symbols = kind.symbols
-        self._trigger: EprobeTrigger | None = None
+        self._trigger = EprobeTrigger(self)
 
     @property
     def place_text(self) -> str:
@@ -93,27 +94,18 @@ class Eprobe(TraceProbe):
         """Mirrors: eprobe_dyn_event_match (v6.1)."""
         return word in (self.place_text, f"{self.target.group}/{self.target.name}")
 
-    def show(self) -> str:
-        """Mirrors: eprobe_dyn_event_show (v6.1)."""
-        head = f"e:{self.event.group}/{self.event.name}"
-        return f"{head} {to_text(' '.join(self.words()))}\n"
-
     def enable(self) -> None:
         """Hang on to the event, in the trace array that enables this one. Raises: KernelError.
 
         Linux: other trace arrays that enable it later get nothing. Deviates: they get its hits there.
         """
-        trigger = EprobeTrigger(self)
-        self.target.file(self.event.recorders[0]).add(trigger, last=True)
-        self._trigger = trigger
+        self.target.file(self.event.recorders[0]).add(self._trigger, last=True)
 
     def disable(self) -> None:
         """Let go of the event."""
         for file in self.target.files.values():
             if self._trigger in file.triggers:
-                assert self._trigger is not None, "it is on a list"
                 file.remove(self._trigger)
-        self._trigger = None
 
     def unregister(self) -> None:
         self.target.let_go()
@@ -225,9 +217,9 @@ class EventProbes(ProbeKind[Eprobe]):
 
     def _finish(self, target: TraceEvent, log: CommandLog, arg: ProbeArg) -> ProbeArg:
         """Find the field and the symbol that an argument names. Mirrors: trace_eprobe_tp_update_arg."""
-        first, *rest = arg.program
-        if first.op is FetchOp.TP_ARG and all(field.name != first.name for field in target.fields):
-            if first.name not in _COMM:
+        load = arg.stages.load
+        if load.op is FetchOp.TP_ARG and all(field.name != load.name for field in target.fields):
+            if load.name not in _COMM:
                 raise log.error(0, ProbeError.BAD_ATTACH_ARG, errno.ENOENT)
-            arg = replace(arg, program=(FetchInsn(FetchOp.COMM), *rest))
+            arg = replace(arg, stages=replace(arg.stages, load=FetchInsn(FetchOp.COMM)))
         return resolve_symbol(arg, self.symbols, self._arch.bits)

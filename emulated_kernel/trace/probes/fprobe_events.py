@@ -89,7 +89,8 @@ class TraceFprobe(TraceKprobe):
 
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """False too where an entry's ip is asked for, which is behind the fentry site and no constant."""
-        asks = any(insn.op is FetchOp.REG and insn.name == "ip" for arg in self.args for insn in arg.program)
+        loads = (arg.stages.load for arg in self.args)
+        asks = any(load.op is FetchOp.REG and load.name == "ip" for load in loads)
         return (self.place.is_return or not asks) and super().emit(builder, way)
 
     def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:

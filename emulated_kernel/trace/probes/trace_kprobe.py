@@ -290,14 +290,12 @@ class TraceKprobe(TraceProbe):
         return word == self.place_text[:MAX_ARGSTR_LEN]
 
     def show(self) -> str:
-        """Its line in kprobe_events. Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_show (v6.1)."""
         if not self._shown:
-            self._shown = f":{self.event.group}/{self.event.name} {to_text(' '.join(self.words()))}\n"
+            self._shown = super().show()[len(self.letter) :]
         return self.letter + self._shown
 
     @property
     def letter(self) -> str:
-        """What its line begins with."""
         if self.place.is_jprobe:
             return "j"
         return f"r{self.maxactive or ''}" if self.place.is_return else "p"

@@ -113,6 +113,11 @@ class TraceProbe(DynEvent):
         """Where it is, as in its line, and as `-:EVENT PLACE` has to give it."""
 
     @property
+    @abstractmethod
+    def letter(self) -> str:
+        """What its line begins with."""
+
+    @property
     def identity(self) -> Hashable:
         """What two probes on the same place have in common."""
         return self.place_text
@@ -128,6 +133,10 @@ class TraceProbe(DynEvent):
 
     def is_busy(self) -> bool:
         return self.event.is_enabled
+
+    def show(self) -> str:
+        """Mirrors: trace_kprobe_show, trace_uprobe_show, eprobe_dyn_event_show (v6.1)."""
+        return f"{self.letter}:{self.event.group}/{self.event.name} {to_text(' '.join(self.words()))}\n"
 
     def words(self) -> list[str]:
         """Of its line, behind the name: its place and its arguments."""

@@ -86,10 +86,9 @@ class TraceUprobe(TraceProbe):
         """Deviates: it can't be, since the guest runs no programs. Raises: KernelError EOPNOTSUPP."""
         raise KernelError(errno.EOPNOTSUPP, "there are no programs to probe")
 
-    def show(self) -> str:
-        """Its line. Mirrors: kernel/trace/trace_uprobe.c:trace_uprobe_show (v6.1)."""
-        head = f"{'r' if self.place.is_return else 'p'}:{self.event.group}/{self.event.name}"
-        return f"{head} {to_text(' '.join(self.words()))}\n"
+    @property
+    def letter(self) -> str:
+        return "r" if self.place.is_return else "p"
 
     def profile(self) -> str:
         """Its line in uprobe_profile: there are no hits."""

@@ -13,35 +13,19 @@ from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.ring.layout import (
-    ANCHOR_SLOT,
-    ASIDE,
-    CHANGING,
-    COMMIT_OVERRUN,
-    CONTROL_SIZE,
-    CONTROL_WORDS,
-    COUNTERS,
-    DROPPED,
-    ENTRIES,
-    ENTRIES_BYTES,
-    FLAGS,
-    HEAD_SLOT,
-    LAST_OVERRUN,
-    LOST_EVENTS,
-    OVERRUN,
-    READ,
-    READ_BYTES,
-    READ_STAMP,
-    READER_PAGE,
-    READER_READ,
-    SLOTS,
-    TAIL_ENTRIES,
-    TAIL_PAGE,
-    TAIL_SLOT,
-    RingFlag,
-    RingMemory,
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, COUNTERS, SLOTS, RingControl, RingFlag, RingMemory
+from emulated_kernel.trace.ring.page import (
+    DELTA_BITS,
+    MAX_TYPE_LEN,
+    MISSED_EVENTS,
+    MISSED_STORED,
+    PADDING,
+    PAGE_DATA_SIZE,
+    PAGE_HEADER_SIZE,
+    STAMP_MASK,
+    TIME_EVENT_SIZE,
+    TIME_EXTEND,
 )
-from emulated_kernel.trace.ring.page import MISSED_EVENTS, MISSED_STORED, PAGE_DATA_SIZE, PAGE_HEADER_SIZE
 from emulated_kernel.trace.ring.writer import RingWriter
 
 _DISABLED = RingFlag.DISABLED.value
@@ -78,8 +62,8 @@ class RingBuffer(RingWriter):
 
     def __len__(self) -> int:
         """Events that can still be read."""
-        words = self._words
-        return words[ENTRIES] + words[TAIL_ENTRIES] - words[OVERRUN] - words[READ]
+        control = self._control
+        return control.entries + control.tail_entries - control.overrun - control.read
 
     def peek(self) -> Consumed | None:
         """The event that consume() would take; it can move the reader to the next sub-buffer.
@@ -87,7 +71,7 @@ class RingBuffer(RingWriter):
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_peek (v6.1)
         """
         found = self._next_event()
-        return None if found is None else Consumed(found[0], found[1], self._words[LOST_EVENTS])
+        return None if found is None else Consumed(found[0], found[1], self._control.lost_events)
 
     def consume(self) -> Consumed | None:
         """Take the oldest event out; `lost_events` counts those overwritten just before it.
@@ -97,25 +81,25 @@ class RingBuffer(RingWriter):
         found = self._next_event()
         if found is None:
             return None
-        words = self._words
-        event = Consumed(found[0], found[1], words[LOST_EVENTS])
-        words[LOST_EVENTS] = 0
-        words[READ] += 1
-        words[READ_BYTES] += found[2] - words[READER_READ]
-        words[READER_READ] = found[2]
-        words[READ_STAMP] = found[0]
+        control = self._control
+        event = Consumed(found[0], found[1], control.lost_events)
+        control.lost_events = 0
+        control.read += 1
+        control.read_bytes += found[2] - control.reader_read
+        control.reader_read = found[2]
+        control.read_stamp = found[0]
         return event
 
     def _next_event(self) -> tuple[int, bytes, int] | None:
-        words = self._words
+        control = self._control
         while self._take_reader_page():
-            page, offset = words[READER_PAGE], words[READER_READ]
+            page, offset = control.reader_page, control.reader_read
             end = self._commit(page)
-            for found in self._reader.events(self._data(page), offset, end, words[READ_STAMP]):
+            for found in self._events(page, offset, control.read_stamp):
                 return found
             # Only padding is left on it.
-            words[READ_BYTES] += end - offset
-            words[READER_READ] = end
+            control.read_bytes += end - offset
+            control.reader_read = end
         return None
 
     def _take_reader_page(self) -> bool:
@@ -123,49 +107,76 @@ class RingBuffer(RingWriter):
 
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
         """
-        words, table, count = self._words, self._table, self.nr_pages
-        reader = words[READER_PAGE]
-        if words[READER_READ] < self._commit(reader):
+        control, table, count = self._control, self._table, self.nr_pages
+        reader = control.reader_page
+        if control.reader_read < self._commit(reader):
             return True
-        if not len(self) or reader == words[TAIL_PAGE]:
+        if not len(self) or reader == control.tail_page:
             return False
-        head = words[HEAD_SLOT]
+        head = control.head_slot
         taken = table[SLOTS + head]
-        words[CHANGING] = 1
+        control.changing = 1
         self._clear_page(reader)
         # In this order: salvage.py can tell how far it came, if the process ends here.
         table[SLOTS + head] = reader
-        words[READER_READ] = 0
-        words[READER_PAGE] = taken
-        words[READ_STAMP] = table[self._page_word(taken)]
-        words[HEAD_SLOT] = (head + 1) % count
-        words[ANCHOR_SLOT] = (head - 1) % count
-        words[CHANGING] = 0
-        if words[OVERRUN] != words[LAST_OVERRUN]:
-            words[LOST_EVENTS] = words[OVERRUN] - words[LAST_OVERRUN]
-            words[LAST_OVERRUN] = words[OVERRUN]
+        control.reader_read = 0
+        control.reader_page = taken
+        control.read_stamp = table[self._page_word(taken)]
+        control.head_slot = (head + 1) % count
+        control.anchor_slot = (head - 1) % count
+        control.changing = 0
+        if control.overrun != control.last_overrun:
+            control.lost_events = control.overrun - control.last_overrun
+            control.last_overrun = control.overrun
         return True
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield (time stamp, record) of every unread event, oldest first, consuming nothing."""
-        words = self._words
-        reader = words[READER_PAGE]
-        decode = self._reader.events
-        events = decode(self._data(reader), words[READER_READ], self._commit(reader), words[READ_STAMP])
-        for stamp, record, _ in events:
+        control = self._control
+        for stamp, record, _ in self._events(control.reader_page, control.reader_read, control.read_stamp):
             yield stamp, record
         for page in self._unread_pages():
-            stamp = self._table[self._page_word(page)]
-            for event in decode(self._data(page), 0, self._commit(page), stamp):
-                yield event[0], event[1]
+            for stamp, record, _ in self._events(page, 0, self._table[self._page_word(page)]):
+                yield stamp, record
+
+    def _events(self, page: int, offset: int, stamp: int) -> Iterator[tuple[int, bytes, int]]:
+        """Yield (time stamp, payload, offset behind it) of a page's events from `offset` on.
+
+        `stamp` is the time before the first event. A payload comes padded to four bytes, as the format has
+        no finer size.
+        """
+        words, memory = self._words32, self._memory
+        data, end = self._data(page), self._commit(page)
+        while offset < end:
+            at = data + offset
+            header = words[at >> 2]
+            kind = header & 31
+            if kind <= MAX_TYPE_LEN:
+                stamp += header >> 5
+                if kind:
+                    start = at + 4
+                    stop = start + kind * 4
+                else:
+                    start = at + 8
+                    stop = at + 4 + words[(at + 4) >> 2]
+                offset = stop - data
+                yield stamp, bytes(memory[start:stop]), offset
+            elif kind == PADDING:
+                if not header >> 5:
+                    return
+                offset += 4 + words[(at + 4) >> 2]
+            else:
+                value = (header >> 5) | words[(at + 4) >> 2] << DELTA_BITS
+                stamp = stamp + value if kind == TIME_EXTEND else (stamp & ~STAMP_MASK) | value
+                offset += TIME_EVENT_SIZE
 
     def _unread_pages(self) -> list[int]:
         """Sub-buffers of the ring that were written and not read, oldest first."""
-        words, count = self._words, self.nr_pages
-        if words[TAIL_PAGE] == words[READER_PAGE]:
+        control, count = self._control, self.nr_pages
+        if control.tail_page == control.reader_page:
             return []
-        head = words[HEAD_SLOT]
-        used = (words[TAIL_SLOT] - head) % count + 1
+        head = control.head_slot
+        used = (control.tail_slot - head) % count + 1
         return [self._table[SLOTS + (head + i) % count] for i in range(used)]
 
     def read_page(self, *, full: bool = False) -> bytes | None:
@@ -176,30 +187,30 @@ class RingBuffer(RingWriter):
         """
         if not self._take_reader_page():
             return None
-        words = self._words
-        if full and words[READER_PAGE] == words[TAIL_PAGE]:
+        control = self._control
+        if full and control.reader_page == control.tail_page:
             return None
-        page, offset = words[READER_PAGE], words[READER_READ]
-        end, stamp, data = self._commit(page), words[READ_STAMP], self._data(page)
-        taken = [event[0] for event in self._reader.events(data, offset, end, stamp)]
+        page, offset = control.reader_page, control.reader_read
+        end, stamp, data = self._commit(page), control.read_stamp, self._data(page)
+        taken = [event[0] for event in self._events(page, offset, stamp)]
         size = end - offset
         image = bytearray(PAGE_SIZE)
         image[PAGE_HEADER_SIZE : PAGE_HEADER_SIZE + size] = self._memory[data + offset : data + end]
         commit = size
-        if lost := words[LOST_EVENTS]:
+        if lost := control.lost_events:
             commit |= MISSED_EVENTS
             if PAGE_DATA_SIZE - size >= _MISSED_COUNT_SIZE:
                 commit |= MISSED_STORED
                 at = PAGE_HEADER_SIZE + size
                 image[at : at + _MISSED_COUNT_SIZE] = lost.to_bytes(_MISSED_COUNT_SIZE, "little")
-            words[LOST_EVENTS] = 0
+            control.lost_events = 0
         image[:PAGE_HEADER_SIZE] = stamp.to_bytes(8, "little") + commit.to_bytes(8, "little")
-        words[CHANGING] = 1
-        words[READ] += len(taken)
-        words[READ_BYTES] += size
-        words[READER_READ] = end
-        words[READ_STAMP] = taken[-1] if taken else stamp
-        words[CHANGING] = 0
+        control.changing = 1
+        control.read += len(taken)
+        control.read_bytes += size
+        control.reader_read = end
+        control.read_stamp = taken[-1] if taken else stamp
+        control.changing = 0
         return bytes(image)
 
     # -- control
@@ -212,7 +223,7 @@ class RingBuffer(RingWriter):
     @property
     def overwrite(self) -> bool:
         """Whether a full buffer loses its oldest events (else new ones are dropped)."""
-        return bool(self._words[FLAGS] & RingFlag.OVERWRITE)
+        return bool(self._control.flags & RingFlag.OVERWRITE)
 
     @overwrite.setter
     def overwrite(self, value: bool) -> None:
@@ -221,7 +232,7 @@ class RingBuffer(RingWriter):
     @property
     def disabled(self) -> bool:
         """Whether write() refuses everything."""
-        return bool(self._words[FLAGS] & RingFlag.DISABLED)
+        return bool(self._control.flags & RingFlag.DISABLED)
 
     @disabled.setter
     def disabled(self, value: bool) -> None:
@@ -232,18 +243,18 @@ class RingBuffer(RingWriter):
             self._open_tail()
 
     def _set_flag(self, flag: RingFlag, value: bool) -> None:
-        flags = self._words[FLAGS]
-        self._words[FLAGS] = flags | flag.value if value else flags & ~flag.value
+        flags = self._control.flags
+        self._control.flags = flags | flag.value if value else flags & ~flag.value
 
     @property
     def overrun(self) -> int:
         """Events overwritten before they were read."""
-        return self._words[OVERRUN]
+        return self._control.overrun
 
     @property
     def written(self) -> int:
         """Events written since it was emptied."""
-        return self._words[ENTRIES] + self._words[TAIL_ENTRIES]
+        return self._control.entries + self._control.tail_entries
 
     @property
     def dirty_pages(self) -> int:
@@ -252,18 +263,18 @@ class RingBuffer(RingWriter):
 
     def stats(self) -> RingStats:
         """The counters; `oldest_event_ts` outlives a reset, as in Linux."""
-        words = self._words
-        page = words[TAIL_PAGE]
-        if page != words[READER_PAGE]:
-            page = self._table[SLOTS + words[HEAD_SLOT]]
+        control = self._control
+        page = control.tail_page
+        if page != control.reader_page:
+            page = self._table[SLOTS + control.head_slot]
         return RingStats(
             entries=len(self),
-            overrun=words[OVERRUN],
-            commit_overrun=words[COMMIT_OVERRUN],
-            size=words[ENTRIES_BYTES] + self._tail() - words[READ_BYTES],
+            overrun=control.overrun,
+            commit_overrun=control.commit_overrun,
+            size=control.entries_bytes + self._tail() - control.read_bytes,
             oldest_event_ts=self._table[self._page_word(page)],
-            dropped_events=words[DROPPED],
-            read_events=words[READ],
+            dropped_events=control.dropped,
+            read_events=control.read,
         )
 
     def reset(self) -> None:
@@ -271,58 +282,55 @@ class RingBuffer(RingWriter):
 
         Mirrors: kernel/trace/ring_buffer.c:rb_reset_cpu (v6.1)
         """
-        words = self._words
-        anchor = words[ANCHOR_SLOT]
-        words[CHANGING] = 1
-        words[HEAD_SLOT] = words[TAIL_SLOT] = anchor
-        words[TAIL_PAGE] = self._table[SLOTS + anchor]
-        self._clear_page(words[TAIL_PAGE])
-        self._clear_page(words[READER_PAGE])
-        words[READER_READ] = words[TAIL_ENTRIES] = 0
+        control = self._control
+        anchor = control.anchor_slot
+        control.changing = 1
+        control.head_slot = control.tail_slot = anchor
+        control.tail_page = self._table[SLOTS + anchor]
+        self._clear_page(control.tail_page)
+        self._clear_page(control.reader_page)
+        control.reader_read = control.tail_entries = 0
         for word in COUNTERS:
-            words[word] = 0
+            setattr(control, word, 0)
         self._park(0)
-        words[CHANGING] = 0
+        control.changing = 0
 
-    def resize(self, memory: RingMemory | memoryview, nr_pages: int) -> None:
+    def resize(self, place: RingMemory, nr_pages: int) -> None:
         """Move into other pages, under the same control block or another, with `nr_pages` sub-buffers.
 
         The oldest that don't fit are overrun. The pages so far are the caller's to release, when no guest
         code writes to them any more.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
-        tail, old, table = self._tail(), self._words, self._table
-        tail_entries = old[TAIL_ENTRIES]
+        tail, old, table = self._tail(), self._control, self._table
         unread = self._unread_pages()
         for page in unread[:-nr_pages]:
             self._overrun_page(page)
         unread = unread[-nr_pages:]
-        kept = [*unread, old[READER_PAGE]]
+        kept = [*unread, old.reader_page]
         images = [self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE] for page in kept]
         entries = [table[self._entries_at + page] for page in kept]
-        counters = old[:CONTROL_WORDS].tolist()
+        before = RingControl.from_buffer_copy(self.place.control_block)
         # Guest code that knows another control block must come to the host.
         self._park(tail)
-        old[FLAGS] = counters[FLAGS] | _DISABLED
-        place = memory if isinstance(memory, RingMemory) else RingMemory(memory)
-        control = place.control or place.pages[:CONTROL_SIZE]
+        old.flags = before.flags | _DISABLED
         # The old pages count until the new ones are whole, even if the process ends here.
         draft = replace(place, control=memoryview(bytearray(CONTROL_SIZE)))
-        self._format(draft, nr_pages, counters[FLAGS])
-        words = self._words
-        for word in (READER_READ, ASIDE, *COUNTERS):
-            words[word] = counters[word]
+        self._format(draft, nr_pages, before.flags)
+        control = self._control
+        for word in ("reader_read", "aside", *COUNTERS):
+            setattr(control, word, getattr(before, word))
         numbers = [*range(len(unread)), nr_pages]
         for page, image, count in zip(numbers, images, entries, strict=True):
             at = self._data(page) - PAGE_HEADER_SIZE
             self._memory[at : at + PAGE_SIZE] = image
             self._table[self._entries_at + page] = count
         # Without an unread page the tail is the reader page, and the next slot is the head.
-        words[TAIL_PAGE] = len(unread) - 1 if unread else nr_pages
-        words[TAIL_SLOT] = (len(unread) - 1) % nr_pages
-        words[TAIL_ENTRIES] = tail_entries
+        control.tail_page = len(unread) - 1 if unread else nr_pages
+        control.tail_slot = (len(unread) - 1) % nr_pages
+        control.tail_entries = before.tail_entries
         self._park(tail)
-        if tail and not counters[FLAGS] & _DISABLED:
+        if tail and not before.flags & _DISABLED:
             self._open_tail()
-        control.cast("B")[:CONTROL_SIZE] = words.cast("B")[:CONTROL_SIZE]
+        place.control_block[:] = draft.control_block
         self._attach(place, nr_pages)

@@ -1,7 +1,7 @@
 """Layout of a ring buffer's memory: the contract between guest code and the reader here.
 
 Each CPU writes to a buffer of its own. Its control block of 32 u64 words (little-endian) holds what changes
-with each event and counts, as the constants below say.
+with each event and counts, as RingControl says.
 
 The sub-buffers' memory starts with room for a control block (used where there is no other), then
 
@@ -25,6 +25,7 @@ succeed when begun again; if no, the event is dropped, and counted if that is fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import LittleEndianStructure, c_uint64, sizeof
 from dataclasses import replace
 from enum import IntFlag
 
@@ -35,42 +36,61 @@ from emulated_kernel.trace.ring.page import PAGE_DATA_SIZE
 MIN_PAGES = 2
 _SIZE_MASK = (1 << 64) - 1
 
-# Words of a control block
 
-WRITE_PTR = 0  # address of the next event; 0: nobody but the host may write one now
-WRITE_STAMP = 1  # time of the last event written
-TAIL_ENTRIES = 2  # events on the sub-buffer that is written
-PARKED_PTR = 3  # write_ptr's value while that is 0
-BASE = 4  # address of the sub-buffers' memory
-NR_PAGES = 5  # sub-buffers in the ring; one more, the reader page, stands outside of it
-FLAGS = 6  # RingFlag
-TAIL_PAGE = 7  # number of the sub-buffer that is written
-TAIL_SLOT = 8  # ring slot of tail_page (or that it had before the reader took it)
-HEAD_SLOT = 9  # ring slot of the oldest unread sub-buffer
-READER_PAGE = 10  # number of the reader's sub-buffer
-READER_READ = 11  # bytes of its data that were consumed
-ANCHOR_SLOT = 12  # where head and tail go on reset
-READ_STAMP = 13  # time of the last event consumed
-ENTRIES = 14  # events on all sub-buffers that were ever left behind
-OVERRUN = 15  # events overwritten before they were read
-COMMIT_OVERRUN = 16  # events lost because the writer met its own uncommitted ones (always 0 here)
-DROPPED = 17  # events refused for want of room (no overwriting)
-READ = 18  # events consumed
-ENTRIES_BYTES = 19  # bytes written on sub-buffers that were left behind, and not overwritten
-READ_BYTES = 20  # bytes consumed
-LAST_OVERRUN = 21  # `overrun` when the reader last took a sub-buffer
-LOST_EVENTS = 22  # events lost before the next one that the reader gets
-ASIDE = 23  # 1: the buffer of a snapshot, not of the trace array itself
-CHANGING = 24  # 1 while the host changes words that belong together
-COUNTERS = (WRITE_STAMP, *range(READ_STAMP, LOST_EVENTS + 1))
+class RingControl(LittleEndianStructure):
+    """A control block: u64 words, and room for more."""
+
+    write_ptr: int  # address of the next event; 0: nobody but the host may write one now
+    write_stamp: int  # time of the last event written
+    tail_entries: int  # events on the sub-buffer that is written
+    parked_ptr: int  # write_ptr's value while that is 0
+    base: int  # address of the sub-buffers' memory
+    nr_pages: int  # sub-buffers in the ring; one more, the reader page, stands outside of it
+    flags: int  # RingFlag
+    tail_page: int  # number of the sub-buffer that is written
+    tail_slot: int  # ring slot of tail_page (or that it had before the reader took it)
+    head_slot: int  # ring slot of the oldest unread sub-buffer
+    reader_page: int  # number of the reader's sub-buffer
+    reader_read: int  # bytes of its data that were consumed
+    anchor_slot: int  # where head and tail go on reset
+    read_stamp: int  # time of the last event consumed
+    entries: int  # events on all sub-buffers that were ever left behind
+    overrun: int  # events overwritten before they were read
+    commit_overrun: int  # events lost because the writer met its own uncommitted ones (always 0 here)
+    dropped: int  # events refused for want of room (no overwriting)
+    read: int  # events consumed
+    entries_bytes: int  # bytes written on sub-buffers that were left behind, and not overwritten
+    read_bytes: int  # bytes consumed
+    last_overrun: int  # `overrun` when the reader last took a sub-buffer
+    lost_events: int  # events lost before the next one that the reader gets
+    aside: int  # 1: the buffer of a snapshot, not of the trace array itself
+    changing: int  # 1 while the host changes words that belong together
+    _fields_ = (*((name, c_uint64) for name in __annotations__), ("reserved", c_uint64 * 7))
+
+
+CONTROL_SIZE = sizeof(RingControl)
+SLOTS = CONTROL_SIZE // 8
+COUNTERS = (
+    *("write_stamp", "read_stamp", "entries", "overrun", "commit_overrun", "dropped", "read"),
+    *("entries_bytes", "read_bytes", "last_overrun", "lost_events"),
+)
 """Words that a reset clears."""
-CONTROL_WORDS = 32
-CONTROL_SIZE = CONTROL_WORDS * 8
-SLOTS = CONTROL_WORDS
+
+
+def offset_of(word: str) -> int:
+    """Where a word of a control block begins, in bytes."""
+    offset: int = getattr(RingControl, word).offset
+    return offset
+
+
+WRITE_PTR, WRITE_STAMP, TAIL_ENTRIES, FLAGS = map(
+    offset_of, ("write_ptr", "write_stamp", "tail_entries", "flags")
+)
+"""Where guest code finds what it needs for an append."""
 
 
 class RingFlag(IntFlag):
-    """Word 6 of a control block."""
+    """`flags` of a control block."""
 
     OVERWRITE = 1
     """A full buffer loses its oldest sub-buffer; otherwise it refuses new events."""
@@ -99,6 +119,11 @@ class RingMemory:
     control_at: int = 0
     release: Callable[[], None] = _keep
     """Gives the pages back."""
+
+    @property
+    def control_block(self) -> memoryview:
+        """Its bytes, wherever it stands."""
+        return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
         """Other pages under the same control block."""

@@ -19,8 +19,6 @@ Mirrors: include/linux/ring_buffer.h, kernel/trace/ring_buffer.c (v6.1)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from emulated_kernel.abi import PAGE_SIZE
 
 PAGE_HEADER_SIZE = 16
@@ -52,43 +50,3 @@ def event_size(payload_size: int) -> int:
     size = (size + 3) & ~3
     # A discarded event becomes a time extend's padding; one of its very size could not be told apart.
     return 12 if size == TIME_EVENT_SIZE else size
-
-
-class PageReader:
-    """Decodes events from memory of sub-buffers; `memory` and `words32` are two views of the same bytes."""
-
-    __slots__ = ("_memory", "_words")
-
-    def __init__(self, memory: memoryview, words32: memoryview) -> None:
-        self._memory = memory
-        self._words = words32
-
-    def events(self, data: int, offset: int, end: int, stamp: int) -> Iterator[tuple[int, bytes, int]]:
-        """Yield (time stamp, payload, offset behind it) of the events in [offset, end) of a page.
-
-        `data` is the position in memory of the page's data, `stamp` the time before the first event.
-        A payload comes padded to four bytes, as the format has no finer size.
-        """
-        words, memory = self._words, self._memory
-        while offset < end:
-            at = data + offset
-            header = words[at >> 2]
-            kind = header & 31
-            if kind <= MAX_TYPE_LEN:
-                stamp += header >> 5
-                if kind:
-                    start = at + 4
-                    stop = start + kind * 4
-                else:
-                    start = at + 8
-                    stop = at + 4 + words[(at + 4) >> 2]
-                offset = stop - data
-                yield stamp, bytes(memory[start:stop]), offset
-            elif kind == PADDING:
-                if not header >> 5:
-                    return
-                offset += 4 + words[(at + 4) >> 2]
-            else:
-                value = (header >> 5) | words[(at + 4) >> 2] << DELTA_BITS
-                stamp = stamp + value if kind == TIME_EXTEND else (stamp & ~STAMP_MASK) | value
-                offset += TIME_EVENT_SIZE

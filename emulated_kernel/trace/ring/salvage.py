@@ -13,35 +13,14 @@ from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import (
-    ASIDE,
-    BASE,
-    CHANGING,
-    DROPPED,
-    ENTRIES,
-    ENTRIES_BYTES,
-    FLAGS,
-    HEAD_SLOT,
-    LAST_OVERRUN,
-    LOST_EVENTS,
     MIN_PAGES,
-    NR_PAGES,
-    OVERRUN,
-    PARKED_PTR,
-    READ,
-    READ_BYTES,
-    READ_STAMP,
-    READER_PAGE,
-    READER_READ,
     SLOTS,
-    TAIL_ENTRIES,
-    TAIL_PAGE,
-    TAIL_SLOT,
-    WRITE_PTR,
-    WRITE_STAMP,
+    RingControl,
     RingFlag,
     RingMemory,
     data_start,
     memory_size,
+    offset_of,
 )
 from emulated_kernel.trace.ring.page import (
     COMMIT_MASK,
@@ -101,62 +80,62 @@ class Unreadable(ValueError):
 class _Wreck:
     """A control block and its pages, as they were found."""
 
-    def __init__(self, control: bytes, read: Callable[[int, int], bytes]) -> None:
-        self.control = memoryview(bytearray(control))
-        self.words = words = self.control.cast("Q")
-        self.count = count = words[NR_PAGES]
-        self.is_changing, words[CHANGING] = bool(words[CHANGING]), 0
+    def __init__(self, block: bytes, read: Callable[[int, int], bytes]) -> None:
+        self.block = memoryview(bytearray(block))
+        self.control = control = RingControl.from_buffer(self.block)
+        self.count = count = control.nr_pages
+        self.is_changing, control.changing = bool(control.changing), 0
         self.is_odd = False
         """Something here must not be so where the host was changing nothing."""
         if not MIN_PAGES <= count < 1 << 32:
             raise ValueError(f"a ring buffer of {count} pages")
-        self.memory = memoryview(bytearray(read(words[BASE], memory_size(count))))
+        self.memory = memoryview(bytearray(read(control.base, memory_size(count))))
         self.table, self.words32 = self.memory.cast("Q"), self.memory.cast("I")
         self._start = data_start(count)
         self._repair_slots()
 
     def _repair_slots(self) -> None:
-        words, count = self.words, self.count
+        control, count = self.control, self.count
         slots = self.table[SLOTS : SLOTS + count].tolist()
         self._repair_tail(slots)
-        if max(words[HEAD_SLOT], words[TAIL_SLOT]) >= count or words[TAIL_PAGE] > count:
+        if max(control.head_slot, control.tail_slot) >= count or control.tail_page > count:
             raise ValueError("a slot that isn't there")
-        reader, head = words[READER_PAGE], words[HEAD_SLOT]
+        reader, head = control.reader_page, control.head_slot
         missing = set(range(count + 1)).difference(slots, (reader,))
         if len(missing) == 1 and slots[head] == reader:
             # The reader was taking the head's page: it is in the ring already, and the other one not out yet.
-            words[READER_PAGE], words[READER_READ] = missing.pop(), 0
-            words[HEAD_SLOT] = (head + 1) % count
+            control.reader_page, control.reader_read = missing.pop(), 0
+            control.head_slot = (head + 1) % count
             self.is_odd = True
         elif missing:
             raise ValueError("a page that is there twice")
-        if words[TAIL_PAGE] != words[READER_PAGE]:
+        if control.tail_page != control.reader_page:
             # The tail was moving where this differs: it hasn't left its page.
-            slot = slots.index(words[TAIL_PAGE])
-            self.is_odd |= slot != words[TAIL_SLOT]
-            words[TAIL_SLOT] = slot
+            slot = slots.index(control.tail_page)
+            self.is_odd |= slot != control.tail_slot
+            control.tail_slot = slot
 
     def _repair_tail(self, slots: list[int]) -> None:
         """Where the tail is stands there three times; while the host changes nothing, two must be right."""
-        words = self.words
+        control = self.control
         # Where the page is full the pointer is behind it.
-        written = (self._pointer - 1 - words[BASE] - self._start) // PAGE_SIZE
+        written = (self._pointer - 1 - control.base - self._start) // PAGE_SIZE
         if self.is_changing:
             return
-        slot = words[TAIL_SLOT]
-        if written != words[TAIL_PAGE]:
+        slot = control.tail_slot
+        if written != control.tail_page:
             self.is_odd = True
-            if written in (words[READER_PAGE], *slots[slot : slot + 1]):
-                words[TAIL_PAGE] = written
-        if slot >= self.count and written == words[TAIL_PAGE]:
+            if written in (control.reader_page, *slots[slot : slot + 1]):
+                control.tail_page = written
+        if slot >= self.count and written == control.tail_page:
             self.is_odd = True
-            words[TAIL_SLOT] = (
-                slots.index(written) if written in slots else (words[HEAD_SLOT] - 1) % self.count
+            control.tail_slot = (
+                slots.index(written) if written in slots else (control.head_slot - 1) % self.count
             )
 
     @property
     def _pointer(self) -> int:
-        return self.words[WRITE_PTR] or self.words[PARKED_PTR]
+        return self.control.write_ptr or self.control.parked_ptr
 
     def header(self, page: int) -> int:
         """Position of a page, in bytes."""
@@ -168,11 +147,11 @@ class _Wreck:
 
     def end(self, page: int) -> int:
         """Where its data end, in bytes."""
-        words = self.words
-        if page != words[TAIL_PAGE]:
+        control = self.control
+        if page != control.tail_page:
             end = self.table[(self.header(page) >> 3) + 1] & COMMIT_MASK
             return end if end <= PAGE_DATA_SIZE else 0
-        end = self._pointer - words[BASE] - self.header(page) - PAGE_HEADER_SIZE
+        end = self._pointer - control.base - self.header(page) - PAGE_HEADER_SIZE
         if 0 <= end <= PAGE_DATA_SIZE:
             return end
         # Where the tail was moving here nothing is written yet.
@@ -183,7 +162,7 @@ class _Wreck:
         low, high = 0, PAGE_DATA_SIZE
         while low < high:
             middle = (low + high) // 8 * 4
-            if self.walk(page, 0, middle, 0).count < self.words[TAIL_ENTRIES]:
+            if self.walk(page, 0, middle, 0).count < self.control.tail_entries:
                 low = middle + 4
             else:
                 high = middle
@@ -191,11 +170,11 @@ class _Wreck:
 
     def unread(self) -> list[int]:
         """Pages of the ring that were written and not read, oldest first."""
-        words, count = self.words, self.count
-        if words[TAIL_PAGE] == words[READER_PAGE]:
+        control, count = self.control, self.count
+        if control.tail_page == control.reader_page:
             return []
-        used = (words[TAIL_SLOT] - words[HEAD_SLOT]) % count + 1
-        return [self.table[SLOTS + (words[HEAD_SLOT] + i) % count] for i in range(used)]
+        used = (control.tail_slot - control.head_slot) % count + 1
+        return [self.table[SLOTS + (control.head_slot + i) % count] for i in range(used)]
 
     def walk(self, page: int, offset: int, end: int, stamp: int) -> _Walked:
         """The sound events of a page in [offset, end), `stamp` being the time before them."""
@@ -226,22 +205,22 @@ class _Wreck:
         return _Walked(count, sound, stamp, sound >= end)
 
 
-def salvage(control: bytes, read: Callable[[int, int], bytes]) -> Salvaged | None:
+def salvage(block: bytes, read: Callable[[int, int], bytes]) -> Salvaged | None:
     """The buffer of a control block; None where that has none. `read` gives pages by address.
 
     Raises: Unreadable; OSError, as `read` does.
     """
-    found = memoryview(control).cast("Q")
-    if not any(found[:ASIDE]):
+    if not any(block[: offset_of("aside")]):
         return None
-    expected = found[ENTRIES] + found[TAIL_ENTRIES] - found[OVERRUN] - found[READ]
+    found = RingControl.from_buffer_copy(block)
+    expected = found.entries + found.tail_entries - found.overrun - found.read
     try:
-        wreck = _Wreck(control, read)
+        wreck = _Wreck(block, read)
     except ValueError as error:
         raise Unreadable(str(error), expected if 0 <= expected < _LOST_LIMIT else 0) from error
-    words, reader, tail_page = wreck.words, wreck.words[READER_PAGE], wreck.words[TAIL_PAGE]
-    consumed = wreck.walk(reader, 0, min(words[READER_READ], wreck.end(reader)), wreck.stamp(reader))
-    words[READER_READ], words[READ_STAMP] = consumed.end, consumed.stamp
+    control, reader, tail_page = wreck.control, wreck.control.reader_page, wreck.control.tail_page
+    consumed = wreck.walk(reader, 0, min(control.reader_read, wreck.end(reader)), wreck.stamp(reader))
+    control.reader_read, control.read_stamp = consumed.end, consumed.stamp
     torn = unread = size = 0
     is_damaged = wreck.is_odd
     for page in (reader, *wreck.unread()):
@@ -257,11 +236,11 @@ def salvage(control: bytes, read: Callable[[int, int], bytes]) -> Salvaged | Non
             wreck.table[(wreck.header(page) >> 3) + 1] = walked.end
             continue
         if walked.is_whole and walked.end:
-            torn += words[TAIL_ENTRIES] > complete or words[WRITE_STAMP] > walked.stamp
-        words[WRITE_PTR] = 0
-        words[PARKED_PTR] = words[BASE] + wreck.header(page) + PAGE_HEADER_SIZE + walked.end
-        words[TAIL_ENTRIES] = walked.count
-        words[WRITE_STAMP] = walked.stamp
+            torn += control.tail_entries > complete or control.write_stamp > walked.stamp
+        control.write_ptr = 0
+        control.parked_ptr = control.base + wreck.header(page) + PAGE_HEADER_SIZE + walked.end
+        control.tail_entries = walked.count
+        control.write_stamp = walked.stamp
     _count(wreck, unread, size)
     missing = expected - unread
     if torn > 1 or missing > torn or missing < -1:
@@ -271,20 +250,20 @@ def salvage(control: bytes, read: Callable[[int, int], bytes]) -> Salvaged | Non
         is_told = 0 < missing <= (wreck.count + 1) * PAGE_DATA_SIZE // MIN_SIZE
         torn = max(torn, missing) if is_told else torn
         damage = f"records missing: {missing}" if is_told else "counters and pages disagree"
-    pages = RingMemory(wreck.memory, words[BASE], wreck.control)
-    return Salvaged(RingBuffer.over(pages, wreck.count), torn, damage, bool(words[ASIDE]))
+    pages = RingMemory(wreck.memory, control.base, wreck.block)
+    return Salvaged(RingBuffer.over(pages, wreck.count), torn, damage, bool(control.aside))
 
 
 def _count(wreck: _Wreck, unread: int, size: int) -> None:
     """Let the counters say what the pages hold."""
-    words = wreck.words
-    for word in (OVERRUN, DROPPED, READ, READ_BYTES):
-        if words[word] >= _COUNT_LIMIT:
-            words[word] = 0
-    tail = wreck.end(words[TAIL_PAGE])
-    words[LAST_OVERRUN], words[LOST_EVENTS] = words[OVERRUN], 0
-    words[READ] = max(words[READ], words[TAIL_ENTRIES] - unread)
-    words[ENTRIES] = unread + words[OVERRUN] + words[READ] - words[TAIL_ENTRIES]
-    words[READ_BYTES] = max(words[READ_BYTES], tail - size)
-    words[ENTRIES_BYTES] = size + words[READ_BYTES] - tail
-    words[FLAGS] = words[FLAGS] & RingFlag.OVERWRITE | RingFlag.DISABLED
+    control = wreck.control
+    for word in ("overrun", "dropped", "read", "read_bytes"):
+        if getattr(control, word) >= _COUNT_LIMIT:
+            setattr(control, word, 0)
+    tail = wreck.end(control.tail_page)
+    control.last_overrun, control.lost_events = control.overrun, 0
+    control.read = max(control.read, control.tail_entries - unread)
+    control.entries = unread + control.overrun + control.read - control.tail_entries
+    control.read_bytes = max(control.read_bytes, tail - size)
+    control.entries_bytes = size + control.read_bytes - tail
+    control.flags = control.flags & RingFlag.OVERWRITE | RingFlag.DISABLED

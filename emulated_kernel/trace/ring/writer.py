@@ -11,27 +11,10 @@ from typing import Self
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.trace.ring.layout import (
-    ASIDE,
-    BASE,
-    CHANGING,
     CONTROL_SIZE,
-    CONTROL_WORDS,
-    DROPPED,
-    ENTRIES,
-    ENTRIES_BYTES,
-    FLAGS,
-    HEAD_SLOT,
     MIN_PAGES,
-    NR_PAGES,
-    OVERRUN,
-    PARKED_PTR,
-    READER_PAGE,
     SLOTS,
-    TAIL_ENTRIES,
-    TAIL_PAGE,
-    TAIL_SLOT,
-    WRITE_PTR,
-    WRITE_STAMP,
+    RingControl,
     RingFlag,
     RingMemory,
     data_start,
@@ -50,7 +33,6 @@ from emulated_kernel.trace.ring.page import (
     TIME_EVENT_SIZE,
     TIME_EXTEND,
     TIME_STAMP,
-    PageReader,
     event_size,
 )
 
@@ -63,21 +45,20 @@ class RingWriter:
     """What writing to a ring buffer takes; RingBuffer adds the readers."""
 
     __slots__ = (
+        "_control",
         "_entries_at",
         "_memory",
-        "_reader",
         "_shift",
         "_start",
         "_table",
-        "_words",
         "_words32",
         "nr_pages",
         "place",
     )
 
-    def __init__(self, memory: RingMemory | memoryview, nr_pages: int, *, overwrite: bool = True) -> None:
-        """Format `memory` (of at least memory_size(nr_pages) writable bytes) as an empty buffer."""
-        self._format(memory, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
+    def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True) -> None:
+        """Format the memory as an empty buffer."""
+        self._format(place, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 
     @classmethod
     def over(cls, place: RingMemory, nr_pages: int) -> Self:
@@ -86,23 +67,22 @@ class RingWriter:
         buffer._attach(place, nr_pages)
         return buffer
 
-    def _format(self, memory: RingMemory | memoryview, nr_pages: int, flags: int) -> None:
+    def _format(self, place: RingMemory, nr_pages: int, flags: int) -> None:
         """Sub-buffers behind the first are formatted when they are first written."""
         if nr_pages < MIN_PAGES:
             raise ValueError(f"a ring buffer has at least {MIN_PAGES} pages")
-        place = memory if isinstance(memory, RingMemory) else RingMemory(memory)
+        place.control_block[:] = bytes(CONTROL_SIZE)
         self._attach(place, nr_pages)
-        words, table = self._words, self._table
-        words[:CONTROL_WORDS] = memoryview(bytes(CONTROL_SIZE)).cast("Q")
-        words[NR_PAGES] = nr_pages
-        words[FLAGS] = flags
-        words[BASE] = place.address
-        words[READER_PAGE] = nr_pages
+        control, table = self._control, self._table
+        control.nr_pages = nr_pages
+        control.flags = flags
+        control.base = place.address
+        control.reader_page = nr_pages
         table[SLOTS : SLOTS + nr_pages] = memoryview(array("Q", range(nr_pages)))
         for page in (0, nr_pages):
             table[self._page_word(page)] = 0
             self._clear_page(page)
-        words[PARKED_PTR] = self._shift + self._data(0)
+        control.parked_ptr = self._shift + self._data(0)
 
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
         memory = place.pages.cast("B")[: memory_size(nr_pages)]
@@ -110,24 +90,22 @@ class RingWriter:
         """Where the buffer stands; another one after each resize."""
         self._memory = memory
         self._table = memory.cast("Q")
-        control = memory if place.control is None else place.control.cast("B")
-        self._words = control.cast("Q")
+        self._control = RingControl.from_buffer(place.control_block)
         self._words32 = memory.cast("I")
         self.nr_pages = nr_pages
         """Sub-buffers in the ring."""
         self._start = data_start(nr_pages)
         self._shift = place.address
         self._entries_at = SLOTS + nr_pages
-        self._reader = PageReader(memory, self._words32)
 
     @property
     def is_aside(self) -> bool:
         """Whether a snapshot has it, rather than the trace array; kept for who finds the memory alone."""
-        return bool(self._words[ASIDE])
+        return bool(self._control.aside)
 
     @is_aside.setter
     def is_aside(self, value: bool) -> None:
-        self._words[ASIDE] = value
+        self._control.aside = value
 
     def _page_word(self, page: int) -> int:
         return (self._start + page * PAGE_SIZE) >> 3
@@ -136,14 +114,14 @@ class RingWriter:
         return self._start + page * PAGE_SIZE + PAGE_HEADER_SIZE
 
     def _commit(self, page: int) -> int:
-        if page == self._words[TAIL_PAGE]:
+        if page == self._control.tail_page:
             return self._tail()
         return self._table[self._page_word(page) + 1] & COMMIT_MASK
 
     def _tail(self) -> int:
         """Bytes of data on the sub-buffer that is written."""
-        words = self._words
-        return (words[WRITE_PTR] or words[PARKED_PTR]) - self._shift - self._data(words[TAIL_PAGE])
+        control = self._control
+        return (control.write_ptr or control.parked_ptr) - self._shift - self._data(control.tail_page)
 
     def write(self, payload: bytes, time_stamp: int) -> bool:
         """Append one event; False when it was dropped, is too large or recording is off.
@@ -154,12 +132,12 @@ class RingWriter:
         length = event_size(size)
         if size > MAX_DATA_SIZE or not self.make_room(length, time_stamp):
             return False
-        words = self._words
-        pointer = words[WRITE_PTR]
-        self._put_event(pointer - self._shift, length, time_stamp - words[WRITE_STAMP], payload)
-        words[WRITE_PTR] = pointer + length
-        words[WRITE_STAMP] = time_stamp
-        words[TAIL_ENTRIES] += 1
+        control = self._control
+        pointer = control.write_ptr
+        self._put_event(pointer - self._shift, length, time_stamp - control.write_stamp, payload)
+        control.write_ptr = pointer + length
+        control.write_stamp = time_stamp
+        control.tail_entries += 1
         return True
 
     def make_room(self, length: int, time_stamp: int) -> bool:
@@ -167,11 +145,11 @@ class RingWriter:
 
         False: recording is off, or there is no room, and one more is dropped.
         """
-        words = self._words
-        if words[FLAGS] & _DISABLED:
+        control = self._control
+        if control.flags & _DISABLED:
             return False
         tail = self._tail()
-        delta = time_stamp - words[WRITE_STAMP] if tail else 0
+        delta = time_stamp - control.write_stamp if tail else 0
         extra = TIME_EVENT_SIZE if delta >> DELTA_BITS else 0
         if tail + length + extra > PAGE_DATA_SIZE:
             if not self.move_tail():
@@ -179,11 +157,11 @@ class RingWriter:
             tail = extra = 0
         self._open_tail()
         if not tail:
-            self._table[self._page_word(words[TAIL_PAGE])] = words[WRITE_STAMP] = time_stamp
+            self._table[self._page_word(control.tail_page)] = control.write_stamp = time_stamp
         elif extra:
-            self._put_time(words[WRITE_PTR] - self._shift, delta, time_stamp)
-            words[WRITE_PTR] += TIME_EVENT_SIZE
-            words[WRITE_STAMP] = time_stamp
+            self._put_time(control.write_ptr - self._shift, delta, time_stamp)
+            control.write_ptr += TIME_EVENT_SIZE
+            control.write_stamp = time_stamp
         return True
 
     def _put_event(self, at: int, length: int, delta: int, payload: bytes) -> None:
@@ -204,46 +182,46 @@ class RingWriter:
 
     def _open_tail(self) -> None:
         """Guest code may write."""
-        words = self._words
-        words[WRITE_PTR] = words[WRITE_PTR] or words[PARKED_PTR]
+        control = self._control
+        control.write_ptr = control.write_ptr or control.parked_ptr
 
     def _park(self, tail: int) -> None:
         """Make guest code call the host for the next event, at `tail` bytes into the tail page's data."""
-        words = self._words
-        words[PARKED_PTR] = self._shift + self._data(words[TAIL_PAGE]) + tail
-        words[WRITE_PTR] = 0
+        control = self._control
+        control.parked_ptr = self._shift + self._data(control.tail_page) + tail
+        control.write_ptr = 0
 
     def move_tail(self) -> bool:
         """Close the tail page and go to the next one; False (one more dropped) when there is none to take.
 
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
-        words, count = self._words, self.nr_pages
-        page, head = words[TAIL_PAGE], words[HEAD_SLOT]
-        slot = (words[TAIL_SLOT] + 1) % count
+        control, count = self._control, self.nr_pages
+        page, head = control.tail_page, control.head_slot
+        slot = (control.tail_slot + 1) % count
         target = self._table[SLOTS + slot]
         # A tail on the reader page means that the ring is empty: its head can be written at once.
-        full = slot == head and page != words[READER_PAGE]
+        full = slot == head and page != control.reader_page
         self._pad_tail()
-        if full and not words[FLAGS] & _OVERWRITE:
-            words[DROPPED] += 1
+        if full and not control.flags & _OVERWRITE:
+            control.dropped += 1
             return False
-        words[CHANGING] = 1
+        control.changing = 1
         if full:
-            words[HEAD_SLOT] = (head + 1) % count
+            control.head_slot = (head + 1) % count
         self._leave_tail()
         if full:
             self._overrun_page(target)
         self._clear_page(target)
-        words[TAIL_SLOT] = slot
-        words[TAIL_PAGE] = target
+        control.tail_slot = slot
+        control.tail_page = target
         self._park(0)
-        words[CHANGING] = 0
+        control.changing = 0
         return True
 
     def _pad_tail(self) -> None:
         tail = self._tail()
-        room, at = PAGE_DATA_SIZE - tail, self._data(self._words[TAIL_PAGE]) + tail
+        room, at = PAGE_DATA_SIZE - tail, self._data(self._control.tail_page) + tail
         if room >= TIME_EVENT_SIZE:
             _TWO_WORDS.pack_into(self._memory, at, PADDING | 1 << 5, room - 4)
             tail = PAGE_DATA_SIZE
@@ -253,18 +231,18 @@ class RingWriter:
 
     def _leave_tail(self) -> None:
         """Count the tail page's events to those behind it."""
-        words, table = self._words, self._table
-        page, tail = words[TAIL_PAGE], self._tail()
+        control, table = self._control, self._table
+        page, tail = control.tail_page, self._tail()
         table[self._page_word(page) + 1] = tail
-        table[self._entries_at + page] = words[TAIL_ENTRIES]
-        words[ENTRIES] += words[TAIL_ENTRIES]
-        words[ENTRIES_BYTES] += tail
-        words[TAIL_ENTRIES] = 0
+        table[self._entries_at + page] = control.tail_entries
+        control.entries += control.tail_entries
+        control.entries_bytes += tail
+        control.tail_entries = 0
 
     def _overrun_page(self, page: int) -> None:
-        words = self._words
-        words[OVERRUN] += self._table[self._entries_at + page]
-        words[ENTRIES_BYTES] -= self._commit(page)
+        control = self._control
+        control.overrun += self._table[self._entries_at + page]
+        control.entries_bytes -= self._commit(page)
 
     def _clear_page(self, page: int) -> None:
         self._table[self._page_word(page) + 1] = 0

@@ -168,25 +168,19 @@ def _parse_fields(text: str, word_size: int, log: CulpritLog) -> list[SyntheticF
 
 def _parse_field(words: Sequence[str], word_size: int, log: CulpritLog) -> tuple[SyntheticField, int]:
     """The field that the words start with, and how many it takes. Mirrors: parse_synth_field (v6.1)."""
-    prefix = ""
-    type_, *rest = words
-    if type_ == "unsigned":
-        if len(words) < 3:
-            raise log.error(SynthError.INCOMPLETE_TYPE, type_)
-        prefix = "unsigned "
-        type_, *rest = rest
-    if not rest:
-        raise log.error(SynthError.INVALID_FIELD, type_)
-    declared = rest[0]
+    size = 2 if words[0] == "unsigned" else 1
+    if len(words) <= size:
+        raise log.error(SynthError.INCOMPLETE_TYPE if size == 2 else SynthError.INVALID_FIELD, words[0])
+    type_, declared = words[size - 1 : size + 1]
     name, bracket, array = declared.partition("[")
     if not is_good_name(name):
         raise log.error(SynthError.BAD_NAME, declared)
     try:
-        field = make_field(f"{prefix}{type_}{bracket}{array}", name, word_size)
+        field = make_field(f"{' '.join(words[:size])}{bracket}{array}", name, word_size)
     except KernelError:
         if bracket:
             raise log.error(SynthError.INVALID_ARRAY_SPEC, declared) from None
         raise log.error(SynthError.INVALID_TYPE, type_) from None
     if field is None:
         raise log.error(SynthError.INVALID_TYPE, type_)
-    return field, 3 if prefix else 2
+    return field, size + 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
 
 from emulated_kernel.dataclass import dataclass
@@ -39,12 +38,6 @@ _SIZES_AND_FORMATS = {
 }
 """Mirrors: kernel/trace/trace_events_synth.c:synth_field_size, synth_field_fmt (v6.1)."""
 _WORDS = ("long", "unsigned long")
-_RENDER: dict[str, Callable[[int], str]] = {
-    "%d": lambda value: str(value - (value >> 31 << 32)),
-    "%ld": lambda value: str(value - (value >> 63 << 64)),
-    "%lld": lambda value: str(value - (value >> 63 << 64)),
-    "%x": lambda value: f"{value:x}",
-}
 
 
 @dataclass(frozen=True)
@@ -109,11 +102,10 @@ class NumberField(SyntheticField):
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         """Linux: those of 1 and 2 bytes are unsigned, whatever their type."""
         del symbols
-        value = int.from_bytes(payload[at : at + self.size], "little")
-        fmt = "%d" if self.print_fmt == "%ld" and self.size == 4 else self.print_fmt
-        text = _RENDER.get(fmt, str)(value)
+        is_signed = self.is_signed and self.size > 2
+        value = int.from_bytes(payload[at : at + self.size], "little", signed=is_signed)
         # Deviates: Linux names the flags.
-        return f"{text} ({value:#x})" if self.type == "gfp_t" else text
+        return f"{value:x} ({value:#x})" if self.type == "gfp_t" else str(value)
 
 
 class StringField(SyntheticField):

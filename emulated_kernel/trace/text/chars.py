@@ -11,10 +11,11 @@ import re
 SPACES = "\t\n\v\f\r \xa0"
 """Linux: 0xa0 counts as space, 0x1c-0x1f and 0x85 don't. Mirrors: include/linux/ctype.h:isspace (v6.1)."""
 
-_LETTERS = "_A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\xff"
-"""Mirrors: include/linux/ctype.h:isalpha (v6.1), whose table is Latin-1; and the underscore."""
-_NAME = re.compile(f"[{_LETTERS}][{_LETTERS}0-9]*")
-_SYSTEM_NAME = re.compile(f"[{_LETTERS}-][{_LETTERS}0-9-]*")
+ALNUM = "0-9A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\xff"
+"""Within a regular expression's brackets. Mirrors: include/linux/ctype.h:isalnum (v6.1), of Latin-1."""
+_WORD = re.compile(f"[^{SPACES}]+")
+_NAME = re.compile(f"(?![0-9])[_{ALNUM}]+")
+_SYSTEM_NAME = re.compile(f"(?![0-9])[-_{ALNUM}]+")
 
 
 def decode_command(data: bytes) -> str:
@@ -34,23 +35,13 @@ def bytes_to_text(data: bytes) -> str:
 
 def argv_split(command: str) -> list[str]:
     """The words of a command."""
-    words = command
-    for space in SPACES:
-        words = words.replace(space, " ")
-    return [word for word in words.split(" ") if word]
+    return _WORD.findall(command)
 
 
 def split_at(text: str, chars: str = " \t") -> tuple[str, str | None]:
     """What stands before the first of these characters, and behind it; None where there is none."""
     at = next((at for at, char in enumerate(text) if char in chars), None)
     return (text, None) if at is None else (text[:at], text[at + 1 :])
-
-
-def is_alnum(char: str) -> bool:
-    """Mirrors: include/linux/ctype.h:isalnum (v6.1)."""
-    if char.isascii():
-        return char.isalnum()
-    return char >= "\xc0" and char not in "\xd7\xf7"
 
 
 def is_good_name(name: str) -> bool:

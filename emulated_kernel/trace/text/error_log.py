@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import to_text
 
@@ -17,37 +17,26 @@ _POSITION_MASK = 0xFFFF
 """Linux keeps the column in 16 bits."""
 
 
-@dataclass(frozen=True)
-class LoggedError:
-    """An entry: time in ns, the subsystem, the error's text, the command, and the caret's byte column."""
-
-    time: int
-    location: str
-    text: str
-    command: str
-    column: int
-
-    def show(self) -> str:
-        """Mirrors: kernel/trace/trace.c:tracing_err_log_seq_show (v6.1)."""
-        seconds, rest = divmod(self.time, 1_000_000_000)
-        head = f"[{seconds:5}.{rest // 1000:06}] {self.location}: error: {self.text}\n"
-        return f"{head}{_PREFIX}{to_text(self.command)}\n{' ' * (len(_PREFIX) + self.column)}^\n"
-
-
 class ErrorLog:
     """The last 8 errors, oldest first. `clock` gives ns."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
-        self._entries: deque[LoggedError] = deque(maxlen=TRACING_LOG_ERRS_MAX)
+        self._entries: deque[str] = deque(maxlen=TRACING_LOG_ERRS_MAX)
 
     def add(self, location: str, command: str, text: str, column: int) -> None:
-        """Mirrors: kernel/trace/trace.c:tracing_log_err (v6.1)."""
-        self._entries.append(LoggedError(self._clock(), location, text, command, column & _POSITION_MASK))
+        """`text` of the error, and the caret's byte column in the command.
+
+        Mirrors: kernel/trace/trace.c:tracing_log_err, tracing_err_log_seq_show (v6.1).
+        """
+        seconds, rest = divmod(self._clock(), 1_000_000_000)
+        head = f"[{seconds:5}.{rest // 1000:06}] {location}: error: {text}\n"
+        caret = f"{' ' * (len(_PREFIX) + (column & _POSITION_MASK))}^\n"
+        self._entries.append(f"{head}{_PREFIX}{to_text(command)}\n{caret}")
 
     def records(self) -> list[str]:
         """The text of each entry."""
-        return [entry.show() for entry in self._entries]
+        return list(self._entries)
 
     def clear(self) -> None:
         """Opening for writing with O_TRUNC."""
@@ -70,3 +59,11 @@ class CulpritLog:
         column = max(self._command.find(culprit), 0)
         self._error_log.add(self._location, self._command, error.value, column)
         return KernelError(code, error.value)
+
+    @contextmanager
+    def instead(self, error: Enum, culprit: str = "") -> Iterator[None]:
+        """Log `error` for whatever error comes from inside, and raise it with that one's errno."""
+        try:
+            yield
+        except KernelError as failure:
+            raise self.error(error, culprit, failure.errno) from None

@@ -131,10 +131,8 @@ def _number(found: re.Match[str], word_size: int) -> Conversion:
     wrap = signed if found["kind"] in "di" else unsigned
     flags = found["flags"]
     sign = next((each for each in "+ " if each in flags), "")
-    if "-" in flags:
-        spec = f"<{sign}{'#' if '#' in flags else ''}{found['width']}{kind}"
-    else:
-        spec = f"{sign}{'#' if '#' in flags else ''}{'0' if '0' in flags else ''}{found['width']}{kind}"
+    align, zeros = ("<", "") if "-" in flags else ("", "0" if "0" in flags else "")
+    spec = f"{align}{sign}{'#' if '#' in flags else ''}{zeros}{found['width']}{kind}"
     return lambda value, _symbols: format(wrap(value, bits), spec)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import SPACES
@@ -11,7 +12,7 @@ WORD_MAX = 127
 """Bytes of the longest word. Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1)."""
 FUNCTION_WORD_MAX = 670
 """The same of lists of functions. Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1)."""
-_BLANKS = SPACES.encode("latin-1")
+_WORD = re.compile(rb"[%b]*([^\0%b]*)" % (SPACES.encode("latin-1"), SPACES.encode("latin-1")))
 
 
 def take_word(data: bytes, longest: int = WORD_MAX) -> tuple[bytes, int]:
@@ -21,12 +22,8 @@ def take_word(data: bytes, longest: int = WORD_MAX) -> tuple[bytes, int]:
     Raises: KernelError EINVAL for more than `longest` bytes.
     Mirrors: kernel/trace/trace.c:trace_get_user (v6.1).
     """
-    start = len(data) - len(data.lstrip(_BLANKS))
-    if start == len(data):
-        return b"", start
-    end = start
-    while end < len(data) and data[end] and data[end] not in _BLANKS:
-        end += 1
-    if end - start > longest:
+    found = _WORD.match(data)
+    assert found is not None, "it may match nothing"
+    if len(found[1]) > longest:
         raise KernelError(errno.EINVAL, "the word is too long")
-    return data[start:end], min(end + 1, len(data))
+    return found[1], min(found.end() + 1, len(data))

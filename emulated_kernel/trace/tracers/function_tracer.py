@@ -40,8 +40,6 @@ class FunctionTracer(Tracer, FunctionWatcher):
             hooks.functions, "no functions disabled", self._update, waiting_counts=False
         )
         hooks.functions.watch(self)
-        self.traced_pids = PidFile(self.pids.traced)
-        self.untraced_pids = PidFile(self.pids.untraced)
 
     def _symbol(self) -> str:
         """Mirrors: ftrace_update_pid_func, select_trace_function (v6.1)."""
@@ -152,18 +150,13 @@ _NO_PIDS, _LAST_PID = "no pid\n", f"{1 << 22}\n"
 """Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1)."""
 
 
-class PidFile:
+class FunctionPids(PidList):
     """set_ftrace_pid: a list of pids, which says so if it is empty."""
-
-    def __init__(self, pids: PidList) -> None:
-        self._pids = pids
-        self.write = pids.write
-        self.clear = pids.clear
 
     def records(self) -> list[str]:
         """The lines of the file. Linux: the greatest pid + 1 stands for an empty list.
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """
-        lines = self._pids.records() or [_NO_PIDS]
+        lines = super().records() or [_NO_PIDS]
         return [_NO_PIDS if line == _LAST_PID else line for line in lines]

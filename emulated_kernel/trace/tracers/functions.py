@@ -37,8 +37,7 @@ class TraceableFunction:
 class FunctionWatcher(ABC):
     """Who has chosen among the functions."""
 
-    @abstractmethod
-    def module_came(self, module: str, /) -> None:
+    def module_came(self, module: str, /) -> None:  # noqa: B027 - filters elsewhere may see to it
         """There are new functions."""
 
     @abstractmethod

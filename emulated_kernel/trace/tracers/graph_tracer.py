@@ -50,7 +50,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         functions.watch(self)
         self.max_depth = 0
         """Calls nested deeper aren't recorded; 0: all are."""
-        self._threshold_ns = 0
+        self.threshold_ns = 0
+        """tracing_thresh: only calls that took at least so long are recorded, by their returns alone."""
         self._graph = graph
         self._pids = pids
         self._context = context
@@ -58,21 +59,16 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._tasks = array.system.tasks
         self._now_ns = array.system.now_ns
         self._options = array.system.tracer_options
-        self._records = GraphRecords.of(array.system.arch.word_size)
+        self._records = GraphRecords(array.system.arch.word_size)
 
     def set_max_depth(self, depth: int) -> None:
         """max_graph_depth, an unsigned int."""
         self.max_depth = depth & 0xFFFFFFFF
         self._graph.user_changed()
 
-    @property
-    def threshold_ns(self) -> int:
-        """tracing_thresh: only calls that took at least so long are recorded, by their returns alone."""
-        return self._threshold_ns
-
-    @threshold_ns.setter
-    def threshold_ns(self, nanoseconds: int) -> None:
-        self._threshold_ns = nanoseconds
+    def set_threshold(self, nanoseconds: int) -> None:
+        """tracing_thresh."""
+        self.threshold_ns = nanoseconds
         self._graph.user_changed()
 
     def start(self) -> None:
@@ -106,15 +102,12 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             chosen=self.functions.sites,
             hidden=self.notrace.sites,
             max_depth=self.max_depth,
-            threshold_ns=self._threshold_ns,
+            threshold_ns=self.threshold_ns,
             takes_irqs=self._options.is_on(GraphOption.IRQS),
             traced=pids.traced.pids,
             untraced=pids.untraced.pids,
         )
         return compiled if compiled.fits else None
-
-    def module_came(self, module: str) -> None:
-        """The filters, which hold here too, see to it."""
 
     def functions_went(self, sites: frozenset[int]) -> None:
         """They can't be traced any more."""
@@ -140,7 +133,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         if (pids.is_active and pids.ignores(pid)) or self._ignores(func, parent, depth, in_irq=in_irq):
             return None
         now = self._now_ns()
-        if not self._threshold_ns:
+        if not self.threshold_ns:
             # Linux: what guards the hook against recursion disables preemption.
             disabled = self._context.disabled_once
             self._record(EntryType.GRAPH_ENT, self._records.entered.pack(func, depth), regs, now, disabled)
@@ -162,7 +155,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         if frame.flags & CallFlag.HIDDEN:
             return
         now = self._now_ns()
-        if now - frame.called_ns < self._threshold_ns:
+        if now - frame.called_ns < self.threshold_ns:
             return
         overruns = self._graph.overruns()
         payload = self._records.returned.pack(frame.func, frame.depth, overruns, frame.called_ns, now)

@@ -6,12 +6,11 @@ import errno
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.trace.hits.call_stack import CallStack
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
-from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
+from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
@@ -38,42 +37,6 @@ Frames = Sequence[tuple[int, int]]
 """Return addresses, innermost first, with the bytes from the stack's top to where each lies."""
 
 
-class StackMeasure:
-    """Looks at the stack that a call is made on."""
-
-    def __init__(
-        self, memory: GuestMemory, tasks: Tasks, stack: CallStack, arch: Arch, abi: Mapping[str, int]
-    ) -> None:
-        self._memory = memory
-        self._tasks = tasks
-        self._stack = stack
-        self._registers = arch.registers
-        self._pushed = 0 if arch.registers.link is not None else arch.word_size
-        """Bytes that the call from the site takes of the stack."""
-        self._site_size = arch.call_size
-        self._base = abi["task_struct.stack"]
-        self._size = abi["thread.size"]
-
-    def depth(self, hit: ProbeHit) -> int:
-        """Bytes of the task's stack in use, the traced function's return to itself included; 0 on others.
-
-        `hit` shows the stack before the call from the fentry site pushed its return address.
-        """
-        used = self._top() - getattr(hit.regs, self._registers.sp)
-        return used + self._pushed if 0 < used <= self._size else 0
-
-    def frames(self, site: int, hit: ProbeHit) -> Frames:
-        """The places that calls return to; the first one is behind the fentry site itself."""
-        registers = self._registers
-        sp, top, behind = getattr(hit.regs, registers.sp), self._top(), site + self._site_size
-        callers = islice(self._stack.returns(behind, hit.regs), MAX_FRAMES - 1)
-        return ((behind, top - sp + self._pushed), *((address, top - at) for address, at in callers))
-
-    def _top(self) -> int:
-        """Where the current task's stack ends, if it stands on that one."""
-        return self._memory.read_word(self._tasks.current() + self._base) + self._size
-
-
 class StackTracer(FunctionWatcher):
     """sysctl kernel.stack_tracer_enabled and the files stack_*. Callers serialise.
 
@@ -81,12 +44,16 @@ class StackTracer(FunctionWatcher):
     """
 
     def __init__(
-        self, hooks: KernelFunctions, measure: StackMeasure, symbols: KernelSymbols, word_size: int
+        self, hooks: KernelFunctions, system: TraceSystem, memory: GuestMemory, abi: Mapping[str, int]
     ) -> None:
+        arch = system.arch
         self._hooks = hooks
-        self._measure = measure
-        self._symbols = symbols
-        self._bits = 8 * word_size
+        self._system = system
+        self._memory = memory
+        self._bits = arch.bits
+        self._pushed = 0 if arch.registers.link is not None else arch.word_size
+        """Bytes that the call from the site takes of the stack."""
+        self._stack_at, self._stack_size = abi["task_struct.stack"], abi["thread.size"]
         self._user = hooks.user(self._check, lambda: "stack_trace_call")
         self.enabled = 0
         """What was written last; on unless 0."""
@@ -118,7 +85,7 @@ class StackTracer(FunctionWatcher):
             yield _DISABLED
         callers = [*(depth for _, depth in frames[1:]), 0]
         for number, ((address, depth), below) in enumerate(zip(frames, callers, strict=False)):
-            where = sprint_symbol(self._symbols, address)
+            where = sprint_symbol(self._system.symbols, address)
             yield f"{number:3d}) {depth:8d}   {depth - below:5d}   {where}\n"
 
     def module_came(self, module: str) -> None:
@@ -140,10 +107,29 @@ class StackTracer(FunctionWatcher):
 
     def _check(self, site: int, hit: ProbeHit) -> None:
         """Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1)."""
-        depth = self._measure.depth(hit)
+        depth = self._depth(hit)
         if depth > self._max_size:
             self._max_size = depth
-            self._frames = self._measure.frames(site, hit)
+            self._frames = self._stood(site, hit)
+
+    def _depth(self, hit: ProbeHit) -> int:
+        """Bytes of the task's stack in use, the traced function's return to itself included; 0 on others.
+
+        `hit` shows the stack before the call from the fentry site pushed its return address.
+        """
+        used = self._top() - getattr(hit.regs, self._system.arch.registers.sp)
+        return used + self._pushed if 0 < used <= self._stack_size else 0
+
+    def _stood(self, site: int, hit: ProbeHit) -> Frames:
+        """The places that calls return to; the first one is behind the fentry site itself."""
+        arch, top = self._system.arch, self._top()
+        sp, behind = getattr(hit.regs, arch.registers.sp), site + arch.call_size
+        callers = islice(self._system.stack.returns(behind, hit.regs), MAX_FRAMES - 1)
+        return ((behind, top - sp + self._pushed), *((address, top - at) for address, at in callers))
+
+    def _top(self) -> int:
+        """Where the current task's stack ends, if it stands on that one."""
+        return self._memory.read_word(self._system.tasks.current() + self._stack_at) + self._stack_size
 
 
 class StackFilter(FunctionSet):

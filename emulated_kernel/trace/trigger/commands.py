@@ -17,7 +17,6 @@ from emulated_kernel.trace.trigger.triggers import (
     UNLIMITED,
     EventTriggers,
     TriggerCommand,
-    TriggerWrite,
     parse_count,
     parse_trigger_filter,
     separate_filter,
@@ -27,8 +26,10 @@ from emulated_kernel.trace.trigger.triggers import (
 class CountedTrigger(Trigger):
     """A trigger that may have a limit; a hit that would change nothing doesn't count."""
 
-    def __init__(self, count: int = UNLIMITED, filter_: EventFilter | None = None) -> None:
+    def __init__(self, title: str, count: int, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
+        self._title = title
+        """What stands before the count."""
         self.count = count
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
@@ -47,22 +48,17 @@ class CountedTrigger(Trigger):
     def act(self, hit: ProbeHit) -> None:
         """Do it."""
 
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """What stands before the count."""
-
     def show(self) -> str:
         """Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_print (v6.1)."""
         count = "unlimited" if self.count == UNLIMITED else f"count={self.count}"
-        return f"{self.title}:{count}{self.filter_text()}"
+        return f"{self._title}:{count}{self.filter_text()}"
 
 
 class ControlTrigger(CountedTrigger):
     """A trigger that acts on its trace array."""
 
-    def __init__(self, array: TraceArray, count: int, filter_: EventFilter | None) -> None:
-        super().__init__(count, filter_)
+    def __init__(self, name: str, array: TraceArray, count: int, filter_: EventFilter | None) -> None:
+        super().__init__(name, count, filter_)
         self.array = array
 
 
@@ -70,7 +66,6 @@ class TraceOn(ControlTrigger):
     """Lets the buffers take records again."""
 
     kind = TriggerKind.TRACE_ONOFF
-    title = "traceon"
     on = True
 
     def would_change(self) -> bool:
@@ -84,7 +79,6 @@ class TraceOn(ControlTrigger):
 class TraceOff(TraceOn):
     """Keeps the buffers as they are, once the entry that did it is written."""
 
-    title = "traceoff"
     on = False
     is_post = True
 
@@ -93,7 +87,6 @@ class SnapshotTrigger(ControlTrigger):
     """Swaps the buffer with the snapshot's."""
 
     kind = TriggerKind.SNAPSHOT
-    title = "snapshot"
 
     def act(self, hit: ProbeHit) -> None:
         del hit
@@ -104,7 +97,6 @@ class StackTrace(ControlTrigger):
     """Records the call chain, behind the entry."""
 
     kind = TriggerKind.STACKTRACE
-    title = "stacktrace"
     is_post = True
 
     def act(self, hit: ProbeHit) -> None:
@@ -118,12 +110,12 @@ class ControlCommand(TriggerCommand):
     name: str
     trigger: type[ControlTrigger]
 
-    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
+    def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Raises: KernelError EINVAL, ERANGE, EEXIST (there is one of its kind), as parse_filter()."""
-        param, condition = separate_filter(write.rest, required=False)
+        param, condition = separate_filter(rest, required=False)
         kind = self.trigger.kind
         existing = next((trigger for trigger in file.triggers if trigger.kind is kind), None)
-        if write.removes:
+        if removes:
             if existing is not None:
                 file.remove(existing)
             return
@@ -132,7 +124,7 @@ class ControlCommand(TriggerCommand):
             triggers.array.snapshot.allocate()
         if existing is not None:
             raise KernelError(errno.EEXIST, f"there is a trigger of the kind of {self.name}")
-        file.add(self.trigger(triggers.array, limit, filter_))
+        file.add(self.trigger(self.name, triggers.array, limit, filter_))
 
 
 class SwitchTrigger(CountedTrigger):
@@ -141,14 +133,9 @@ class SwitchTrigger(CountedTrigger):
     def __init__(
         self, name: str, enable: bool, target: EventFile, count: int, filter_: EventFilter | None
     ) -> None:
-        super().__init__(count, filter_)
+        super().__init__(f"{name}:{target.event.group}:{target.event.name}", count, filter_)
         self.enable = enable
         self.target = target
-        self._name = name
-
-    @property
-    def title(self) -> str:
-        return f"{self._name}:{self.target.event.group}:{self.target.event.name}"
 
     def released(self) -> None:
         self.target.let_go()
@@ -187,9 +174,9 @@ class SwitchCommand(TriggerCommand):
     enable: bool
     trigger: type[SwitchTrigger]
 
-    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
+    def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, as parse_filter()."""
-        param, condition = separate_filter(write.rest, required=True)
+        param, condition = separate_filter(rest, required=True)
         group, colon, event_name = (param or "").partition(":")
         if not colon:
             raise KernelError(errno.EINVAL, "an event is missing")
@@ -197,8 +184,9 @@ class SwitchCommand(TriggerCommand):
         target = triggers.find_switchable(group, event_name)
         if target is None:
             raise KernelError(errno.EINVAL, f"no event {group}:{event_name}")
-        existing = self._find(file, target)
-        if write.removes:
+        mine = (each for each in file.triggers if isinstance(each, self.trigger))
+        existing = next((each for each in mine if each.target is target), None)
+        if removes:
             if existing is not None:
                 file.remove(existing)
             return
@@ -218,12 +206,6 @@ class SwitchCommand(TriggerCommand):
         for trigger in tuple(file.triggers):
             if trigger.kind is TriggerKind.HIST_ENABLE:
                 file.remove(trigger)
-
-    def _find(self, file: EventFile, target: EventFile) -> Trigger | None:
-        for trigger in file.triggers:
-            if isinstance(trigger, self.trigger) and trigger.target is target:
-                return trigger
-        return None
 
 
 PLAIN_COMMANDS: tuple[TriggerCommand, ...] = (

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
@@ -23,15 +22,6 @@ UNLIMITED = -1
 _LONG_BITS = 64
 
 
-@dataclass(frozen=True)
-class TriggerWrite:
-    """A written command: `[!]NAME[:| ]rest`, with the rest None where there is none."""
-
-    name: str
-    removes: bool
-    rest: str | None
-
-
 class TriggerCommand(ABC):
     """A name that commands start with. Mirrors: kernel/trace/trace.h:struct event_command (v6.1)."""
 
@@ -39,8 +29,10 @@ class TriggerCommand(ABC):
     """As written."""
 
     @abstractmethod
-    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite, /) -> None:
-        """Add or remove a trigger. Raises: KernelError."""
+    def execute(
+        self, triggers: EventTriggers, file: EventFile, rest: str | None, /, *, removes: bool
+    ) -> None:
+        """Add or remove a trigger; `rest`: what follows the name. Raises: KernelError."""
 
     def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most stay
         """What opening the file with O_TRUNC does."""
@@ -64,7 +56,7 @@ class EventTriggers:
         self.registry = registry
         self.error_log = error_log
         self.symbols = symbols
-        self._commands = tuple(commands)
+        self._commands = {command.name: command for command in commands}
 
     def file(self, event: TraceEvent) -> EventFile:
         """The event in this trace array."""
@@ -84,7 +76,7 @@ class EventTriggers:
         """Lines of the event's trigger file; hidden triggers show only beside others."""
         shown = self.file(event).triggers
         if all(trigger.is_hidden for trigger in shown):
-            names = "".join(f" {command.name}" for command in self._commands)
+            names = "".join(f" {name}" for name in self._commands)
             return [f"# Available triggers:\n#{names}\n"]
         return [to_text(f"{trigger.show()}\n") for trigger in shown if not trigger.is_hidden]
 
@@ -100,19 +92,17 @@ class EventTriggers:
         return len(data)
 
     def execute(self, event: TraceEvent, text: str) -> None:
-        """Execute a command without blanks around it. Mirrors: trigger_process_regex (v6.1)."""
-        name, rest = split_at(text, ": \t")
+        """Execute `[!]NAME[:| ]...` without blanks around it. Mirrors: trigger_process_regex (v6.1)."""
+        word, rest = split_at(text, ": \t")
+        name = word.removeprefix("!")
+        if name not in self._commands:
+            raise KernelError(errno.EINVAL, f"no trigger called {name!r}")
         rest = (rest or "").lstrip(SPACES) or None
-        write = TriggerWrite(name.removeprefix("!"), name.startswith("!"), rest)
-        for command in self._commands:
-            if command.name == write.name:
-                command.execute(self, self.file(event), write)
-                return
-        raise KernelError(errno.EINVAL, f"no trigger called {write.name!r}")
+        self._commands[name].execute(self, self.file(event), rest, removes=word.startswith("!"))
 
     def truncate(self, event: TraceEvent) -> None:
         """Opening the trigger file with O_TRUNC: histograms go, and what switches them."""
-        for command in reversed(self._commands):
+        for command in reversed(self._commands.values()):
             command.remove_all(self.file(event))
 
     def clear(self) -> None:

@@ -8,9 +8,9 @@ from functools import partial
 from time import monotonic
 
 from emulated_kernel.build import Parts
+from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.modules import Modules
-from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.regular import PATIENCE
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
@@ -79,14 +79,14 @@ def machine_tree(kernel: Parts, owner: Owner, further: Mapping[str, Node]) -> di
     }
 
 
-def _task_lines(reader: GuestKernel) -> Iterator[str]:
+def _task_lines(reader: BuiltinKernel) -> Iterator[str]:
     tasks = reader.tasks()
     yield f"{'PID':>7} {'PPID':>7} {'UID':>6} STATE COMM\n"
     for task in tasks:
         yield f"{task.pid:>7} {task.parent:>7} {task.uid:>6} {task.state:<5} {task.comm}\n"
 
 
-def _cpu_lines(reader: GuestKernel, guest: Guest) -> Iterator[str]:
+def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
     cpus = reader.cpus()
     yield f"{'CPU':>3} {'STATE':<7} {'RUNNABLE':>8} {'SWITCHES':>9} {'INTERRUPTS':>10} {'PID':>7} COMM\n"
     for cpu in cpus:

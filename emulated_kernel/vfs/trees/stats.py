@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.arch.program.builder import HitWay
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.hit import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
-from emulated_kernel.kprobes.trap_routes import stub_traps
 from emulated_kernel.parts import ProbedParts
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe

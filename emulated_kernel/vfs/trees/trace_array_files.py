@@ -59,8 +59,8 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
         "set_ftrace_filter": filter_file(functions.filter),
         "set_ftrace_notrace": filter_file(functions.notrace),
-        "set_ftrace_notrace_pid": list_file(functions.untraced_pids),
-        "set_ftrace_pid": list_file(functions.traced_pids),
+        "set_ftrace_notrace_pid": list_file(functions.pids.untraced),
+        "set_ftrace_pid": list_file(functions.pids.traced),
     }
 
 

@@ -59,12 +59,9 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
 
 
 def _graph_files(graph: GraphTracer) -> dict[str, Node]:
-    def set_threshold(nanoseconds: int) -> None:
-        graph.threshold_ns = nanoseconds
-
     return {
         "max_graph_depth": number_file(lambda: signed(graph.max_depth, 32), graph.set_max_depth),
-        "tracing_thresh": time_file(lambda: graph.threshold_ns, set_threshold),
+        "tracing_thresh": time_file(lambda: graph.threshold_ns, graph.set_threshold),
         "set_graph_function": list_file(graph.functions),
         "set_graph_notrace": list_file(graph.notrace),
     }

@@ -10,11 +10,13 @@ import pytest
 from emulated_kernel.arch.analysis.region import Region, ScratchRegisters
 from emulated_kernel.arch.base import Detour
 from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.riscv import assemble as asm
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.errors import KernelError
+from tests.arch.placed import detouring
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 
 CODE, BUFFER, STACK, DATA = 0x10_0000, 0x1234_0000, 0x40_0000, 0x50_0000
@@ -37,9 +39,9 @@ def straight(region: bytes, values: dict[str, int], arch: Riscv) -> dict[str, in
     return machine.registers()
 
 
-def probed(arch: Riscv, region: Region, detour: Detour, values: dict[str, int]) -> Flat:
+def probed(arch: Riscv, region: Region, detour: Detour | HandlerCode, values: dict[str, int]) -> Flat:
     """The machine with the probe's jump in place."""
-    jump = arch.detour_jump(region, BUFFER + detour.entry)
+    jump = arch.detour_jump(region, BUFFER + (detour.entry if isinstance(detour, HandlerCode) else 0))
     assert len(jump) == region.length
     areas = {CODE: jump + arch.breakpoint, BUFFER: detour.code, STACK: bytes(PAGE), DATA: bytes(PAGE)}
     return Flat(areas, values)
@@ -110,7 +112,7 @@ def test_a_compiled_handler_in_the_detour(arch: Riscv, region: bytes) -> None:
     expected = straight(region, values, arch)
     for live in (None, ALL_LIVE):
         handler = arch.handler_code(program, CODE, live)
-        detour = arch.detour(Region(CODE, region, scratch), BUFFER, handler)
+        detour = detouring(arch, handler, BUFFER, Region(CODE, region, scratch))
         assert len(detour.code) - len(handler.code) <= arch.max_copied
         machine = probed(arch, Region(CODE, region, scratch), detour, values)
         assert machine.run(CODE, 0) == CODE + len(region)

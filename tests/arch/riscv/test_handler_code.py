@@ -10,6 +10,7 @@ from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
+from tests.arch.placed import going_on
 from tests.arch.random_programs import (
     CODE,
     CPU,
@@ -45,7 +46,7 @@ def check_frame(machine: Flat, case: Case) -> None:
 def check(case: Case, arch: Riscv, handler: HandlerCode, live: Live | None) -> None:
     expected = interpret(case)
     # The end is too far for a jump.
-    stub = arch.handler_stub(handler, CODE, CODE + len(handler.code) + arch.jump_size)
+    stub = going_on(arch, handler, CODE, CODE + len(handler.code) + arch.jump_size)
     machine = Flat({**case.areas, CODE: stub.code + arch.breakpoint}, case.registers)
     machine.faults = {CODE + fixup.access: CODE + fixup.target for fixup in stub.fixups}
     calls: list[int] = []
@@ -54,11 +55,10 @@ def check(case: Case, arch: Riscv, handler: HandlerCode, live: Live | None) -> N
         if live is None:
             check_frame(machine, case)
         call = next(call for call in stub.host_calls if CODE + call.trap == at)
-        assert call.behind == call.trap + len(arch.breakpoint)
         behind = host_answer(
             calls, call.number, lambda at, value: machine.uc.mem_write(at, value.to_bytes(4, "little"))
         )
-        return CODE + (call.behind if behind else call.label)
+        return CODE + (call.trap + len(arch.breakpoint) if behind else call.label)
 
     machine.run(CODE + stub.entry, CODE + len(stub.code), on_break)
     assert calls == expected.host_calls

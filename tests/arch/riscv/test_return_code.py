@@ -12,6 +12,7 @@ from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Label, Program
 from emulated_kernel.arch.riscv.arch import Riscv
 from emulated_kernel.arch.riscv.detour import RETURN_ROOM
+from tests.arch.placed import going_on
 from tests.arch.random_programs import CODE, CPU, DATA, PAGE, PROBE, SP, Case, Maker
 from tests.arch.riscv.flat import NAMES, Flat
 from tests.arch.riscv.test_handler_code import ARCHS, FIXED, check, make
@@ -101,7 +102,7 @@ def _machine(arch: Riscv, *, saves_all: bool, chosen: bool) -> tuple[Flat, int, 
     made = arch.returns.dispatch(_dispatch(), CODE, saves_all=saves_all)
     handler = arch.returns.handler(_returns_to(arch, CALLER), saves_all=saves_all)
     goes_on = made.finish is not None
-    placed = arch.handler_stub(handler, HANDLER, CODE + made.finish) if goes_on else handler
+    placed = going_on(arch, handler, HANDLER, CODE + made.finish) if goes_on else handler
     rng = random.Random(5)
     registers = {name: rng.getrandbits(64) for name in FIXED}
     registers |= {"sp": SP, "gp": CPU, "ra": CODE + made.entry}

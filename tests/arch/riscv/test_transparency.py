@@ -18,6 +18,7 @@ from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
 from emulated_kernel.arch.riscv.verdict import detoured_region
+from tests.arch.placed import detouring
 from tests.arch.riscv import compiled
 from tests.arch.riscv.flat import PAGE, Flat
 from tests.sample import fewer, share
@@ -121,7 +122,7 @@ def test_counting_in_the_guest(name: str, level: str) -> None:
             addr = region.addr
             for live in (analysis.at(addr), None):
                 handler = arch.handler_code(handler_program, addr, live)
-                detour = arch.detour(region, BUFFER, handler)
+                detour = detouring(arch, handler, BUFFER, region)
                 machine = machine_for(program, arch, detour.code)
                 machine.uc.mem_write(addr, arch.detour_jump(region, BUFFER + detour.entry))
                 machine.run(program.functions["all"].addr, 0)

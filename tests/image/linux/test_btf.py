@@ -1,4 +1,4 @@
-"""BTF says what C's declarations say: offsets, bit fields, prototypes; damaged, it ends in one error."""
+"""BTF says what C's declarations say: offsets, bit fields, parameters; damaged, it ends in one error."""
 
 from __future__ import annotations
 
@@ -62,15 +62,8 @@ def test_bit_fields_have_their_place_and_width() -> None:
     assert (offset, member.width) == (3, 1)
 
 
-def test_prototypes_have_the_parameters_names() -> None:
-    found = Btf(BTF).prototype("read_task")
-    assert (found.returns, found.is_variadic) == ("int", False)
-    assert found.parameters == (
-        ("task", "struct task_struct *const"),
-        ("name", "const char *"),
-        ("run", "void (*)(struct task_struct *, int)"),
-    )
-    assert Btf(BTF).prototype("printk").is_variadic
+def test_functions_have_their_parameters() -> None:
+    assert [Btf(BTF).parameters(name) for name in ("read_task", "printk")] == [3, 1]
 
 
 def test_enumerators_of_both_sizes() -> None:
@@ -85,7 +78,7 @@ def test_enumerators_of_both_sizes() -> None:
         lambda btf: btf.find(Kind.STRUCT, "nothing"),
         lambda btf: btf.offset("task_struct.nothing"),
         lambda btf: btf.offset("task_struct"),
-        lambda btf: btf.prototype("nothing"),
+        lambda btf: btf.parameters("nothing"),
         lambda btf: btf.constant("nothing"),
         lambda btf: btf.constant("colours"),
     ],
@@ -100,15 +93,11 @@ def circle() -> bytes:
     btf = made.Btf()
     btf.add(10, "", 2)
     btf.add(10, "", 1)
-    btf.add(12, "f", 4)
-    btf.prototype(1, ("x", 2))
-    btf.structure("self", 8, ("", 5, 0))
+    btf.structure("self", 8, ("", 3, 0))
     return btf.data()
 
 
-@pytest.mark.parametrize(
-    "ask", [lambda btf: btf.resolve(1), lambda btf: btf.prototype("f"), lambda btf: btf.offset("self.x")]
-)
+@pytest.mark.parametrize("ask", [lambda btf: btf.resolve(1), lambda btf: btf.offset("self.x")])
 def test_types_in_a_circle_end(ask: object) -> None:
     with pytest.raises(KernelError, match=r"circle|each other") as caught:
         ask(Btf(circle()))  # type: ignore[operator]
@@ -122,11 +111,6 @@ def doubled() -> bytes:
     for _ in range(60):
         last = btf.structure("", 8, ("", last, 0), ("", last, 4))
     btf.structure("wide", 8, ("", last, 0), ("x", last, 0))
-    last = 1
-    for _ in range(30):
-        last = btf.add(2, "", btf.prototype(last, ("", last), ("", last)))
-    btf.add(12, "f", btf.prototype(1, ("x", last)))
-    btf.add(12, "g", btf.prototype(1, *(("", 1),) * 65))
     return btf.data()
 
 
@@ -134,10 +118,6 @@ def test_types_that_are_too_many_to_look_through() -> None:
     btf = Btf(doubled())
     assert btf.has("wide.x")
     assert not btf.has("wide.y")
-    for function in "fg":
-        with pytest.raises(KernelError) as caught:
-            btf.prototype(function)
-        assert caught.value.errno == ENOEXEC
 
 
 @settings(max_examples=200, deadline=None)
@@ -151,7 +131,7 @@ def test_damaged(data: st.DataObject) -> None:
         try:
             btf = Btf(whole)
             for name in ("read_task", "printk"):
-                btf.prototype(name)
+                btf.parameters(name)
             btf.offset("holder.task.high")
             assert btf.constants is not None
         except KernelError as error:

@@ -76,7 +76,7 @@ def calls(stack: str, way: str, maxactive: int) -> Iterator[tuple[Calls, Kretpro
             kernel.kprobes.optimizer.flush()
         tasks = [kernel.guest.mirror.task_of(pid, 0, 0).addr for pid in (500, 501)]
         made = Calls(kernel, address(kernel, "int_sqrt"), tasks)
-        kernel.machine.calls.on_leave.clear()
+        kernel.machine.on_leave.clear()
         before = made._current[0]
         for cpu in (0, 1, 0, 1):
             made.be(cpu)

@@ -156,7 +156,9 @@ class RingRecorder(Recorder):
     saved: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.host_ring = RingBuffer(memoryview(bytearray(memory_size(2))), 2, overwrite=self.overwrite)
+        self.host_ring = RingBuffer(
+            RingMemory(memoryview(bytearray(memory_size(2)))), 2, overwrite=self.overwrite
+        )
         memory = self.guest.memory
         target = self.guest.target
         pages_at = target.pages + self.number * 0x100000
@@ -232,7 +234,7 @@ class Guest:
         memory.map(target.task, 4096)
         self.places = GuestPlaces(
             clock=target.clock,
-            clock_step=lambda: STEP,
+            time=SimpleNamespace(step_ns=STEP),  # type: ignore[arg-type]
             interrupt_flag=("flags", 0x200),
             this_cpu_off=0x18,
             cpu_number=0x20,

@@ -29,7 +29,7 @@ from emulated_kernel.trace.probes.trace_kprobe import (
     TraceKprobe,
 )
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import MIN_PAGES, RecordTarget, memory_size
+from emulated_kernel.trace.ring.layout import MIN_PAGES, RecordTarget, RingMemory, memory_size
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, RawEntry
 from emulated_kernel.trace.text.error_log import ErrorLog
 
@@ -191,7 +191,9 @@ class FakeRecorder(Recorder):
     removed: list[TraceEvent] = field(default_factory=list)
     enabled_events: int = 0
     place: RingBuffer = field(
-        default_factory=lambda: RingBuffer(memoryview(bytearray(memory_size(MIN_PAGES))), MIN_PAGES)
+        default_factory=lambda: RingBuffer(
+            RingMemory(memoryview(bytearray(memory_size(MIN_PAGES)))), MIN_PAGES
+        )
     )
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:

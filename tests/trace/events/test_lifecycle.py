@@ -22,6 +22,7 @@ from tests.trace.events.kernel import (
     hit_all,
     make_kernel,
 )
+from tests.trace.events.plain_event import PlainEvent
 
 
 @pytest.fixture
@@ -244,7 +245,7 @@ def test_a_cold_part_is_as_notrace_as_its_function() -> None:
 
 
 def test_other_events_names_are_taken(kernel: Kernel) -> None:
-    kernel.events.registry.reserve("sched", "sched_switch")
+    kernel.events.registry.add(PlainEvent("sched", "sched_switch"))
     assert _write(kernel, "p:sched/sched_switch vfs_read") == "EEXIST"
     with pytest.raises(KernelError):
         kernel.events.write(b"p:sched/sched_switch vfs_read")

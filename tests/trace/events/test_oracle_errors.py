@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.trace.events.kernel import Function, Kernel, errno_of, make_kernel
+from tests.trace.events.plain_event import PlainEvent
 from tests.trace.events.recorded import oracle_path
 
 _ADDRESS = re.compile(r" 0x[0-9a-f]{16}(?= |$)", re.MULTILINE)
@@ -81,7 +82,7 @@ def _replay(record: dict[str, Any], functions: list[Function]) -> list[str]:
     """What differs from the record."""
     kernel = make_kernel(functions, modules=["virtio_blk"])
     for group, name in (("sched", "sched_switch"), ("ftrace", "print")):
-        kernel.events.registry.reserve(group, name)
+        kernel.events.registry.add(PlainEvent(group, name))
     for step in record["setup"]:
         _set_up(kernel, step)
     kernel.events.error_log.clear()

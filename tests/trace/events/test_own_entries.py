@@ -28,7 +28,7 @@ def _fields(name: str, word: int, payload: bytes) -> dict[str, int]:
 
 
 def test_numbers_are_where_formats_say(word: int) -> None:
-    graph, call = GraphRecords.of(word), (5).to_bytes(word, "little") + (6).to_bytes(word, "little")
+    graph, call = GraphRecords(word), (5).to_bytes(word, "little") + (6).to_bytes(word, "little")
     assert _fields("funcgraph_entry", word, graph.entered.pack(5, 6)) == {"func": 5, "depth": 6}
     returned = _fields("funcgraph_exit", word, graph.returned.pack(1, 2, 3, 4, 5))
     assert returned == {"func": 1, "depth": 2, "overrun": 3, "calltime": 4, "rettime": 5}

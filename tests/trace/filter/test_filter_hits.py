@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.filter.fields import FilterField, FilterType, find_event_field
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
-from emulated_kernel.trace.ring.trace_entry import EventField
+from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField
 from tests.trace.events.kernel import FakeRecorder, Hit, Kernel, errno_of, hit_all, make_kernel
 from tests.trace.events.plain_event import PlainEvent
 
@@ -164,10 +164,12 @@ def test_what_does_not_fit_into_a_page_is_not_shown(kernel: Kernel) -> None:
 def test_an_own_field_hides_the_others() -> None:
     fields = [EventField("char[16]", "comm", 8, 16, False), EventField("u8", "common_pid", 24, 1, False)]
     event = PlainEvent("g", "e", fields, "")
-    assert find_event_field(event.fields, "comm") == FilterField(FilterType.STATIC_STRING, 8, 16, False)
-    assert find_event_field(event.fields, "common_pid") == FilterField(FilterType.OTHER, 24, 1, False)
-    assert find_event_field(event.fields, "COMM") == FilterField(FilterType.COMM, 0, 16, False)
-    assert find_event_field(event.fields, "common_flags") == FilterField(FilterType.OTHER, 2, 1, False)
+    assert find_event_field(event.fields, "comm") == FilterField(FilterType.STATIC_STRING, fields[0])
+    assert find_event_field(event.fields, "common_pid") == FilterField(FilterType.OTHER, fields[1])
+    comm = find_event_field(event.fields, "COMM")
+    assert comm is not None
+    assert comm.type is FilterType.COMM
+    assert find_event_field(event.fields, "common_flags") == FilterField(FilterType.OTHER, COMMON_FIELDS[1])
     assert find_event_field(event.fields, "pid") is None
 
 

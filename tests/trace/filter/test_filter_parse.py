@@ -21,23 +21,27 @@ from emulated_kernel.trace.filter.ops import (
     FilterStep,
     NeverPredicate,
     StringPredicate,
-    StringSource,
 )
 from emulated_kernel.trace.filter.parse import parse_filter
 from emulated_kernel.trace.filter.pattern import literal_pattern
-from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from tests.trace.events.kernel import no_string
 
-FIELDS = {name: FilterField(FilterType.OTHER, at, 1, False) for at, name in enumerate("abcdefgh")}
+
+def _field(type_: FilterType, offset: int, size: int, is_signed: bool) -> FilterField:
+    return FilterField(type_, EventField("", "", offset, size, is_signed))
+
+
+FIELDS = {name: _field(FilterType.OTHER, at, 1, False) for at, name in enumerate("abcdefgh")}
 FIELDS |= {
-    "s16": FilterField(FilterType.OTHER, 8, 2, True),
-    "u64": FilterField(FilterType.OTHER, 8, 8, False),
-    "odd": FilterField(FilterType.OTHER, 8, 3, False),
-    "str": FilterField(FilterType.DYN_STRING, 8, 4, True),
-    "fix": FilterField(FilterType.STATIC_STRING, 8, 16, True),
-    "cpu": FilterField(FilterType.CPU, 0, 4, True),
-    "comm": FilterField(FilterType.COMM, 0, 16, False),
-    "ptr": FilterField(FilterType.PTR_STRING, 8, 8, False),
+    "s16": _field(FilterType.OTHER, 8, 2, True),
+    "u64": _field(FilterType.OTHER, 8, 8, False),
+    "odd": _field(FilterType.OTHER, 8, 3, False),
+    "str": _field(FilterType.DYN_STRING, 8, 4, True),
+    "fix": _field(FilterType.STATIC_STRING, 8, 16, True),
+    "cpu": _field(FilterType.CPU, 0, 0, True),
+    "comm": _field(FilterType.COMM, 0, 0, True),
+    "ptr": _field(FilterType.PTR_STRING, 8, 8, False),
 }
 
 
@@ -118,10 +122,11 @@ def test_steps_branch_forward() -> None:
         ("u64 < 0xffffffffffffffff", ComparePredicate(FilterOp.LT, 8, 8, False, (1 << 64) - 1)),
         ("u64.ustring >= 1", ComparePredicate(FilterOp.GE, 8, 8, False, 1)),
         ("odd != 1", NeverPredicate()),
+        ("cpu & 1", NeverPredicate()),
         ("cpu == 0x1ffffffff", CpuPredicate(FilterOp.EQ, -1)),
-        ('str != "x"', StringPredicate(StringSource.DYNAMIC, 8, 4, literal_pattern(b"x"), True)),
-        ("fix=='a\"b'", StringPredicate(StringSource.STATIC, 8, 16, literal_pattern(b'a"b'), False)),
-        ("comm ~ '!5'", StringPredicate(StringSource.COMM, 0, 16, literal_pattern(b"5"), True)),
+        ('str != "x"', StringPredicate(FilterType.DYN_STRING, 8, 4, literal_pattern(b"x"), True)),
+        ("fix=='a\"b'", StringPredicate(FilterType.STATIC_STRING, 8, 16, literal_pattern(b'a"b'), False)),
+        ("comm ~ '!5'", StringPredicate(FilterType.COMM, 0, 0, literal_pattern(b"5"), True)),
         ("\xa0a\t==\v1", ComparePredicate(FilterOp.EQ, 0, 1, False, 1)),
     ],
 )

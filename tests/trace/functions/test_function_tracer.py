@@ -109,20 +109,20 @@ def test_a_probe_and_the_tracer_share_a_site(kernel: Kernel, tracer: FunctionTra
 def test_only_the_wanted_tasks(kernel: Kernel, tracer: FunctionTracer) -> None:
     tracer.filter.write(b"vfs_open")
     kernel.trace.set_tracer("function")
-    assert tracer.traced_pids.records() == ["no pid\n"]
-    tracer.traced_pids.write(b"4000000")
+    assert tracer.pids.traced.records() == ["no pid\n"]
+    tracer.pids.traced.write(b"4000000")
     _read(kernel)
     assert _calls(kernel) == []
-    tracer.traced_pids.write(b"1")
-    assert tracer.traced_pids.records() == ["1\n", "4000000\n"]
+    tracer.pids.traced.write(b"1")
+    assert tracer.pids.traced.records() == ["1\n", "4000000\n"]
     _read(kernel)
     assert len(_calls(kernel)) == 1
-    tracer.untraced_pids.write(b"1")
+    tracer.pids.untraced.write(b"1")
     _read(kernel)
     assert len(_calls(kernel)) == 1
     kernel.trace.options.flags |= TraceOption.FUNC_FORK
     kernel.trace_arrays.forked(1, 77)
-    assert "77\n" in tracer.traced_pids.records()
+    assert "77\n" in tracer.pids.traced.records()
 
 
 def test_commands_act_with_any_tracer(kernel: Kernel, tracer: FunctionTracer) -> None:

@@ -140,9 +140,9 @@ def test_which_function_records_calls(kernel: Kernel) -> None:
     assert "(function_stack_no_repeats_trace_call)" in _enabled(kernel)
     options.set("func_stack_trace", 0)
     assert "(function_no_repeats_trace_call)" in _enabled(kernel)
-    functions.traced_pids.write(b"1")
+    functions.pids.traced.write(b"1")
     assert "(ftrace_pid_func)" in _enabled(kernel)
-    functions.traced_pids.clear()
+    functions.pids.traced.clear()
     options.set("func-no-repeats", 0)
     _switch(kernel, "function", on=False)
 

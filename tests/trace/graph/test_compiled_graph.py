@@ -167,10 +167,10 @@ def depth(traced: Traced) -> None:
 @scenario
 def long_calls_alone(traced: Traced) -> None:
     graph = traced.kernel.tracing.function_graph
-    graph.threshold_ns = 300
+    graph.set_threshold(300)
     with _graph(traced):
         traced.files()
-        graph.threshold_ns = 1 << 40
+        graph.set_threshold(1 << 40)
         traced.files()
 
 
@@ -178,15 +178,15 @@ def long_calls_alone(traced: Traced) -> None:
 def tasks_by_pid(traced: Traced) -> None:
     tracer = traced.kernel.trace_arrays.top.functions
     traced.kernel.trace.options.set("funcgraph-proc", True)
-    tracer.traced_pids.write(b"601")
+    tracer.pids.traced.write(b"601")
     with _graph(traced):
         traced.files()
-        tracer.traced_pids.write(b"602 603")
+        tracer.pids.traced.write(b"602 603")
         traced.files()
-        tracer.traced_pids.clear()
-        tracer.untraced_pids.write(b"602")
+        tracer.pids.traced.clear()
+        tracer.pids.untraced.write(b"602")
         traced.files()
-    tracer.untraced_pids.clear()
+    tracer.pids.untraced.clear()
 
 
 @scenario
@@ -258,7 +258,7 @@ def _reset(kernel: Kernel) -> None:
     for functions in (graph.functions, graph.notrace):
         functions.clear()
     graph.set_max_depth(0)
-    graph.threshold_ns = 0
+    graph.set_threshold(0)
     trace.resize_buffer(1408)
     trace.set_tracing_on(True)
     for name in ("funcgraph-proc", "funcgraph-tail", "funcgraph-overrun"):
@@ -302,10 +302,10 @@ def test_calls_stay_in_the_guest(arch: str, stack: str) -> None:
         choices: tuple[tuple[int, Callable[[], object]], ...] = (
             (40, lambda: None),
             (20, lambda: graph.set_max_depth(1)),
-            (10, lambda: setattr(graph, "threshold_ns", 70)),
+            (10, lambda: graph.set_threshold(70)),
             (10, lambda: graph.notrace.write(b"gcd")),
             (10, lambda: graph.functions.write(b"lcm")),
-            (10, lambda: tracer.untraced_pids.write(b"4711")),
+            (10, lambda: tracer.pids.untraced.write(b"4711")),
             (10, lambda: trace.options.set("funcgraph-irqs", False)),
             (10, lambda: trace.options.set("sleep-time", False)),
             (0, lambda: trace.set_tracing_on(False)),

@@ -88,7 +88,7 @@ def test_filters_and_threshold_hold(kernel: Kernel) -> None:
     assert set(found) == {"__kmalloc"}
     hits, time, average = found["__kmalloc"]
     assert (hits, time) == (1, average)
-    kernel.tracing.function_graph.threshold_ns = int(average * 1000) + 1
+    kernel.tracing.function_graph.set_threshold(int(average * 1000) + 1)
     assert profiler.text(0) == HEADER
 
 

@@ -116,12 +116,12 @@ def test_only_what_took_long_enough(kernel: Kernel) -> None:
     graph = kernel.tracing.function_graph
     everything = _lines(kernel)
     assert len(everything) > 3
-    graph.threshold_ns = 300
+    graph.set_threshold(300)
     lines = _lines(kernel)
     assert 0 < len(lines) < len(everything)
     assert all("} /* " in line for line in lines)
     assert lines[-1].endswith("  } /* kfree */")
-    graph.threshold_ns = 1 << 62
+    graph.set_threshold(1 << 62)
     assert _lines(kernel) == []
 
 
@@ -167,7 +167,7 @@ def test_calls_in_interrupts(kernel: Kernel) -> None:
 
 
 def test_set_ftrace_pid_holds_for_the_graph(kernel: Kernel) -> None:
-    pids = kernel.trace_arrays.top.functions.traced_pids
+    pids = kernel.trace_arrays.top.functions.pids.traced
     pids.write(b"4321")
     assert _lines(kernel) == []
     pids.clear()

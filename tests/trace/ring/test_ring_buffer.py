@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.trace.ring import layout as ring_layout
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import RingMemory, memory_size, pages_for
+from emulated_kernel.trace.ring.layout import RingControl, RingMemory, memory_size, pages_for
 from emulated_kernel.trace.ring.page import (
     MAX_DATA_SIZE,
     MISSED_EVENTS,
@@ -22,7 +22,7 @@ BIG = bytes(1000)
 
 
 def ring(pages: int = 2, **more: bool) -> RingBuffer:
-    return RingBuffer(memoryview(bytearray(b"\xa5" * memory_size(pages))), pages, **more)
+    return RingBuffer(RingMemory(memoryview(bytearray(b"\xa5" * memory_size(pages)))), pages, **more)
 
 
 def fill(buffer: RingBuffer, count: int, first: int = 0) -> None:
@@ -57,7 +57,7 @@ def test_size_of_an_event(payload: int, size: int) -> None:
 
 def test_small_event_in_memory() -> None:
     memory = bytearray(memory_size(2))
-    buffer = RingBuffer(memoryview(memory), 2)
+    buffer = RingBuffer(RingMemory(memoryview(memory)), 2)
     buffer.write(b"abcdefgh", 1000)
     buffer.write(b"ijklmnop", 1007)
     page = page_of(memory, 2, 0)
@@ -67,7 +67,7 @@ def test_small_event_in_memory() -> None:
 
 def test_large_event_in_memory() -> None:
     memory = bytearray(memory_size(2))
-    buffer = RingBuffer(memoryview(memory), 2)
+    buffer = RingBuffer(RingMemory(memoryview(memory)), 2)
     buffer.write(bytes(range(120)), 5)
     page = page_of(memory, 2, 0)
     assert page[16:24] == struct.pack("<II", 0, 124)
@@ -86,7 +86,7 @@ def test_long_deltas(delta: int) -> None:
 
 def test_time_extend_in_memory() -> None:
     memory = bytearray(memory_size(2))
-    buffer = RingBuffer(memoryview(memory), 2)
+    buffer = RingBuffer(RingMemory(memoryview(memory)), 2)
     buffer.write(b"a", 0)
     buffer.write(b"b", 3 << 27 | 5)
     assert page_of(memory, 2, 0)[28:36] == struct.pack("<II", 30 | 5 << 5, 3)
@@ -102,7 +102,7 @@ def test_a_clock_that_goes_back() -> None:
 
 def test_the_page_ends_with_padding() -> None:
     memory = bytearray(memory_size(2))
-    buffer = RingBuffer(memoryview(memory), 2)
+    buffer = RingBuffer(RingMemory(memoryview(memory)), 2)
     fill(buffer, 5)
     page = page_of(memory, 2, 0)
     room = PAGE_DATA_SIZE - 4 * event_size(1000)
@@ -113,7 +113,7 @@ def test_the_page_ends_with_padding() -> None:
 
 def test_room_for_less_than_an_event_is_no_data() -> None:
     memory = bytearray(memory_size(2))
-    buffer = RingBuffer(memoryview(memory), 2)
+    buffer = RingBuffer(RingMemory(memoryview(memory)), 2)
     buffer.write(bytes(MAX_DATA_SIZE - 4), 0)
     buffer.write(b"next", 1)
     page = page_of(memory, 2, 0)
@@ -260,7 +260,7 @@ def test_resize_keeps_the_newest(pages: int, consume_first: int) -> None:
     for _ in range(consume_first):
         buffer.consume()
     before = numbers(buffer)
-    buffer.resize(memoryview(bytearray(memory_size(pages))), pages)
+    buffer.resize(RingMemory(memoryview(bytearray(memory_size(pages)))), pages)
     after = numbers(buffer)
     assert after == [n for n in before if n in after]
     assert len(after) == len(before) - buffer.overrun
@@ -320,45 +320,45 @@ def test_a_page_tells_how_many_events_were_lost() -> None:
 
 @pytest.mark.parametrize("address", [0, 0xFFFFC98000000000])
 def test_guest_code_appends_as_the_layout_says(address: int) -> None:
-    memory, control = bytearray(memory_size(2)), bytearray(ring_layout.CONTROL_SIZE)
-    words = memoryview(control).cast("Q")
-    buffer = RingBuffer(RingMemory(memoryview(memory), address, memoryview(control)), 2)
-    assert words[ring_layout.WRITE_PTR] == 0
+    memory, block = bytearray(memory_size(2)), bytearray(ring_layout.CONTROL_SIZE)
+    control = RingControl.from_buffer(block)
+    buffer = RingBuffer(RingMemory(memoryview(memory), address, memoryview(block)), 2)
+    assert control.write_ptr == 0
     buffer.write(b"12345678", 100)
-    append(memory, words, b"guest..!", 105)
+    append(memory, control, b"guest..!", 105)
     assert list(buffer) == [(100, b"12345678"), (105, b"guest..!")]
     assert len(buffer) == 2
     assert buffer.stats().size == 24
     buffer.write(b"abcdefgh", 106)
     assert [stamp for stamp, _ in buffer] == [100, 105, 106]
     buffer.disabled = True
-    assert words[ring_layout.WRITE_PTR] == 0
+    assert control.write_ptr == 0
     buffer.disabled = False
-    append(memory, words, b"again..!", 107)
-    buffer.resize(memoryview(bytearray(memory_size(4))), 4)
-    assert words[ring_layout.WRITE_PTR] == 0
+    append(memory, control, b"again..!", 107)
+    buffer.resize(RingMemory(memoryview(bytearray(memory_size(4)))), 4)
+    assert control.write_ptr == 0
     assert [stamp for stamp, _ in buffer] == [100, 105, 106, 107]
     assert [event.time_stamp for event in iter(buffer.consume, None)] == [100, 105, 106, 107]
 
 
-def append(memory: bytearray, words: memoryview, payload: bytes, time_stamp: int) -> None:
+def append(memory: bytearray, control: RingControl, payload: bytes, time_stamp: int) -> None:
     """What guest code does for an event of 12 bytes that fits."""
-    pointer = words[ring_layout.WRITE_PTR]
+    pointer = control.write_ptr
     assert pointer - 1 & 4095 <= 4095 - 12
-    delta = time_stamp - words[ring_layout.WRITE_STAMP]
-    struct.pack_into("<I8s", memory, pointer - words[ring_layout.BASE], 2 | delta << 5, payload)
-    words[ring_layout.WRITE_STAMP] = time_stamp
-    words[ring_layout.TAIL_ENTRIES] += 1
-    words[ring_layout.WRITE_PTR] = pointer + 12
+    delta = time_stamp - control.write_stamp
+    struct.pack_into("<I8s", memory, pointer - control.base, 2 | delta << 5, payload)
+    control.write_stamp = time_stamp
+    control.tail_entries += 1
+    control.write_ptr = pointer + 12
 
 
 def test_a_page_that_is_full_to_the_byte_has_no_room() -> None:
     memory = bytearray(memory_size(2))
-    buffer = RingBuffer(memoryview(memory), 2)
-    words = memoryview(memory).cast("Q")
+    buffer = RingBuffer(RingMemory(memoryview(memory)), 2)
+    control = RingControl.from_buffer(memory)
     buffer.write(bytes(MAX_DATA_SIZE), 1)
-    pointer = words[ring_layout.WRITE_PTR]
+    pointer = control.write_ptr
     assert pointer % 4096 == 0
     assert pointer - 1 & 4095 > 4095 - 12
     assert buffer.make_room(12, 2)
-    assert words[ring_layout.WRITE_PTR] % 4096 == 16
+    assert control.write_ptr % 4096 == 16

@@ -32,24 +32,24 @@ class RingMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(2, 4), overwrite=st.booleans())
     def make(self, pages: int, overwrite: bool) -> None:
-        self.ring = RingBuffer(self.allocate(pages), pages, overwrite=overwrite)
+        self.ring = RingBuffer(layout.RingMemory(self.allocate(pages)), pages, overwrite=overwrite)
 
     def unread_bytes(self) -> int:
         """Bytes of events and padding on pages that aren't read, told from the memory alone."""
-        words = self.memory.cast("Q")
-        pages, reader = words[layout.NR_PAGES], words[layout.READER_PAGE]
+        words, control = self.memory.cast("Q"), layout.RingControl.from_buffer(self.memory)
+        pages, reader = control.nr_pages, control.reader_page
 
         def commit(page: int) -> int:
             data = layout.data_start(pages) + page * 4096
-            if page == words[layout.TAIL_PAGE]:
-                return (words[layout.WRITE_PTR] or words[layout.PARKED_PTR]) - data - 16
+            if page == control.tail_page:
+                return (control.write_ptr or control.parked_ptr) - data - 16
             return words[data // 8 + 1]
 
-        size = commit(reader) - words[layout.READER_READ]
-        if words[layout.TAIL_PAGE] != reader:
-            slot = words[layout.HEAD_SLOT]
+        size = commit(reader) - control.reader_read
+        if control.tail_page != reader:
+            slot = control.head_slot
             size += commit(words[layout.SLOTS + slot])
-            while slot != words[layout.TAIL_SLOT]:
+            while slot != control.tail_slot:
                 slot = (slot + 1) % pages
                 size += commit(words[layout.SLOTS + slot])
         return size
@@ -110,7 +110,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(2, 5))
     def resize(self, pages: int) -> None:
-        self.ring.resize(self.allocate(pages), pages)
+        self.ring.resize(layout.RingMemory(self.allocate(pages)), pages)
         self.forget_overwritten()
 
     @rule(overwrite=st.booleans())

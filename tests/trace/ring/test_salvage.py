@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import (
-    CHANGING,
-    CONTROL_SIZE,
-    PARKED_PTR,
-    TAIL_ENTRIES,
-    TAIL_PAGE,
-    WRITE_PTR,
-    WRITE_STAMP,
-    RingMemory,
-    memory_size,
-)
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl, RingMemory, memory_size, offset_of
 from emulated_kernel.trace.ring.salvage import Salvaged, Unreadable, salvage
 from tests.sample import fewer, share
 
@@ -42,6 +32,20 @@ class Stores:
         self._view[key] = value
 
 
+class Words:
+    """The same of a control block."""
+
+    def __init__(self, control: RingControl, before: Callable[[], None]) -> None:
+        self.__dict__.update(control=control, before=before)
+
+    def __getattr__(self, word: str) -> Any:
+        return getattr(self.control, word)
+
+    def __setattr__(self, word: str, value: int) -> None:
+        self.before()
+        setattr(self.control, word, value)
+
+
 class Watched(RingBuffer):
     """A ring buffer that takes an image of itself in front of each store to its control block and tables."""
 
@@ -51,9 +55,9 @@ class Watched(RingBuffer):
 
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
         super()._attach(place, nr_pages)
-        words: Any = Stores(self._words, self.look)
+        control: Any = Words(self._control, self.look)
         table: Any = Stores(self._table, self.look)
-        self._words, self._table = words, table
+        self._control, self._table = control, table
 
     def look(self) -> None:
         """Keep what a process that ends now leaves."""
@@ -116,7 +120,7 @@ def check(result: Salvaged, before: Events, after: Events) -> None:
     assert len(result.buffer) == result.buffer.stats().entries == len(held)
     assert result.buffer.stats().size >= sum(len(payload) for _, payload in held)
     # It goes on from there.
-    result.buffer.resize(memoryview(bytearray(memory_size(4))), 4)
+    result.buffer.resize(RingMemory(memoryview(bytearray(memory_size(4)))), 4)
     assert list(result.buffer) == held
     if held:
         assert result.buffer.consume() == (*held[0], 0)
@@ -133,20 +137,21 @@ def test_an_end_between_any_two_stores(seed: int, overwrite: bool) -> None:
 @pytest.mark.parametrize(
     ("word", "change", "lost"),
     [
-        pytest.param(WRITE_STAMP, 5, 0, id="its time alone is there"),
-        pytest.param(TAIL_ENTRIES, 1, 0, id="it is counted already"),
-        pytest.param(WRITE_PTR, -4, 1, id="it is cut"),
+        pytest.param("write_stamp", 5, 0, id="its time alone is there"),
+        pytest.param("tail_entries", 1, 0, id="it is counted already"),
+        pytest.param("write_ptr", -4, 1, id="it is cut"),
     ],
 )
-def test_a_torn_record_is_counted(word: int, change: int, lost: int) -> None:
+def test_a_torn_record_is_counted(word: str, change: int, lost: int) -> None:
     """Guest code moves the write pointer last."""
     ring = buffer(3)
     for number in range(5):
         ring.write(number.to_bytes(8, "little"), 1000 + number)
     events = list(ring)
     control, pages = image_of(ring.images_of)
-    words = memoryview(bytearray(control)).cast("Q")
-    words[PARKED_PTR if word == WRITE_PTR and not words[WRITE_PTR] else word] += change
+    words = RingControl.from_buffer_copy(control)
+    word = "parked_ptr" if word == "write_ptr" and not words.write_ptr else word
+    setattr(words, word, getattr(words, word) + change)
     result = found((bytes(words), pages))
     assert result.torn == 1
     assert list(result.buffer) == events[: len(events) - lost]
@@ -184,7 +189,7 @@ def known(control: bytes, pages: bytes) -> tuple[Events, int, str]:
 def test_no_record_is_lost_without_a_word(where: str, bit: int) -> None:
     """Any one bit of a buffer that is wrong."""
     control, pages, events = whole()
-    size = CHANGING * 8 if where == "control" else len(pages)
+    size = offset_of("changing") if where == "control" else len(pages)
     for at in range(0, size, 1 if where == "control" else 3):
         damaged = [bytearray(control), bytearray(pages)]
         damaged[where == "pages"][at] ^= 1 << bit
@@ -194,12 +199,12 @@ def test_no_record_is_lost_without_a_word(where: str, bit: int) -> None:
         assert damage or lost <= 1, (at, lost, torn)
 
 
-@pytest.mark.parametrize("word", [WRITE_PTR, TAIL_PAGE])
-def test_what_is_complete_stays_readable(word: int) -> None:
+@pytest.mark.parametrize("word", ["write_ptr", "tail_page"])
+def test_what_is_complete_stays_readable(word: str) -> None:
     """Where the tail is stands there more than once."""
     control, pages, events = whole()
-    words = memoryview(bytearray(control)).cast("Q")
-    words[word] ^= 1 << 40 if word == WRITE_PTR else 1
+    words = RingControl.from_buffer_copy(control)
+    setattr(words, word, getattr(words, word) ^ (1 << 40 if word == "write_ptr" else 1))
     held, torn, damage = known(bytes(words), pages)
     assert ([record for _, record in held], torn) == ([record for _, record in events], 0)
     assert damage == "counters and pages disagree"

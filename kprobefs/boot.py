@@ -1,0 +1,72 @@
+"""Boots the kernel that the options mean, and makes its mount."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kprobefs.failure import Exit, Failure, lack
+from kprobefs.options import NATIVE, MountOptions, check_image, runs_linux
+
+if TYPE_CHECKING:
+    from kprobefs.options import ServedMount
+    from kprobefs.state import KeptState
+
+
+def _state(options: MountOptions) -> KeptState | None:
+    """Raises: Failure where another daemon has it."""
+    if options.state is None:
+        return None
+    from kprobefs.state import KeptState
+    from kprobefs.state_directory import StateDirectory
+
+    return KeptState(StateDirectory(options.state), "tracing/" if options.layout == "tracefs" else "")
+
+
+def prepare(options: MountOptions) -> None:
+    """What takes seconds is done while somebody watches: a boot, a dump that is read. Raises: Failure."""
+    if options.core is not None:
+        from kprobefs import dumps
+
+        dumps.prepare(options.core)
+    elif runs_linux(options):
+        from kprobefs import native
+
+        native.prepare(options)
+
+
+def build_kernel(options: MountOptions) -> ServedMount:
+    """Boot an emulated kernel; its files belong to the user who mounts. Raises: Failure."""
+    if runs_linux(options):
+        return _linux_mount(options)
+    from emulated_kernel.host.mirror.clients_only import ClientsOnly
+    from emulated_kernel.host.mirror.processes import HostProcesses
+    from emulated_kernel.vfs.core.node import Owner
+    from emulated_kernel.vfs.trees.layout import RootLayout
+    from kprobefs.power import LivingKernel
+
+    if options.machine.image is not None:
+        check_image(options.machine.image)
+    try:
+        owner = Owner(os.geteuid(), os.getegid())
+        watch = ClientsOnly if options.clients_only else HostProcesses
+        layout = RootLayout(options.layout)
+        return LivingKernel(options.machine, layout, owner, watch, _state(options)).mount
+    except OSError as error:
+        image, why = options.machine.image, lack(error) or error.strerror or str(error)
+        raise (Failure(f"{image}: {why}", Exit.USAGE) if image else Failure(why)) from error
+
+
+def _linux_mount(options: MountOptions) -> ServedMount:
+    # One of them: the others' modules are a third of a start.
+    if options.core is not None:
+        from kprobefs.dumps import core_mount
+
+        return core_mount(options, options.core)
+    if options.engine == NATIVE:
+        from kprobefs.native import native_mount
+
+        return native_mount(options)
+    from kprobefs.probed_linux import engine_mount
+
+    return engine_mount(options)
