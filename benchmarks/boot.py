@@ -9,11 +9,10 @@ import time
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 TARGET = 0.2
 
 

@@ -9,10 +9,9 @@ from time import thread_time
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.kernel import Kernel
 
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 TARGET = 2.0
 
 

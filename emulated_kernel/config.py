@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
+from enum import IntEnum
 from pathlib import Path
 
 from emulated_kernel.dataclass import dataclass
@@ -16,6 +18,23 @@ MOST_SEED = (1 << 63) - 1
 """Seeds are from 0 to that, wherever they come from."""
 IMAGE_LIMIT = 1 << 30
 """Bytes of a kernel's file. One with debug information has a few hundred MiB."""
+
+
+class ElfMachine(IntEnum):
+    """e_machine of the architectures that images exist for."""
+
+    I386 = 3
+    X86_64 = 62
+    RISCV = 243
+
+
+ARCHITECTURES: Mapping[str, ElfMachine] = {
+    "x86_64": ElfMachine.X86_64,
+    "i386": ElfMachine.I386,
+    "riscv64": ElfMachine.RISCV,
+    "riscv64i": ElfMachine.RISCV,
+}
+"""All there are, the default first, with what their images are of: who picks or lists one asks here."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from emulated_kernel import config
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ElfMachine, MachineConfig
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
@@ -24,8 +25,8 @@ from emulated_kernel.kprobes.profile import (
 )
 from kprobefs.progress import counted
 
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
-_RISCV = ARCHITECTURES[2:]
+ARCHITECTURES = tuple(config.ARCHITECTURES)
+_RISCV = tuple(name for name, elf in config.ARCHITECTURES.items() if elf is ElfMachine.RISCV)
 FUNCTION = "int_sqrt"
 STEPPED, TRAP_FLAG, BOOSTED, OPTIMIZED, SAVE_ALL, FTRACE = (
     "stepped",
@@ -234,7 +235,7 @@ def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
     """A guest loop over the function; calling it gives the CPU's nanoseconds a turn."""
-    loop = _x86_loop if kernel.arch.name in ("x86_64", "i386") else _loop
+    loop = _loop if kernel.arch.name in _RISCV else _x86_loop
     code, begin = loop(kernel, hits)
 
     def run() -> float:

@@ -16,7 +16,6 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.reason import Reason
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.arch.riscv.verdict import RiscvVerdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Symbol
@@ -87,7 +86,7 @@ class Judge:
         strategy = arch.strategy(names) if profile.optimizer else None
         self._verdict = arch.verdict(subject.tables, strategy, ftrace=profile.ftrace)
         self._is_x86 = not subject.arch.startswith("riscv")
-        self.pairs: int | None = 0 if isinstance(self._verdict, RiscvVerdict) and strategy else None
+        self.pairs: int | None = 0 if strategy and strategy.pairs else None
         """See Coverage.pairs."""
 
     def reasons(self, symbol: Symbol) -> Reasons:
@@ -96,8 +95,8 @@ class Judge:
             found: dict[int, Reason | None] = dict.fromkeys(self._verdict.boundaries(symbol), Reason.NOTRACE)
         else:
             found = self._verdict.reasons(symbol)
-        if self.pairs is not None and isinstance(self._verdict, RiscvVerdict):
-            self.pairs += self._verdict.pairs(symbol)
+        if self.pairs is not None:
+            self.pairs += self._verdict.pairs(symbol) or 0
         return Counter(self._without_filler(symbol, found))
 
     def _without_filler(self, symbol: Symbol, found: dict[int, Reason | None]) -> Collection[Reason | None]:

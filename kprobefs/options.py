@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from emulated_kernel import config
 from emulated_kernel.config import DEFAULT_RUN_BUDGET, HOST, IMAGE_LIMIT
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 NATIVE = "native"
 ENGINES = ("ours", NATIVE)
 LAYOUTS = ("full", "tracefs")
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
+ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
@@ -64,10 +65,8 @@ class MountOptions:
         return "tracefs" if self.layout == "tracefs" else "debugfs"
 
 
-class Builder(Protocol):
-    """Makes the mount that is served: the emulated kernel, or something smaller in tests."""
-
-    def __call__(self, options: MountOptions) -> ServedMount: ...
+Builder = Callable[[MountOptions], "ServedMount"]
+"""Makes the mount that is served: the emulated kernel, or something smaller in tests."""
 
 
 def check_image(path: Path) -> None:

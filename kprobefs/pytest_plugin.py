@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from emulated_kernel.kernel import Kernel
 
 MARKER = "architectures"
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
-DEFAULT = ARCHITECTURES[0]
 END_TIMEOUT = 20.0
 """Seconds."""
 # `run` ends with its command, and that with its standard input: nothing outlives pytest.
@@ -40,7 +38,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
-    names = marker.args or ARCHITECTURES
+    from emulated_kernel.config import ARCHITECTURES
+
+    names = marker.args or tuple(ARCHITECTURES)
     unknown = [name for name in names if name not in ARCHITECTURES]
     if unknown or "kprobefs_arch" not in metafunc.fixturenames:
         known = f"there are {', '.join(ARCHITECTURES)}"
@@ -52,7 +52,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def kprobefs_arch(request: pytest.FixtureRequest) -> str:
     """The architecture that the marker chose."""
-    return str(getattr(request, "param", DEFAULT))
+    from emulated_kernel.config import ARCHITECTURES
+
+    return str(getattr(request, "param", next(iter(ARCHITECTURES))))
 
 
 @pytest.fixture

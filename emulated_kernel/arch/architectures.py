@@ -5,6 +5,7 @@ from __future__ import annotations
 from errno import ENOENT
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.errors import KernelError
 
 
@@ -20,11 +21,11 @@ def _riscv() -> tuple[type[Arch], ...]:
     return RISCV64, RISCV64I
 
 
-_FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv}
+_FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _riscv}
 
 
 def arch_named(name: str) -> Arch:
     """The hooks of an architecture. Raises: KernelError ENOENT (there are none)."""
-    if name not in _FAMILIES:
+    if name not in ARCHITECTURES:
         raise KernelError(ENOENT, f"unknown architecture {name}")
-    return next(arch for arch in _FAMILIES[name]() if arch.name == name)()
+    return next(arch for arch in _FAMILIES[ARCHITECTURES[name]]() if arch.name == name)()

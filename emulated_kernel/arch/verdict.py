@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.entrances import Entrances
@@ -43,6 +43,13 @@ class Strategy(Generic[Analysis]):
     """Addresses that must not be branch targets from outside the function; None: not checked."""
     by_data: bool = False
     """Exception fixups and pointers in data count as well."""
+    by_commit: bool = False
+    """A probe asks for its jump by `length`, and a commit writes it; otherwise the optimizer does both."""
+    reasons: Callable[[Any, Known[Analysis]], dict[int, Reason | None]] | None = None
+    """Verdict.reasons() of a whole function, faster than one instruction after the other: of a verdict of the
+    architecture's, where no part of the function is in the blacklist."""
+    pairs: Callable[[Analysis], int] | None = None
+    """How many instructions of a function its authors count as optimizable, where they count otherwise."""
 
 
 class Known(Generic[Analysis]):
@@ -332,6 +339,9 @@ class Verdict(ABC, Generic[Analysis]):
 
     def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
         """Of each instruction, by address, the first reason against a jump there; None: there can be one."""
+        at_once = self.strategy and self.strategy.reasons
+        if at_once and not self._has_forbidden(symbol):
+            return at_once(self, self._function(symbol))
         if self._is_forbidden(symbol):
             return dict.fromkeys(self.boundaries(symbol), Reason.BLACKLISTED)
         found: dict[int, Reason | None] = {}
@@ -339,6 +349,11 @@ class Verdict(ABC, Generic[Analysis]):
             finding = refused or outcome
             found[addr] = finding.reason if isinstance(finding, Finding) else None
         return found
+
+    def pairs(self, symbol: Symbol) -> int | None:
+        """See Strategy.pairs; None where that doesn't count so."""
+        count = self.strategy and self.strategy.pairs
+        return count(self._function(symbol).analysis) if count else None
 
     def _is_forbidden(self, symbol: Symbol) -> bool:
         """Whether all of a function is in the blacklist."""

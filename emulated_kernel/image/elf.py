@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
 from functools import cached_property
 from typing import NoReturn
 
@@ -25,14 +24,6 @@ STT_OBJECT = 1
 STT_FUNC = 2
 STT_SECTION = 3
 STT_FILE = 4
-
-
-class ElfMachine(IntEnum):
-    """e_machine of the architectures that images exist for."""
-
-    I386 = 3
-    X86_64 = 62
-    RISCV = 243
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,24 +14,17 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from emulated_kernel.abi import Prot
-from emulated_kernel.config import IMAGE_LIMIT
+from emulated_kernel.config import ARCHITECTURES, IMAGE_LIMIT
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image import tables
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
-from emulated_kernel.image.elf import ElfFile, ElfMachine
+from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
 from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
 from emulated_kernel.regular import read_regular
 
 PREBUILT = Path(__file__).parent / "prebuilt"
-
-_MACHINES = {
-    "x86_64": ElfMachine.X86_64,
-    "i386": ElfMachine.I386,
-    "riscv64": ElfMachine.RISCV,
-    "riscv64i": ElfMachine.RISCV,
-}
 
 
 class Segment(NamedTuple):
@@ -119,13 +112,13 @@ def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelIm
     Raises: KernelError ENOENT (an architecture without image), ENOEXEC (a file that can't be used), OSError
     (it can't be read).
     """
-    if arch not in _MACHINES:
+    if arch not in ARCHITECTURES:
         raise KernelError(ENOENT, f"unknown architecture {arch}")
     file = PREBUILT / arch / "vmlinux" if path is None else Path(path)
     if path is None and not file.exists():
         raise KernelError(ENOENT, f"no prebuilt image for {arch}")
     elf = ElfFile(read_regular(file, IMAGE_LIMIT))
-    if elf.machine != _MACHINES[arch]:
+    if elf.machine != ARCHITECTURES[arch]:
         raise KernelError(ENOEXEC, f"{file.name} is for ELF machine {elf.machine}, not for {arch}")
     return _Loader(elf).load(file, arch)
 

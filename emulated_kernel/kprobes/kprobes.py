@@ -82,7 +82,7 @@ class Kprobes:
         breakpoints = Breakpoints(text, arch, poker)
         self.optimizer: Optimizer | None = None
         if strategy is not None:
-            self.optimizer = (Optimizer if profile.djprobe is None else Djprobes)(
+            self.optimizer = (Djprobes if strategy.by_commit else Optimizer)(
                 table, verdict, arch, text, poker, routes, breakpoints, copies, garbage, scheduler, profile
             )
         self._arming = Arming(table, breakpoints, self.sites, self.optimizer, copies, log)

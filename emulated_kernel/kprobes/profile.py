@@ -63,7 +63,7 @@ class Profile:
     strategies: tuple[str, ...] = ("optprobe",)
     """Whose rules it follows: the first of Arch.strategies that the architecture has."""
     djprobe: Wait | None = None
-    """Jumps are asked for by `length` and written by commit_kprobes(), which waits in this way."""
+    """How commit_kprobes() waits, which writes the jumps; without it no probe has a `length`."""
     jprobes: bool = False
     """register_jprobe(), up to Linux 4.14."""
     fprobe_events: bool = False
@@ -91,7 +91,8 @@ _OLD: dict[str, Any] = {
 }
 
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
-"""Shadow stacks: Linux 6.1's, 6.7's, 5.10's, the function graph's, and that one for everybody."""
+"""Shadow stacks: Linux 6.1's, 6.7's, 5.10's, the function graph's, and that one for everybody; hooks.py has
+the class of each."""
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+from emulated_kernel.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.interrupts.delivery import Delivery
@@ -48,13 +49,13 @@ def _riscv() -> tuple[CpuParts, ...]:
     return tuple(CpuParts(model, adapt, RiscvTrapHooks, RiscvDelivery) for model in models)
 
 
-_FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv}
+_FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _riscv}
 """A family's modules are imported when one of its architectures is asked for."""
 
 
 @cache
 def cpu_parts(arch: str) -> CpuParts:
     """Those of an architecture. Raises: HardwareError (there is none)."""
-    if arch not in _FAMILIES:
+    if arch not in ARCHITECTURES:
         raise HardwareError(f"no machine for {arch}")
-    return next(parts for parts in _FAMILIES[arch]() if parts.model.name == arch)
+    return next(parts for parts in _FAMILIES[ARCHITECTURES[arch]]() if parts.model.name == arch)

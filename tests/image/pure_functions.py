@@ -16,12 +16,11 @@ from itertools import cycle, islice
 from pathlib import Path
 from time import monotonic
 
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.kernel import Kernel
 from tests.image import pure_host
 from tests.image.pure_table import ARENA, PURE, Argument, Call, Function, Pure, Ref, Result
 
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 GFP_KERNEL = 0xCC0
 MOST_SHOWN = 5
 _WORD = (1 << 64) - 1

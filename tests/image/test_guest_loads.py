@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.kernel import Kernel
 
-ARCHITECTURES = ["x86_64", "i386", "riscv64", "riscv64i"]
 SIZES = {
     "load_pipe": 100,
     "load_files": 20,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
@@ -21,7 +21,6 @@ from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from tests.ledger import ledger_mismatches
 
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 VALUE, OTHER = 8 * 9 * 25, 48
 TARGETS = {"int_sqrt": ((VALUE,), 42), "gcd": ((VALUE, OTHER), 24)}
 """Functions, with what they are called with, and return."""

@@ -5,21 +5,31 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from emulated_kernel.arch import architectures
 from emulated_kernel.arch.analysis.reason import Reason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.x86 import emulate
 from emulated_kernel.arch.x86.emulate import X86Emulation
 from emulated_kernel.arch.x86.facts import FactsTable
+from emulated_kernel.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.image.build import TARGETS
+from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.profile import PROFILES, profile_named
+from emulated_kernel.kprobes import return_hook
+from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, profile_named
+from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.machine import cpus
 from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.trace.compiled.fetch import _EMITTERS
 from emulated_kernel.trace.fetch.types import SymbolString, fetch_types
@@ -29,9 +39,9 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.trees.readme import README
 from kprobefs.arguments import program_parser
 from kprobefs.cli import COMMANDS
+from kprobefs.coverage import _LINUX_RULES
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 MANUAL = "".join(path.read_text().replace("\\-", "-") for path in sorted((ROOT / "docs/man").iterdir()))
 DOCUMENTS = (
     "CONTRIBUTING.md",
@@ -68,17 +78,33 @@ def test_the_table_of_places_has_paths() -> None:
 
 
 def filled_strategies() -> None:
+    """A profile names it, or it is what coverage counts by."""
     rules = {strategy for name in ARCHITECTURES for strategy in arch_named(name).strategies}
     named = {strategy for profile in PROFILES.values() for strategy in profile.strategies}
-    assert named <= rules
+    assert rules == named | set(_LINUX_RULES.values())
 
 
 def filled_architectures() -> None:
+    """Whatever a family has is in the list, and whatever is in the list each of them has."""
+    archs = {arch.name for family in architectures._FAMILIES.values() for arch in family()}
+    models = {parts.model.name for family in cpus._FAMILIES.values() for parts in family()}
+    assert archs == models == ARCHITECTURES.keys()
+    assert architectures._FAMILIES.keys() == cpus._FAMILIES.keys() == set(ElfMachine)
+    images = {path.parent.name for path in PREBUILT.glob("*/modules")}
+    assert images == {name for name, target in TARGETS.items() if target.has_modules} == archs
+    assert list(choices("--arch", "mount")) == list(ARCHITECTURES)
     for name in ARCHITECTURES:
-        arch = arch_named(name)
-        assert cpu_parts(name).model.name == name
-        assert (ROOT / "emulated_kernel/image/prebuilt" / name).is_dir()
-        assert arch.strategies
+        assert cpu_parts(name).model.name == arch_named(name).name == name
+        assert arch_named(name).strategies
+        assert is_in_manual(name)
+
+
+def choices(option: str, command: str) -> tuple[str, ...]:
+    """What the command line takes for an option of a command."""
+    (commands,) = (each for each in program_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    (action,) = (each for each in commands.choices[command]._actions if option in each.option_strings)
+    assert action.choices is not None
+    return tuple(action.choices)
 
 
 def files_below(path: str) -> Iterator[tuple[str, str]]:
@@ -175,6 +201,13 @@ def filled_profiles() -> None:
 
 
 def filled_shadow_stacks() -> None:
+    """Each class of the room is in the list, which the engine and the program take it from."""
+    for module in pkgutil.iter_modules(return_hook.__path__, f"{return_hook.__name__}."):
+        import_module(module.name)
+    there = [each.name for each in subclasses(ShadowStack) if not inspect.isabstract(each)]
+    assert sorted(there) == sorted(RETURN_HOOKS)
+    assert tuple(SHADOW_STACKS) == RETURN_HOOKS == choices("--return-hook", "mount")
+    assert {profile.return_hook for profile in PROFILES.values()} <= set(RETURN_HOOKS)
     documented = (ROOT / "docs/return-hooks.md").read_text()
     with Kernel() as kernel, kernel.lock:
         hooks = kernel.kretprobes.hooks
@@ -184,10 +217,24 @@ def filled_shadow_stacks() -> None:
             assert name in documented
 
 
+def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    """All of them, at any depth."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
 def filled_guest_questions() -> None:
-    """Each says what is asked."""
+    """Each says what is asked; who answers for either make of kernel is there."""
     asked = [name for name in vars(BuiltinKernel) if not name.startswith("_")]
     assert [name for name in asked if not inspect.getdoc(getattr(BuiltinKernel, name))] == []
+    document = (ROOT / "docs/architecture.md").read_text()
+    table = document.partition("| asked | our kernel | a distribution's kernel |")[2].partition("\n\n")[0]
+    told = set(re.findall(r"`(?:\w+\.)?(\w+)", table))
+    text = "\n".join(path.read_text() for path in (ROOT / "emulated_kernel").rglob("*.py"))
+    defined = set(re.findall(r"(?:class|def|^ +self\.|^ {4})\b *(\w+)(?:\(|:| =)", text, re.MULTILINE))
+    assert len(told) > 30
+    assert sorted(told - defined) == []
 
 
 def filled_commands() -> None:

@@ -12,7 +12,6 @@ from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.kernel import Kernel
 
 FIRST_PID = 500
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 
 
 class Boot(Protocol):

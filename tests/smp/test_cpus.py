@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.config import ARCHITECTURES
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
-from tests.smp.conftest import ARCHITECTURES, Boot, clients
+from tests.smp.conftest import Boot, clients
 
 SHELL = Client(500, 0, 0)
 SYSTEM_CALL = {"x86_64": "__x64_sys_getpid", "i386": "__ia32_sys_getpid"}

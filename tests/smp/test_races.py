@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from emulated_kernel.config import ARCHITECTURES
 from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.host.executive.smp import SmpExecutive
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.kernel import Kernel
-from tests.smp.conftest import ARCHITECTURES, Boot, clients
+from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds
 
 SEEDS = seeds(5)

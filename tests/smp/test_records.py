@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from tests.sample import share
-from tests.smp.conftest import ARCHITECTURES, clients
+from tests.smp.conftest import clients
 from tests.smp.loops import TURNS, loop
 from tests.smp.seeds import seeds
 from tests.smp.test_races import together

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.smp import SmpExecutive
 from emulated_kernel.image.image import load_image
@@ -22,7 +22,7 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.machine.traps.trap import HardwareError
 from tests.ledger import ledger_mismatches
-from tests.smp.conftest import ARCHITECTURES, Boot, clients
+from tests.smp.conftest import Boot, clients
 from tests.smp.loops import loop
 from tests.smp.seeds import seeds
 from tests.smp.test_races import assert_well, function_calls, together

@@ -1,1 +1,5 @@
-"""Handler programs: their ops, how they are built, and what their lowering shares between architectures."""
+"""Handler programs: their ops, how they are built, and what their lowering shares between architectures.
+
+builder.ProgramBuilder and ops.py are for who writes a handler, lowering.Lowering for an architecture.
+Values without a machine; no lock.
+"""

@@ -40,7 +40,6 @@ from emulated_kernel.arch.riscv.insn import (
     relative_target,
 )
 from emulated_kernel.arch.verdict import Known, Strategy, Verdict
-from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.tables import ProbedTables
 
 _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
@@ -116,15 +115,6 @@ def _preferred(mask: int) -> int:
     return next((number for number in _PREFERENCE if mask >> number & 1), 0)
 
 
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("optprobe-riscv", detoured_region, lambda region: range(region.addr + 1, region.end)),
-    )
-}
-"""By the name in profiles."""
-
-
 class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
     """Of an image with compressed instructions, or without."""
 
@@ -158,14 +148,11 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
             return Finding(Reason.NOT_A_BOUNDARY, addr)
         return Finding(Reason.NOT_COPYABLE, addr) if insn.handling is Handling.REJECTED else None
 
-    def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
+    def reasons_at_once(self, known: Known[RiscvFunctionAnalysis]) -> dict[int, Reason | None]:
         """By few kinds of instructions side by side, and then by what stands in few places.
 
         As detoured() says it of one address.
         """
-        if self.strategy is not STRATEGIES["optprobe-riscv"] or self._has_forbidden(symbol):
-            return super().reasons(symbol)
-        known = self._function(symbol)
         analysis, function = known.analysis, known.function
         insns, kinds, end = analysis.insns, analysis.kinds + _NOTHING, analysis.end
         rows = zip(kinds, kinds[1:], kinds[2:], kinds[3:], strict=False)
@@ -229,36 +216,6 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         by = "" if at is None else f" by {at:#x}: {self.insn_text(at)}"
         return f"{REGISTER_NAMES[register]} may be needed{by}"
 
-    def pairs(self, symbol: Symbol) -> int:
-        """How many instructions of a function the authors of the series would count as optimizable.
-
-        Two movable ones stand there, whatever their length, with one register that is free at both ends of
-        them; nothing jumps to the second one, and nothing in the function forbids it.
-        """
-        analysis = self._function(symbol).analysis
-        if analysis.hazard is not None:
-            return 0
-        insns, jumps = analysis.insns, analysis.jump_targets
-        entered: Collection[int] = jumps
-        if any(analysis.function.addr <= target < analysis.end for target in jumps - insns.keys()):
-            # The one that leads into an instruction leads into two pairs.
-            ends = [*insns, analysis.end]
-            entered = {
-                second
-                for first, second, end in zip(ends, ends[1:], ends[2:], strict=False)
-                if not jumps.isdisjoint(range(first + RVC_SIZE, end))
-            }
-        movable = analysis.kinds.translate(_MOVABLE)
-        both = map(and_, movable, movable[1:])
-        if not analysis.has_idle_register:
-            masks = [*analysis.live.values(), analysis.live_mask(analysis.end)]
-            free = (
-                before | behind != ALL_REGISTERS for before, behind in zip(masks, masks[2:], strict=False)
-            )
-            both = map(and_, both, free)
-        seconds = compress(islice(insns, 1, None), both)
-        return sum(1 for second in seconds if second not in entered)
-
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         step = RVC_SIZE if self._compressed else RVI_SIZE
         for match in _BRANCH.finditer(code):
@@ -272,6 +229,49 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
 
     def label_size(self, code: bytes) -> int:  # noqa: ARG002 - all are as long
         return JUMP_SIZE
+
+
+def pairs(analysis: RiscvFunctionAnalysis) -> int:
+    """How many instructions of a function the authors of the series would count as optimizable.
+
+    Two movable ones stand there, whatever their length, with one register that is free at both ends of
+    them; nothing jumps to the second one, and nothing in the function forbids it.
+    """
+    if analysis.hazard is not None:
+        return 0
+    insns, jumps = analysis.insns, analysis.jump_targets
+    entered: Collection[int] = jumps
+    if any(analysis.function.addr <= target < analysis.end for target in jumps - insns.keys()):
+        # The one that leads into an instruction leads into two pairs.
+        ends = [*insns, analysis.end]
+        entered = {
+            second
+            for first, second, end in zip(ends, ends[1:], ends[2:], strict=False)
+            if not jumps.isdisjoint(range(first + RVC_SIZE, end))
+        }
+    movable = analysis.kinds.translate(_MOVABLE)
+    both = map(and_, movable, movable[1:])
+    if not analysis.has_idle_register:
+        masks = [*analysis.live.values(), analysis.live_mask(analysis.end)]
+        free = (before | behind != ALL_REGISTERS for before, behind in zip(masks, masks[2:], strict=False))
+        both = map(and_, both, free)
+    seconds = compress(islice(insns, 1, None), both)
+    return sum(1 for second in seconds if second not in entered)
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy(
+            "optprobe-riscv",
+            detoured_region,
+            lambda region: range(region.addr + 1, region.end),
+            reasons=RiscvVerdict.reasons_at_once,
+            pairs=pairs,
+        ),
+    )
+}
+"""By the name in profiles."""
 
 
 class _InTheWay(dict[tuple[int, int, int, int], Reason | None]):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, TextLayout, reserved_range
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.verdict import Strategy, Verdict
+from emulated_kernel.arch.verdict import Known, Strategy, Verdict
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.facts import FactsTable
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, JMP32_SIZE
-from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.tables import ProbedTables
 
 
@@ -33,11 +32,14 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Findin
     return _function_hazard(analysis, addr) or _copied_region(analysis, addr)
 
 
-def reasons(analysis: X86FunctionAnalysis, reserved: Mapping[int, Reason]) -> dict[int, Reason | None]:
+def reasons(_verdict: object, known: Known[X86FunctionAnalysis]) -> dict[int, Reason | None]:
     """Of each instruction, by address, the first reason against a jump there; None: there can be one.
+
+    Without an object for each answer: a kernel has millions of instructions.
 
     As detoured_region() says it, which is asked wherever one look backwards over the function doesn't tell.
     """
+    analysis, reserved = known.analysis, known.reserved
     function, flow = analysis.function, analysis.flow
     fentry = {site.addr for site in function.fentry_sites}
     asked = {*reserved, *fentry, *range(function.end - JMP32_SIZE + 1, function.end)}
@@ -128,8 +130,8 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("optprobe", detoured_region, _interior),
-        Strategy("optprobe-linux", detoured_region),
-        Strategy("djprobe", djprobe.region, djprobe.prohibited, by_data=True),
+        Strategy("optprobe-linux", detoured_region, reasons=reasons),
+        Strategy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
     )
 }
 """By the name in profiles. `optprobe-linux` looks at the function alone, as Linux does."""
@@ -180,13 +182,6 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
         facts = analysis.flow.facts.get(addr)
         reason = Reason.NOT_A_BOUNDARY if facts is None else facts.refusal
         return None if reason is None else Finding(reason, addr)
-
-    def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
-        """By Linux's rules without an object for each answer: a kernel has millions of instructions."""
-        known = self._function(symbol)
-        if self.strategy is not STRATEGIES["optprobe-linux"] or self._has_forbidden(symbol):
-            return super().reasons(symbol)
-        return reasons(known.analysis, known.reserved)
 
     def live_in(self, analysis: X86FunctionAnalysis, addr: int) -> Live:
         return analysis.liveness.at(addr)

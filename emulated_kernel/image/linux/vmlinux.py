@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, BinaryIO, Self
 
+from emulated_kernel.config import ElfMachine
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.elf import (
     PT_LOAD,
@@ -22,7 +23,6 @@ from emulated_kernel.image.elf import (
     STT_FUNC,
     STT_NOTYPE,
     STT_OBJECT,
-    ElfMachine,
     nm_letter,
 )
 from emulated_kernel.image.linux.unusable import unusable

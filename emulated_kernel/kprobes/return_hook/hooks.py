@@ -13,7 +13,7 @@ from emulated_kernel.kprobes.assembled import Moment
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Emit
-from emulated_kernel.kprobes.profile import TrampolineForm
+from emulated_kernel.kprobes.profile import RETURN_HOOKS, TrampolineForm
 from emulated_kernel.kprobes.return_hook.base import RETURNED, Pending, ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHandler, ReturnHook
@@ -38,8 +38,9 @@ _CODES: Mapping[type[ShadowStack], type[StackCode[Any]]] = {
     RetStack: RetStackCode,
     UnifiedStack: RetStackCode,
 }
-"""What guest code does on each; the first one is that of Linux 6.1."""
-SHADOW_STACKS: Mapping[str, type[ShadowStack]] = {stack.name: stack for stack in _CODES}
+"""What guest code does on each."""
+_BY_NAME = {stack.name: stack for stack in _CODES}
+SHADOW_STACKS: Mapping[str, type[ShadowStack]] = {name: _BY_NAME[name] for name in RETURN_HOOKS}
 
 
 class ReturnHooks:

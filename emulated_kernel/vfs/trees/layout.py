@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from enum import Enum
 
 from emulated_kernel.build import Parts
-from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
-from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
-from emulated_kernel.vfs.trees.debugfs import kprobes_directory
-from emulated_kernel.vfs.trees.machine import machine_directory
-from emulated_kernel.vfs.trees.sysctl import sysctl_directory
-from emulated_kernel.vfs.trees.tracefs import kprobe_events_file, kprobe_profile_file, tracefs_directory
+from emulated_kernel.vfs.core.node import Directory, Node, Owner
+from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.trees.machine import machine_tree
+from emulated_kernel.vfs.trees.root import root_tree
 
 
 class RootLayout(Enum):
@@ -28,26 +26,7 @@ def build_filesystem(
 ) -> Filesystem:
     """The tree of `layout`, belonging to `owner` (root where not given), with `further` files of machine/."""
     owner = owner or Owner()
-    control: dict[str, Node] = {
-        "kprobes": kprobes_directory(kernel, owner, kernel.guest.log),
-        "machine": machine_directory(kernel, owner, further),
-        "sysctl": sysctl_directory(kernel.engine.kprobes, kernel.tracing.stack_tracer),
-    }
-    if layout is RootLayout.TRACEFS:
-        unlisted = {CONTROL: UnlistedDirectory(0o755, control)}
-        return Filesystem(tracefs_directory(kernel.tracing, unlisted), owner)
-    root = Directory(
-        0o755,
-        {
-            "kprobes": control["kprobes"],
-            "kprobe_events": kprobe_events_file(kernel.tracing.kprobe_events),
-            "kprobe_profile": kprobe_profile_file(kernel.tracing.kprobe_events),
-            "tracing": tracefs_directory(kernel.tracing),
-            "machine": control["machine"],
-            "sysctl": control["sysctl"],
-            # What the guest's own file systems are mounted on.
-            "scratch": Directory(0o1777, {}),
-            "dev": Directory(0o755, {}),
-        },
-    )
-    return Filesystem(root, owner)
+    # What the guest's own file systems are mounted on.
+    mounted_on = {"scratch": Directory(0o1777, {}), "dev": Directory(0o755, {})}
+    files, is_tracefs = machine_tree(kernel, owner, further), layout is RootLayout.TRACEFS
+    return root_tree(kernel, owner, files, mounted_on, is_tracefs=is_tracefs, log=kernel.guest.log)

@@ -13,14 +13,13 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.regular import PATIENCE
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.node import Directory, Node, Owner
+from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.parse import ascii_lines
 from emulated_kernel.vfs.core.seq import (
     CommandFile,
     Execute,
     GuestCommandFile,
     HostReadingFile,
-    PerClientFile,
     Records,
     SeqFile,
     explained,
@@ -28,13 +27,15 @@ from emulated_kernel.vfs.core.seq import (
     single,
 )
 from emulated_kernel.vfs.trees.calls import Calls
+from emulated_kernel.vfs.trees.clock import clock_text, parsed_clock
 from emulated_kernel.vfs.trees.limits import limit_lines, parsed_limit
+from emulated_kernel.vfs.trees.root import machine_files
 
 MAX_LOADS = 16
 """Modules that one write can load: all of their files are read before the first is loaded."""
 
 
-def machine_directory(kernel: Parts, owner: Owner, further: Mapping[str, Node]) -> Directory:
+def machine_tree(kernel: Parts, owner: Owner, further: Mapping[str, Node]) -> dict[str, Node]:
     """The files of machine/ and `further` ones; `owner` may see addresses."""
     image, guest, reader, modules = kernel.live.core, kernel.guest, kernel.guest.kernel, kernel.modules
     calls = Calls(guest.call_function, kernel.machine.memory.word_size)
@@ -47,37 +48,35 @@ def machine_directory(kernel: Parts, owner: Owner, further: Mapping[str, Node]) 
         """Records by whether their addresses are 0, for who may not know them."""
         return lambda client: listing(lambda: show(not owner.is_privileged(client)))
 
-    return Directory(
-        0o755,
-        {
-            "version": SeqFile(0o444, single(lambda: banner)),
-            "kallsyms": PerClientFile(0o444, addressed(lambda zero: [image.kallsyms.kallsyms_text(zero)])),
-            "dmesg": SeqFile(
-                0o400, listing(lambda: (line for message in guest.messages() for line in message.lines()))
-            ),
-            "modules": HostReadingFile(
-                0o644,
-                addressed(lambda zero: [module.line(zero_address=zero) for module in modules.loaded()]),
-                partial(_prepare_modules, modules),
-            ),
-            "tasks": SeqFile(0o444, listing(lambda: _task_lines(reader))),
-            "cpus": SeqFile(0o444, listing(lambda: _cpu_lines(reader, guest))),
-            "meminfo": SeqFile(0o444, listing(lambda: reader.memory().text())),
-            "clock": CommandFile(
-                0o644, single(kernel.clock.text), _each_line(guest, "clock", kernel.clock.parsed)
-            ),
-            "load": GuestCommandFile(
-                0o644, listing(kernel.loads.text), _each_line(guest, "load", kernel.loads.parsed)
-            ),
-            "limits": CommandFile(
-                0o644,
-                listing(lambda: limit_lines(kernel)),
-                _each_line(guest, "limits", partial(parsed_limit, kernel)),
-            ),
-            "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
-            **further,
-        },
-    )
+    def log() -> Iterator[str]:
+        return (line for message in guest.messages() for line in message.lines())
+
+    return {
+        **machine_files(banner, image.kallsyms, log, owner),
+        "modules": HostReadingFile(
+            0o644,
+            addressed(lambda zero: [module.line(zero_address=zero) for module in modules.loaded()]),
+            partial(_prepare_modules, modules),
+        ),
+        "tasks": SeqFile(0o444, listing(lambda: _task_lines(reader))),
+        "cpus": SeqFile(0o444, listing(lambda: _cpu_lines(reader, guest))),
+        "meminfo": SeqFile(0o444, listing(lambda: reader.memory().text())),
+        "clock": CommandFile(
+            0o644,
+            single(partial(clock_text, kernel)),
+            _each_line(guest, "clock", partial(parsed_clock, kernel)),
+        ),
+        "load": GuestCommandFile(
+            0o644, listing(kernel.loads.text), _each_line(guest, "load", kernel.loads.parsed)
+        ),
+        "limits": CommandFile(
+            0o644,
+            listing(lambda: limit_lines(kernel)),
+            _each_line(guest, "limits", partial(parsed_limit, kernel)),
+        ),
+        "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
+        **further,
+    }
 
 
 def _task_lines(reader: BuiltinKernel) -> Iterator[str]:

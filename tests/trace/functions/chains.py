@@ -13,7 +13,7 @@ from enum import Enum
 from random import Random
 
 from emulated_kernel.arch.riscv.insn import RA, T0, RiscvInsn, decode_insn
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
@@ -24,7 +24,6 @@ from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.machine.traps.trap import MemoryFault
 from tests.arch.decoding import is_call, is_return
 
-ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 _RISCV_SRET = 0x10200073
 _MOST = 15
 """Bytes of an instruction."""

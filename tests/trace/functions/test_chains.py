@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from emulated_kernel.config import ARCHITECTURES
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from tests.sample import share
-from tests.trace.functions.chains import ARCHITECTURES, Code, compare
+from tests.trace.functions.chains import Code, compare
 
 ONE_OF = 12
 """Of how many instructions one is compared."""

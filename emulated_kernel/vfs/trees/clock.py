@@ -1,0 +1,58 @@
+"""machine/clock: what the machine's clock follows, and setting it."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from functools import partial
+
+from emulated_kernel.build import Parts
+from emulated_kernel.config import MOST_SEED
+from emulated_kernel.errors import KernelError
+from emulated_kernel.machine.clock import KINDS
+
+NSEC_PER_SEC = 1_000_000_000
+NUMBER = re.compile("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")
+
+
+def clock_text(kernel: Parts) -> str:
+    """A line each for the mode, the seed and the seconds since boot."""
+    clock = kernel.machine.clock
+    seconds, ns = divmod(clock.now_ns(), NSEC_PER_SEC)
+    return f"mode {clock.kind}\nseed {clock.seed}\ntime {seconds}.{ns:09}\n"
+
+
+def parsed_clock(kernel: Parts, line: str) -> Callable[[], None]:
+    """What does `virtual` or `real`, with `mode` before or not; `seed N`, or both, as `virtual seed 7`.
+
+    The guest's time goes on where it is. Raises: KernelError EINVAL.
+    """
+    kind: str | None = None
+    seed: int | None = None
+    words = iter(line.replace("=", " ").split())
+    said: set[str] = set()
+    for word in words:
+        what = "seed" if word == "seed" else "mode"
+        if what in said:
+            raise KernelError(errno.EINVAL, f"{line!r} says the {what} twice")
+        said.add(what)
+        if word == "seed":
+            seed = _number(next(words, ""))
+        else:
+            kind = _kind(next(words, "") if word == "mode" else word)
+    return partial(kernel.clock.select, kind, seed)
+
+
+def _kind(word: str) -> str:
+    if word not in KINDS:
+        raise KernelError(errno.EINVAL, f"{word!r} is neither {' nor '.join(KINDS)}, nor seed N")
+    return word
+
+
+def _number(word: str) -> int:
+    # int() takes underscores and the digits of all scripts.
+    number = int(word, 0) if NUMBER.fullmatch(word) else None
+    if number is None or number > MOST_SEED:
+        raise KernelError(errno.EINVAL, f"seed {word!r} is no number from 0 to {MOST_SEED}")
+    return number

@@ -1,0 +1,63 @@
+"""The root of a mount whose kernel is probed, and what machine/ has of any kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from emulated_kernel.image.kallsyms import Kallsyms
+from emulated_kernel.parts import ProbedParts
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
+from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single
+from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
+from emulated_kernel.vfs.trees.debugfs import kprobes_directory
+from emulated_kernel.vfs.trees.sysctl import sysctl_directory
+from emulated_kernel.vfs.trees.tracefs import kprobe_events_file, kprobe_profile_file, tracefs_directory
+
+
+def root_tree(
+    kernel: ProbedParts,
+    owner: Owner,
+    machine: Mapping[str, Node],
+    mounted_on: Mapping[str, Node],
+    *,
+    is_tracefs: bool,
+    log: Callable[[str], None] | None = None,
+) -> Filesystem:
+    """`machine`: the files of machine/; `mounted_on`: directories of the root, for the guest's own.
+
+    `is_tracefs`: tracefs is the root, and all that is listed. `log`: see kprobes_directory().
+    """
+    tracing = kernel.tracing
+    control: dict[str, Node] = {
+        "kprobes": kprobes_directory(kernel, owner, log),
+        "machine": Directory(0o755, machine),
+        "sysctl": sysctl_directory(kernel.engine.kprobes, tracing.stack_tracer),
+    }
+    if is_tracefs:
+        unlisted = {CONTROL: UnlistedDirectory(0o755, control)}
+        return Filesystem(tracefs_directory(tracing, unlisted), owner)
+    root: dict[str, Node] = {
+        "kprobes": control["kprobes"],
+        "kprobe_events": kprobe_events_file(tracing.kprobe_events),
+        "kprobe_profile": kprobe_profile_file(tracing.kprobe_events),
+        "tracing": tracefs_directory(tracing),
+        **control,
+        **mounted_on,
+    }
+    return Filesystem(Directory(0o755, root), owner)
+
+
+def machine_files(
+    banner: str, kallsyms: Kallsyms, log: Callable[[], Iterable[str]], owner: Owner
+) -> dict[str, Node]:
+    """Those of any kernel; `banner`: its version and profile, `owner`: may see addresses."""
+
+    def symbols(client: Client) -> Records:
+        return single(lambda: kallsyms.kallsyms_text(not owner.is_privileged(client)))
+
+    return {
+        "version": SeqFile(0o444, single(lambda: banner)),
+        "kallsyms": PerClientFile(0o444, symbols),
+        "dmesg": SeqFile(0o400, listing(log)),
+    }
