@@ -42,7 +42,7 @@ class HandlerFailures:
             _log.error("a handler of the probe at %#x failed", address, exc_info=error)
 
     def raised_behind(self, call: Callable[[], _T]) -> _T:
-        """What a call returns. Raises: as it, and what the first handler raised that failed meanwhile."""
+        """What a call returns. Raises: as it, what the first handler raised that failed meanwhile."""
         self.take()
         try:
             return call()

@@ -185,11 +185,10 @@ class LinuxMount:
         return _Request(self, self._running, client)
 
     def request_begins(self, client: Client, opens: bool) -> LinuxTask:
-        """The task that makes a request. What was put off is done before.
+        """The task that makes a request, under the lock. What was put off is done before.
 
         `opens`: its first call closes what is `_closing` then, the one file that this task has closed.
         """
-        self.lock.assert_held()
         released = self._released
         if opens and len(released) == 1 and self._closing is None:
             # From here on others may add to them.

@@ -72,7 +72,8 @@ def test_memory_is_as_before() -> None:
     machine = engine(MODES["boosted"]).tasks.machine
     rewind, ram = Rewind(machine.memory.ram, bool), machine.memory.ram
     rewind.keep()
-    (written, *_), clean = rewind.written(), 100 << 20
+    # All pages are this process's where it has booted the kernel itself; page 0 isn't compared.
+    written, clean = next(filter(None, rewind.written())), 100 << 20
     before = ram[written : written + 4096], ram[clean : clean + 4096]
     ram[written : written + 4096] = ram[clean : clean + 4096] = b"z" * 4096
     assert {written, clean} <= set(rewind.changed())
