@@ -193,7 +193,8 @@ def cases(arch: str, profile: str | None = None) -> list[HitCase]:
 def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
     """One case in a kernel of its own, `hits` calls a round. The first round only warms up."""
     profile = built(case.mode, case.profile)
-    with Kernel(MachineConfig(arch=case.arch, run_budget=60), profile=profile) as kernel:
+    config = MachineConfig(arch=case.arch, run_budget=60)
+    with Kernel(config, profile=profile) as kernel, kernel.lock:
         run = caller(kernel, hits)
         # The first instruction behind the fentry site can be optimized.
         offset = 0 if profile.ftrace else kernel.arch.call_size
@@ -239,10 +240,11 @@ def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
     code, begin = loop(kernel, hits)
 
     def run() -> float:
-        begin()
-        start = time.thread_time_ns()
-        kernel.machine.call(code, 0)
-        return (time.thread_time_ns() - start) / hits
+        with kernel.lock:
+            begin()
+            start = time.thread_time_ns()
+            kernel.machine.call(code, 0)
+            return (time.thread_time_ns() - start) / hits
 
     return run
 

@@ -33,7 +33,7 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
     assert address is not None
     taken, locked, rng = 0, 0, Random(_SEED)
     read, locks = kernel.machine.memory.read_word, kernel.kretprobes.hooks.stack.lock_words()
-    with _contexts(kernel, address, cpus) as contexts:
+    with kernel.lock, _contexts(kernel, address, cpus) as contexts:
         left = [context for context in contexts for _ in range(calls)]
         while left:
             context = rng.choice(left)
@@ -51,8 +51,7 @@ def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuCont
     """CPUs about to call; afterwards all is as before."""
     machine, abi = kernel.machine, kernel.image.abi
     word = kernel.arch.word_size
-    with kernel.lock:
-        tasks = [kernel.guest.mirror.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
+    tasks = [kernel.guest.mirror.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
     area = machine.per_cpu_bases[machine.cpu]
     view = machine.memory.view(area + abi["percpu.current_task"], word)
     current = view.cast("Q") if word == 8 else view.cast("I")
