@@ -37,7 +37,7 @@ EXPOSURE = 3.3
 def program_path(directory: Path) -> Path:
     """A command that runs the program as /usr/bin/kprobefs would: the units are made for its real kernel."""
     path = directory / "kprobefs"
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {shlex.join(REAL_PROGRAM)} "$@"\n')
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.join(REAL_PROGRAM)} "$@"\n')
     path.chmod(0o755)
     return path
 
@@ -409,7 +409,9 @@ class TestInstallService:
         monkeypatch.setenv("XDG_CONFIG_HOME", "/home/x/.config")
         program = tmp_path / "a dir" / "kprobefs"
         program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {shlex.join(REAL_PROGRAM)} "$@"\n')
+        program.write_text(
+            f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.join(REAL_PROGRAM)} "$@"\n'
+        )
         program.chmod(0o755)
         monkeypatch.setattr(sys, "argv", [str(program)])
         done = install_service.install(str(tmp_path), user=scope == "user")
