@@ -407,12 +407,9 @@ class TestInstallService:
     @pytest.mark.parametrize("scope", ["system", "user"])
     def test_units(self, scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CONFIG_HOME", "/home/x/.config")
-        program = tmp_path / "a dir" / "kprobefs"
-        program.parent.mkdir()
-        program.write_text(
-            f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.join(REAL_PROGRAM)} "$@"\n'
-        )
-        program.chmod(0o755)
+        directory = tmp_path / "a dir"
+        directory.mkdir()
+        program = program_path(directory)
         monkeypatch.setattr(sys, "argv", [str(program)])
         done = install_service.install(str(tmp_path), user=scope == "user")
         below = f"etc/systemd/{scope}"
