@@ -6,7 +6,6 @@ import ctypes
 import faulthandler
 import gc
 import os
-import threading
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from emulated_kernel.image import image, trace_events
 from emulated_kernel.lock import ControlLock
+from tests import own_thread
 from tests.sample import WHOLE, fewer
 
 SHRINKING = 480
@@ -86,24 +86,10 @@ for _table in ("event_definitions", "syscall_definitions"):
     setattr(trace_events, _table, _once(getattr(trace_events, _table)))
 
 
-_assert_held = ControlLock.assert_held
-
-
-def _assert_not_elsewhere(lock: ControlLock) -> None:
-    if lock._owner or threading.current_thread() is not threading.main_thread():
-        _assert_held(lock)
-
-
-# Most tests reach below the public API, and would have to take the lock all over; outside of tests a request,
-# a call or a load has it. A test's own thread may do without while nobody has it. All other threads may not,
-# nor a daemon that a test starts, nor any under `strict_lock`.
-ControlLock.assert_held = _assert_not_elsewhere
-
-
 @pytest.fixture
 def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control lock as it is outside of tests."""
-    monkeypatch.setattr(ControlLock, "assert_held", _assert_held)
+    monkeypatch.setattr(ControlLock, "assert_held", own_thread.assert_held)
 
 
 TERMINAL = pytest.StashKey[int]()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from tests.linux.probing import (

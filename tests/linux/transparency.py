@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.abi import Prot
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.engine import LinuxEngine

@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
+import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from tests.kprobes.exhaustion.compiled import CompiledProof

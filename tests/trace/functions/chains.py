@@ -12,6 +12,7 @@ from contextlib import suppress
 from enum import Enum
 from random import Random
 
+import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.arch.riscv.insn import RA, T0, RiscvInsn, decode_insn
 from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.errors import KernelError
