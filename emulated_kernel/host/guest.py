@@ -18,10 +18,10 @@ from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.calls import MAX_ARGUMENTS
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
 
-MAX_ARGUMENTS = 6
 _STRINGS = 8 << 10
 """Where strings start in a call's buffer, in bytes; the arguments lie before them."""
 

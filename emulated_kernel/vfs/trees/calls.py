@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.guest import MAX_ARGUMENTS
+from emulated_kernel.machine.calls import MAX_ARGUMENTS
 
 
 class Calls:
