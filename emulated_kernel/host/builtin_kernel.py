@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.guest_data import readable
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.memory_info import read_memory
 from emulated_kernel.host.readers.module_list import ModuleReader
@@ -21,7 +22,6 @@ from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.standing_tasks import StandingTasks
-from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 
 BUFFER_SIZE = 256 << 10
 """Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""
@@ -249,12 +249,3 @@ class BuiltinKernel(StandingTasks):
 
 def _pointer(memory: Memory, va: int) -> memoryview:
     return memory.view(va, memory.word_size).cast("Q" if memory.word_size == 8 else "I")
-
-
-@contextmanager
-def readable(what: str) -> Iterator[None]:
-    """What the guest did to its own data is no fault of ours. Raises: KernelError EIO."""
-    try:
-        yield
-    except (MemoryFault, GuestFault) as fault:
-        raise KernelError(errno.EIO, f"the {what} leads to {fault}") from fault

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from struct import unpack_from
 
+from emulated_kernel.host.address_ranges import Spans
 from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import MemoryFault
-
-
-class Spans:
-    """Ranges [start, end) of addresses."""
-
-    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        self._ordered = sorted(spans)
-        self._starts = [start for start, _ in self._ordered]
-        self.first, self.last = self._starts[0], max(end for _, end in self._ordered)
-
-    def around(self, address: int) -> tuple[int, int] | None:
-        """The range that holds an address."""
-        if not self.first <= address < self.last:
-            return None
-        start, end = self._ordered[bisect_right(self._starts, address) - 1]
-        return (start, end) if start <= address < end else None
 
 
 class TaskStacks:

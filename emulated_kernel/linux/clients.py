@@ -7,8 +7,7 @@ from contextlib import suppress
 from time import monotonic
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.mirror import EXEC_WITHIN
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.host.mirror.processes import EXEC_WITHIN, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
 from emulated_kernel.linux.executions import Executions
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks

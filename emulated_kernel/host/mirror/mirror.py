@@ -12,7 +12,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.executive.executive import Executive, GuestTask
 from emulated_kernel.host.executive.syscalls import check
-from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
+from emulated_kernel.host.mirror.processes import EXEC_WITHIN, Fork, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -24,8 +24,6 @@ PID_MAX = 4194304
 """All pids are below. Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1)."""
 KTHREADD_PID = 2
 MAX_UNNAMED = 8
-EXEC_WITHIN = 1.0
-"""Seconds from a fork in which an execve is looked for; later its process's own requests tell."""
 MAX_TASKS = 500
 """Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
 STRANGERS_SHARE, STRANGERS_MOST = 0.25, 0.1

@@ -17,6 +17,8 @@ from emulated_kernel.host.mirror.families import Families
 from emulated_kernel.host.mirror.fork_events import ForkEvents
 from emulated_kernel.host.mirror.proc import fields, read
 
+EXEC_WITHIN = 1.0
+"""Seconds after a fork in which an execve is looked for; later the process's own requests name it."""
 MAX_FORKS_PER_LOOK = 64
 """More forks than this between two requests are not followed one by one; only the latest are."""
 _OPEN_COMMS = 64
