@@ -44,6 +44,11 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
         os.close(place)
 
 
+def is_word(value: object) -> bool:
+    """Whether a value out of a file is a number of 64 bits."""
+    return isinstance(value, int) and 0 <= value < 1 << 64
+
+
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
     """What tells a file from others, and from what it was. Raises: OSError."""
     found = os.stat(file)

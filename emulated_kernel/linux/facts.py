@@ -12,7 +12,7 @@ from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.inodes import inode_offsets
-from emulated_kernel.linux.pc import is_word
+from emulated_kernel.regular import is_word
 
 _SYMBOLS = (
     "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from emulated_kernel.regular import is_word
+
 TSC_KHZ = 2_600_000
 PIT_HZ = 1_193_182
 _PIC_COMMAND, _PIC_DATA = (0x20, 0xA0), (0x21, 0xA1)
@@ -20,11 +22,6 @@ _RTC = {0: 0, 2: 0, 4: 0x12, 6: 1, 7: 1, 8: 1, 9: 0x24, 10: 0x26, 11: 2, 13: 0x8
 _LOG_LIMIT = 1 << 16
 _LCG = 6364136223846793005, 1442695040888963407
 _MASK = (1 << 64) - 1
-
-
-def is_word(value: object) -> bool:
-    """Whether it is a number of 64 bits."""
-    return isinstance(value, int) and 0 <= value <= _MASK
 
 
 class TimeFollower(Protocol):
