@@ -23,7 +23,7 @@ from emulated_kernel.threads import start_thread
 from kprobefs import __version__, dropins, mount
 from kprobefs.failure import Exit, Failure, lack, shown
 from kprobefs.heartbeat import PR_SET_PDEATHSIG, Heartbeat, watchdog_interval
-from kprobefs.load import LoadingProcess
+from kprobefs.loading_process import LoadingProcess
 from kprobefs.log_file import check_log, last_line, open_log
 from kprobefs.namespace import Companions
 from kprobefs.options import Builder, MountOptions
