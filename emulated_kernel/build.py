@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +11,10 @@ from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.build_trace import TracedKernel, build_trace
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest, boot_guest
+from emulated_kernel.host.kernel_components import Parts
 from emulated_kernel.host.loads.loads import Loads
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.modules import Modules
@@ -38,7 +37,7 @@ from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
-from emulated_kernel.parts import ProbedParts, ProbeRegistries, TraceParts
+from emulated_kernel.parts import ProbeRegistries, TraceParts
 from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_keys import StaticKeys
@@ -47,30 +46,6 @@ from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
-
-
-@dataclass(frozen=True, eq=False)
-class Parts(ProbedParts):
-    """A booted kernel of ours, taken apart."""
-
-    config: MachineConfig
-    lock: ControlLock
-    live: LiveImage[KernelImage]
-    machine: Machine
-    guest: Guest
-    modules: Modules
-    requests: RequestObserver
-    clock: ClockSwitch
-    loads: Loads
-
-    def succeed(self, old: Parts, define: Callable[[], None]) -> None:
-        """See Kernel.succeed."""
-        self.lock.assert_held()
-        self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))
-        with self.tracing.system.events.keeping(old.tracing.system.events.ids()):
-            define()
-        self.tracing.arrays.take_records(old.tracing.arrays)
-        old.loads.stop()
 
 
 def build(

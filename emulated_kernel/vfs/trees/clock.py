@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.build import Parts
 from emulated_kernel.config import MOST_SEED
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.kernel_components import Parts
 from emulated_kernel.machine.clock import KINDS
 
 NSEC_PER_SEC = 1_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from emulated_kernel.build import Parts
+from emulated_kernel.host.kernel_components import Parts
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.trees.machine import machine_tree

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.build import Parts
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.kernel_components import Parts
 from emulated_kernel.limits import UNLIMITED, Limit, parse_limit
 
 

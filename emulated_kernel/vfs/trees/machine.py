@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from time import monotonic
 
-from emulated_kernel.build import Parts
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest
+from emulated_kernel.host.kernel_components import Parts
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.regular import PATIENCE
 from emulated_kernel.vfs.core.client import Client

@@ -1,0 +1,42 @@
+"""The components of a running kernel of kprobefs's own, as its file trees and its API use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.dataclass import dataclass
+from emulated_kernel.host.guest import Guest
+from emulated_kernel.host.loads.loads import Loads
+from emulated_kernel.host.modules import Modules
+from emulated_kernel.host.request_clock import RequestObserver
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.joints.clock_switch import ClockSwitch
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.parts import ProbedParts
+
+
+@dataclass(frozen=True, eq=False)
+class Parts(ProbedParts):
+    """A booted kernel of ours, taken apart."""
+
+    config: MachineConfig
+    lock: ControlLock
+    live: LiveImage[KernelImage]
+    machine: Machine
+    guest: Guest
+    modules: Modules
+    requests: RequestObserver
+    clock: ClockSwitch
+    loads: Loads
+
+    def succeed(self, old: Parts, define: Callable[[], None]) -> None:
+        """See Kernel.succeed."""
+        self.lock.assert_held()
+        self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))
+        with self.tracing.system.events.keeping(old.tracing.system.events.ids()):
+            define()
+        self.tracing.arrays.take_records(old.tracing.arrays)
+        old.loads.stop()
