@@ -11,7 +11,7 @@
 - The mounts: linux_mount.py serves its own files, engine_mount.py ours beside them (engine_tree.py,
   control_files.py, control_calls.py), core_mount.py those over a dump (core_*.py).
 
-From outside: the mounts, start.started() and snapshot.py; which file may use which, lint-imports holds.
+From outside: the mounts, start.started() and snapshot.py.
 Everything but reading files of modules is done under the control lock, the mount's. Below that is
 LinuxMount's condition of who waits for activity: nothing is called while it is held.
 """

@@ -16,7 +16,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, Kprobe
 from emulated_kernel.trace.compiled.handler import EventEmitter
 from tests.ledger import ledger_mismatches
-from tests.ways import Shell
+from tests.shell import Shell
 
 FEW, MANY = 100, 400
 T = TypeVar("T")

@@ -25,6 +25,7 @@ QUICK = {
     "sources.py": ["--hits", "50", "--rounds", "1", "--only", "here, riscv64"],
     "state.py": ["--hits", "200", "--rounds", "1"],
     "vcpus.py": ["--rounds", "1", "--switches", "10"],
+    "ways.py": [],
     "scratch.py": ["--rounds", "1", "--mib", "1"],
     "idle.py": ["--seconds", "0.1"],
     "open_read_close.py": ["--batches", "2", "--size", "5"],

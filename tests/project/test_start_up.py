@@ -1,4 +1,4 @@
-"""What a start costs, in counts: modules that are imported, functions that dataclasses compile."""
+"""What a start imports, and what dataclasses compile for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import pytest
 
 from emulated_kernel.dataclass import dataclass
 
-MOST_MODULES = 363
-"""Of ours, in the daemon of an own x86_64 kernel."""
 ELSEWHERE = (
     "emulated_kernel.arch.riscv",
     "emulated_kernel.image.linux",
     "emulated_kernel.linux",
     "statistics",
 )
-"""What such a daemon never needs, or not to start."""
-OWN = ("emulated_kernel", "kprobefs")
+"""Modules that a daemon with our own x86_64 kernel does not need to start."""
 
 BOOT = """
 import sys
@@ -71,7 +68,6 @@ def test_a_mount_imports_what_it_may_need() -> None:
     """Not the other architectures, nor what distributions' kernels take."""
     loaded = told(f"{BOOT}\nprint(*sys.modules)").split()
     assert [name for name in loaded if name.startswith(ELSEWHERE)] == []
-    assert len([name for name in loaded if name.partition(".")[0] in OWN]) <= MOST_MODULES
 
 
 def test_a_running_daemon_has_all_that_it_runs() -> None:
@@ -89,8 +85,7 @@ def test_a_dataclass_compiles_one_function() -> None:
     print(len(made), len(compiled))
     """
     classes, functions = map(int, told(BOOT + textwrap.dedent(counted)).split())
-    assert classes > 100
-    assert functions <= classes
+    assert 0 < functions <= classes
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen": True}, {"frozen": True, "slots": True}, {"eq": False}])

@@ -1,35 +1,32 @@
-"""Counts what it takes to follow a request through the code: calls, files, and crossings back up the layers.
+"""What a request takes in Python: calls, files, and calls back up the layers.
 
-A call is a Python function of the root packages that is entered: a generator once, however often it is
-resumed, and comprehensions not at all. Files are those that the calls are in. A crossing is a call whose
-caller, the innermost function of the root packages on the stack (whatever is between them: contextlib,
-ctypes), stands in a lower layer; the layers are those of import-linter's contracts. Lookups are
-those of `vfs_read` by its name.
+A call is the entry into a Python function of the root packages. A generator counts once, however often it
+is resumed; a comprehension does not count. Files are the source files of the called functions. A call goes
+upward if its caller is in a lower layer. The layers are those of import-linter's contracts. The caller is
+the innermost function of the root packages on the stack. A lookup resolves `vfs_read` by its name.
 
-Each way is gone on a kernel of its own, through the calls of its mount that the FUSE adapter makes: open, one
-read or write, and release. Who defines is a process that the kernel meets for the first time; who reads and
-disarms is known. What is cached for all kernels of the process is cold in a new one, and the thread that
-watches a run's budget makes a few calls more or less.
+Each way has a kernel of its own. It consists of the calls that the FUSE adapter makes: open, one read or
+one write, and release. The kernel meets the client that defines a probe for the first time; it knows the
+client that reads and disarms. Caches that all kernels of a process share are cold at first. The thread
+that watches a run's budget adds a few calls in some runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
 import dis
-import json
 import os
 import sys
-import textwrap
 import threading
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+
+from common import Distribution, arguments, report
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
@@ -37,11 +34,11 @@ from emulated_kernel.vfs.core.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
-KNOWN, STRANGER = Client(500, 0, 0), Client(501, 0, 0)
+KNOWN, UNKNOWN = Client(500, 0, 0), Client(501, 0, 0)
 DEFINITION = "p:reads vfs_read"
 SYMBOL = "vfs_read"
 RESOLVER = "lookup_name"
-"""The function that takes a symbol's name and gives its address, whatever class it is of."""
+"""The function that takes a symbol's name and returns its address, in any class."""
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 GREETING = "/scratch/greeting"
 EVENTS = "/tracing/events/kprobes"
@@ -49,9 +46,10 @@ MANY = 100
 
 
 class Layers:
-    """The layers of import-linter's contracts in one order, and who is in which.
+    """The order of the packages in import-linter's contracts.
 
-    Raises: KeyError, StopIteration where pyproject.toml has no such contracts.
+    The contract without containers orders the root packages. A contract whose container is a root package
+    orders the subpackages of that root.
     """
 
     def __init__(self, pyproject: Path) -> None:
@@ -70,43 +68,34 @@ class Layers:
         self.depth_of = cache(self._depth_of)
 
     def _depth_of(self, module: str) -> int | None:
-        """0 is the top; None for a module that is in no layer."""
+        """Return the number of a module's layer, 0 for the top one, or None if it is in no layer."""
         parts = module.split(".")
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((self._depth[name] for name in prefixes if name in self._depth), None)
 
-    def modules(self) -> Iterator[tuple[str, ast.Module]]:
-        """All modules of the root packages."""
-        for root in self.roots:
-            for path in sorted((ROOT / root).rglob("*.py")):
-                name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-                yield name.removesuffix(".__init__"), ast.parse(path.read_text())
-
-    def unplaced(self) -> list[str]:
-        """Modules in no layer; a root needs none, nor a head that holds nothing but its docstring."""
-        return [
-            name
-            for name, tree in self.modules()
-            if self.depth_of(name) is None
-            and name not in self.roots
-            and not all(isinstance(node, ast.Expr) for node in tree.body)
-        ]
-
 
 @dataclass
 class Count:
-    """What one way takes."""
+    """The figures of one way."""
 
     calls: int = 0
     files: set[str] = field(default_factory=set)
     upward: Counter[str] = field(default_factory=Counter)
-    """Crossings, by "caller > callee"."""
+    """"caller > callee" -> number of calls."""
     lookups: int = 0
-    """How often SYMBOL was resolved by its name."""
+
+    def amounts(self) -> dict[str, int]:
+        """Return unit -> amount."""
+        return {
+            "calls": self.calls,
+            "files": len(self.files),
+            "upward": self.upward.total(),
+            "lookups": self.lookups,
+        }
 
 
 class Counting:
-    """Counts the calls on all threads that were started since it was made."""
+    """Counts the calls on this thread, and on all threads that start after the constructor."""
 
     def __init__(self, layers: Layers) -> None:
         self._depth_of = layers.depth_of
@@ -116,7 +105,7 @@ class Counting:
 
     @contextmanager
     def way(self) -> Iterator[Count]:
-        """What is called in the block is counted."""
+        """Count the calls within the block."""
         self._count = count = Count()
         sys.setprofile(self._profile)
         try:
@@ -126,16 +115,17 @@ class Counting:
             self._count = None
 
     def close(self) -> None:
+        """Stop counting on new threads."""
         threading.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, _argument: object) -> None:
         count, code = self._count, frame.f_code
-        if count is None or event != "call" or not self._is_ours(code) or not _is_start(frame):
+        if count is None or event != "call" or not self._is_counted(code) or not _is_start(frame):
             return
         count.calls += 1
         count.files.add(code.co_filename)
         caller = frame.f_back
-        while caller is not None and not self._is_ours(caller.f_code):
+        while caller is not None and not self._is_counted(caller.f_code):
             caller = caller.f_back
         if _resolves(frame) and not (caller and _resolves(caller)):
             count.lookups += 1
@@ -144,12 +134,12 @@ class Counting:
             if above is not None and below is not None and above < below:
                 count.upward[f"{_name(caller)} > {_name(frame)}"] += 1
 
-    def _is_ours(self, code: CodeType) -> bool:
+    def _is_counted(self, code: CodeType) -> bool:
         return code.co_filename.startswith(self._roots) and code.co_name not in COMPREHENSIONS
 
 
 def _is_start(frame: FrameType) -> bool:
-    """Whether a function is entered: a generator that goes on is a call to the profiler too."""
+    """Return True if the call enters the function; for the profiler a resumed generator is a call too."""
     return frame.f_lasti <= _first_resume(frame.f_code)
 
 
@@ -167,7 +157,7 @@ def _name(frame: FrameType) -> str:
 
 
 class Shell:
-    """Client processes at the files of a kernel of their own."""
+    """Client processes at the files of one kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -177,13 +167,13 @@ class Shell:
         self.read(GREETING)
 
     def write(self, path: str, text: str, flags: int = 0, client: Client = KNOWN) -> None:
-        """What `echo TEXT >> PATH` asks for; with O_TRUNC, `echo TEXT > PATH`."""
+        """Write to a file as `echo TEXT >> PATH` does; with O_TRUNC, as `echo TEXT > PATH` does."""
         handle = self._mount.open(client, path, os.O_WRONLY | flags)
         self._mount.write(client, handle, text.encode(), 0)
         self._mount.release(handle)
 
     def read(self, path: str) -> str:
-        """What `head -c 65536` asks for: one read."""
+        """Return the first 64 KiB of a file, by one read."""
         handle = self._mount.open(KNOWN, path, os.O_RDONLY)
         text = self._mount.read(KNOWN, handle, 1 << 16, 0)
         self._mount.release(handle)
@@ -195,7 +185,7 @@ class Shell:
 
 
 def count_ways(layers: Layers) -> dict[str, Count]:
-    """Go each way once, and count."""
+    """Go each way once, and return name -> figures."""
     counting = Counting(layers)
     try:
         return _define_and_hit(counting) | _read(counting) | _disarm(counting, 1) | _disarm(counting, MANY)
@@ -207,7 +197,7 @@ def _define_and_hit(counting: Counting) -> dict[str, Count]:
     with Kernel() as kernel:
         shell = Shell(kernel)
         with counting.way() as define:
-            shell.write("/kprobe_events", f"{DEFINITION}\n", os.O_TRUNC, STRANGER)
+            shell.write("/kprobe_events", f"{DEFINITION}\n", os.O_TRUNC, UNKNOWN)
         shell.enable()
         hits = [_hit(counting, shell) for _ in range(2)]
     return {"define": define, "hit, in Python": hits[0], "hit, in guest code": hits[1]}
@@ -239,7 +229,7 @@ def _disarm(counting: Counting, probes: int) -> dict[str, Count]:
         shell = Shell(kernel)
         _define_many(shell, probes)
         shell.enable()
-        # The first hits of a write, which are no part of disarming.
+        # A write hits probes, and the first hit of each makes its guest code, which is no part of disarming.
         shell.write("/kprobes/enabled", "1\n")
         with counting.way() as count:
             shell.write("/kprobes/enabled", "0\n")
@@ -249,7 +239,7 @@ def _disarm(counting: Counting, probes: int) -> dict[str, Count]:
 
 
 def _define_many(shell: Shell, probes: int) -> None:
-    """A probe on the entry of each of the first functions that take one."""
+    """Define a probe at the entry of each of the first functions that allow one."""
     functions = (symbol.name for symbol in shell.kernel.image.kallsyms.symbols if symbol.is_text)
     defined = 0
     while defined < probes:
@@ -258,92 +248,36 @@ def _define_many(shell: Shell, probes: int) -> None:
             defined += 1
 
 
-@dataclass(frozen=True)
-class Report:
-    """All that the command shows."""
-
-    ways: dict[str, Count]
-    lines: int
-    """Of Python in emulated_kernel/, but for what is about distributions' kernels."""
-    protocols: int
-    """Classes in all of emulated_kernel/ that are a Protocol."""
-    unplaced: list[str]
-    """Modules that are in no layer."""
-
-
-def report(pyproject: Path = PYPROJECT) -> Report:
-    """Count everything."""
-    layers = Layers(pyproject)
-    library = ROOT / "emulated_kernel"
-    apart = library / "linux", library / "image" / "linux"
-    texts = {path: path.read_text() for path in library.rglob("*.py")}
-    return Report(
-        count_ways(layers),
-        sum(
-            text.count("\n")
-            for path, text in texts.items()
-            if not any(path.is_relative_to(room) for room in apart)
-        ),
-        sum(_is_protocol(node) for text in texts.values() for node in ast.walk(ast.parse(text))),
-        layers.unplaced(),
-    )
-
-
-def _is_protocol(node: ast.AST) -> bool:
-    bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-    return any(base.split("[")[0].split(".")[-1] == "Protocol" for base in bases)
-
-
-def table(found: Report, every: bool) -> Iterator[str]:
-    """The report in 80 columns; `every` crossing by name where asked for."""
+def table(ways: dict[str, Count], with_crossings: bool) -> Iterator[str]:
+    """Yield the lines of a table in 80 columns; `with_crossings` adds a line for each call upward."""
     yield f"{'way':<24} {'calls':>7} {'files':>7} {'upward':>7} {'lookups':>8}"
-    for name, count in found.ways.items():
-        yield (
-            f"{name:<24} {count.calls:>7} {len(count.files):>7} {count.upward.total():>7} {count.lookups:>8}"
-        )
-        for crossing, times in count.upward.most_common() if every else ():
-            yield f"    {times:>4} {crossing}"
-    yield f"emulated_kernel: {found.lines} lines of Python, {found.protocols} Protocols"
-    if found.unplaced:
-        yield f"error: {len(found.unplaced)} modules in no layer, so no crossing of theirs is counted:"
-        yield from textwrap.wrap(" ".join(found.unplaced), 78, initial_indent="  ", subsequent_indent="  ")
+    for name, count in ways.items():
+        calls, files, upward, lookups = count.amounts().values()
+        yield f"{name:<24} {calls:>7} {files:>7} {upward:>7} {lookups:>8}"
+        if with_crossings:
+            yield from (f"    {times:>4} {crossing}" for crossing, times in count.upward.most_common())
 
 
-def as_dict(found: Report) -> dict[str, object]:
-    """The report for JSON."""
-    ways = {
-        name: {
-            "calls": count.calls,
-            "files": sorted(str(Path(file).relative_to(ROOT)) for file in count.files),
-            "upward": count.upward,
-            "lookups": count.lookups,
-        }
-        for name, count in found.ways.items()
-    }
-    return {
-        "ways": ways,
-        "lines": found.lines,
-        "protocols": found.protocols,
-        "unplaced": found.unplaced,
-    }
+def figures(ways: dict[str, Count]) -> list[Distribution]:
+    """Return the figures in the form of all benchmarks; each has one sample."""
+    return [
+        Distribution(name, unit, (amount,))
+        for name, count in ways.items()
+        for unit, amount in count.amounts().items()
+    ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 1 where a module is in no layer."""
-    parser = argparse.ArgumentParser(prog="python -m tests.ways", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="files and crossings by name, too")
-    parser.add_argument("--crossings", action="store_true", help="name each crossing, in the table")
-    parser.add_argument(
-        "--layers", type=Path, default=PYPROJECT, metavar="FILE", help="another pyproject.toml"
-    )
-    options = parser.parse_args(arguments)
-    found = report(options.layers)
+def main() -> None:
+    """Count, and report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--crossings", action="store_true", help="name each call upward, in the table")
+    options = parser.parse_args()
+    ways = count_ways(Layers(PYPROJECT))
     if options.json:
-        print(json.dumps(as_dict(found), indent=2))
+        report(figures(ways), as_json=True)
     else:
-        print(*table(found, options.crossings), sep="\n")
-    return 1 if found.unplaced else 0
+        print(*table(ways, options.crossings), sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
