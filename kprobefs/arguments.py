@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 exit status: 0 done, 1 failed, 2 wrong usage, 3 nothing of ours is mounted;
-status: 4 busy, 5 panicked, 6 hung, 7 dead (the highest of all that it shows);
+4 busy, 5 panicked, 6 hung, 7 stale (`status` returns the highest of these over
+all mounts);
 run: the command's own, 125 the mount failed, 126 and 127 the command can't be
 run and wasn't found.
 """
@@ -68,7 +69,7 @@ def program_parser() -> argparse.ArgumentParser:
     command.add_argument("directory", metavar="DIR")
     command.add_argument("--force", action="store_true", help="kill a daemon that doesn't end")
     command.add_argument(
-        "--dead", action="store_true", help="only what a killed daemon left; anything else stays as it is"
+        "--stale", action="store_true", help="remove only a stale mount whose daemon is gone"
     )
 
     command = commands.add_parser("status", help="show running mounts")

@@ -228,8 +228,8 @@ def _umount(parsed: argparse.Namespace) -> int:
     from kprobefs import control, mount
 
     directory = mount.resolve(parsed.directory)
-    if parsed.dead:
-        control.unmount_dead(directory)
+    if parsed.stale:
+        control.unmount_stale(directory)
     else:
         control.unmount(directory, force=parsed.force)
     return Exit.OK

@@ -105,7 +105,7 @@ class Probes:
     def condition(self) -> MountState:
         """How the mount is, before it is looked at. Raises: Failure (there is nothing any more)."""
         found = mount.condition(str(self.directory))
-        if found is MountState.DEAD:
+        if found is MountState.STALE:
             raise mount.unanswered(str(self.directory), found)
         self.answers = found not in UNANSWERED
         return found
