@@ -281,9 +281,10 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="the kernel to run (default: our own); a distribution's vmlinuz or .deb too, or host",
     )
     group.add_argument(
-        "--core",
+        "--vmcore",
         metavar="FILE",
-        help="an ELF dump of a running machine (dump-guest-memory, virsh dump): its kernel, where it stood",
+        help="mount the kernel captured in this ELF vmcore "
+        "(QEMU dump-guest-memory, virsh dump --memory-only)",
     )
     group.add_argument(
         "--engine",

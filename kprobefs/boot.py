@@ -25,10 +25,10 @@ def _state(options: MountOptions) -> KeptState | None:
 
 def prepare(options: MountOptions) -> None:
     """What takes seconds is done while somebody watches: a boot, a dump that is read. Raises: Failure."""
-    if options.core is not None:
+    if options.vmcore is not None:
         from kprobefs import dumps
 
-        dumps.prepare(options.core)
+        dumps.prepare(options.vmcore)
     elif runs_linux(options):
         from kprobefs import native
 
@@ -59,10 +59,10 @@ def build_kernel(options: MountOptions) -> ServedMount:
 
 def _linux_mount(options: MountOptions) -> ServedMount:
     # One of them: the others' modules are a third of a start.
-    if options.core is not None:
+    if options.vmcore is not None:
         from kprobefs.dumps import core_mount
 
-        return core_mount(options, options.core)
+        return core_mount(options, options.vmcore)
     if options.engine == NATIVE:
         from kprobefs.native import native_mount
 

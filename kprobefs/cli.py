@@ -419,7 +419,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.allow_other,
         clients_only=parsed.clients_only,
         engine=parsed.engine,
-        core=None if parsed.core is None else os.path.abspath(parsed.core),
+        vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )
     check_engine(options, is_limited=bool(parsed.limit))
     return options

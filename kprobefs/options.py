@@ -56,8 +56,8 @@ class MountOptions:
     """Whose kprobes answer: ours, or those of a distribution's kernel, if `machine.image` is one."""
     state: str | None = None
     """A directory for what outlives the daemon."""
-    core: str | None = None
-    """A dump of a running machine, whose kernel is mounted."""
+    vmcore: str | None = None
+    """ELF vmcore whose kernel is mounted."""
 
     @property
     def source(self) -> str:
@@ -99,8 +99,9 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
 def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
     """Raises: Failure (the engine and the kernel don't go together)."""
     machine = options.machine
-    if options.core is not None and (machine.image is not None or options.engine == NATIVE):
-        raise Failure("--core takes neither --image nor --engine native", Exit.USAGE)
+    if options.vmcore is not None and (machine.image is not None or options.engine == NATIVE):
+        why = "not possible with --image or --engine native; leave these out"
+        raise Failure(f"--vmcore: {why}", Exit.USAGE)
     if options.engine == NATIVE and options.clients_only:
         raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
     if options.engine == NATIVE and machine.image is None:
@@ -125,7 +126,7 @@ def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
 def runs_linux(options: MountOptions) -> bool:
     """Whether a distribution's kernel is mounted."""
     image = options.machine.image
-    return options.engine == NATIVE or options.core is not None or (image is not None and _is_linux(image))
+    return options.engine == NATIVE or options.vmcore is not None or (image is not None and _is_linux(image))
 
 
 def _is_linux(image: Path) -> bool:
