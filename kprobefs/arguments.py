@@ -269,7 +269,7 @@ def _add_bench(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, ENGINES, LAYOUTS, PROFILES, RETURN_HOOKS
+    from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, KPROBES, LAYOUTS, PROFILES, RETURN_HOOKS
 
     group = parser.add_argument_group("the emulated machine")
     group.add_argument(
@@ -287,10 +287,10 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "(QEMU dump-guest-memory, virsh dump --memory-only)",
     )
     group.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default=ENGINES[0],
-        help="whose kprobes answer: ours, or those of a distribution's kernel (default: %(default)s)",
+        "--kprobes",
+        choices=KPROBES,
+        default=KPROBES[0],
+        help="use kprobefs's kprobes, or those of the kernel that --image names (default: %(default)s)",
     )
     group.add_argument(
         "--layout",

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kprobefs.failure import Exit, Failure, lack
-from kprobefs.options import NATIVE, MountOptions, check_image, runs_linux
+from kprobefs.options import KERNEL_KPROBES, MountOptions, check_image, runs_linux
 
 if TYPE_CHECKING:
     from kprobefs.options import ServedMount
@@ -63,7 +63,7 @@ def _linux_mount(options: MountOptions) -> ServedMount:
         from kprobefs.dumps import core_mount
 
         return core_mount(options, options.vmcore)
-    if options.engine == NATIVE:
+    if options.kprobes == KERNEL_KPROBES:
         from kprobefs.native import native_mount
 
         return native_mount(options)

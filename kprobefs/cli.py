@@ -124,7 +124,7 @@ def _mount(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
     from kprobefs import daemon, load, mount
-    from kprobefs.options import check_engine, check_state, runs_linux
+    from kprobefs.options import check_kprobes, check_state, runs_linux
 
     options = replace(
         _options(parsed, mount.resolve(parsed.directory)),
@@ -132,7 +132,7 @@ def _mount(parsed: argparse.Namespace) -> int:
         flags=tuple(parsed.flags),
         state=os.path.abspath(parsed.state) if parsed.state else None,
     )
-    check_engine(options)
+    check_kprobes(options)
     check_state(options)
     if options.state is not None and runs_linux(options):
         _complain_of(["--state: a distribution's kernel keeps none, nothing outlives the daemon"])
@@ -389,11 +389,11 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
-    """Raises: Failure (a kernel that the engine can't run)."""
+    """Return the mount's options. Raises: Failure (they contradict each other)."""
     from pathlib import Path
 
     from emulated_kernel.config import HOST, MachineConfig
-    from kprobefs.options import MountOptions, check_engine, parsed_limits
+    from kprobefs.options import MountOptions, check_kprobes, parsed_limits
 
     image = None
     if parsed.image is not None:
@@ -418,10 +418,10 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.layout,
         parsed.allow_other,
         clients_only=parsed.clients_only,
-        engine=parsed.engine,
+        kprobes=parsed.kprobes,
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )
-    check_engine(options, is_limited=bool(parsed.limit))
+    check_kprobes(options, is_limited=bool(parsed.limit))
     return options
 
 

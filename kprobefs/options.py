@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     ServedMount = GuestMount | LinuxMount | CoreMount
     """What the adapter serves: all have the same methods."""
 
-NATIVE = "native"
-ENGINES = ("ours", NATIVE)
+KERNEL_KPROBES = "kernel"
+KPROBES = ("kprobefs", KERNEL_KPROBES)
 LAYOUTS = ("full", "tracefs")
 ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
@@ -52,8 +52,8 @@ class MountOptions:
     """Of the host's processes those alone are seen that use the mount; the same requests, the same trace."""
     make_directory: bool = False
     """Make the directory where there is none."""
-    engine: str = ENGINES[0]
-    """Whose kprobes answer: ours, or those of a distribution's kernel, if `machine.image` is one."""
+    kprobes: str = KPROBES[0]
+    """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
     state: str | None = None
     """A directory for what outlives the daemon."""
     vmcore: str | None = None
@@ -96,23 +96,24 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
     return Limits(found), DEFAULT_RUN_BUDGET if budget is None else budget / 1000
 
 
-def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
-    """Raises: Failure (the engine and the kernel don't go together)."""
+def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
+    """Check that the kernel supports the chosen kprobes and options. Raises: Failure."""
     machine = options.machine
-    if options.vmcore is not None and (machine.image is not None or options.engine == NATIVE):
-        why = "not possible with --image or --engine native; leave these out"
+    if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
+        why = "not possible with --image or --kprobes kernel; leave these out"
         raise Failure(f"--vmcore: {why}", Exit.USAGE)
-    if options.engine == NATIVE and options.clients_only:
+    if options.kprobes == KERNEL_KPROBES and options.clients_only:
         raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
-    if options.engine == NATIVE and machine.image is None:
-        raise Failure("--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE)
+    if options.kprobes == KERNEL_KPROBES and machine.image is None:
+        why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
+        raise Failure(f"--kprobes kernel: {why}", Exit.USAGE)
     if not runs_linux(options):
         return
     if is_limited:
         raise Failure("a distribution's kernel takes no --limit: it has limits of its own", Exit.USAGE)
     if machine.arch != "x86_64" or machine.cpus != 1:
         raise Failure("a distribution's kernel runs on one CPU, of x86_64", Exit.USAGE)
-    if options.engine == NATIVE:
+    if options.kprobes == KERNEL_KPROBES:
         return
     if machine.profile not in LINUX_PROFILES:
         known = " and ".join(LINUX_PROFILES)
@@ -126,7 +127,9 @@ def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
 def runs_linux(options: MountOptions) -> bool:
     """Whether a distribution's kernel is mounted."""
     image = options.machine.image
-    return options.engine == NATIVE or options.vmcore is not None or (image is not None and _is_linux(image))
+    if options.kprobes == KERNEL_KPROBES or options.vmcore is not None:
+        return True
+    return image is not None and _is_linux(image)
 
 
 def _is_linux(image: Path) -> bool:

@@ -123,7 +123,7 @@ class Probes:
                     f"{self.directory}: kprobefs isn't mounted there any more", Exit.NOT_MOUNTED
                 ) from None
             raise Failure(
-                f"{self.directory}: no {PROBES} there: with --engine native the kernel's own kprobes answer"
+                f"{self.directory}: no {PROBES} with --kprobes kernel; mount with --kprobes kprobefs"
             ) from None
         now = self._clock()
         passed, self._looked = now - self._looked, now

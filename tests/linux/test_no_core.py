@@ -92,8 +92,8 @@ def test_what_is_no_dump(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--image", "host"), "--vmcore: not possible with --image or --engine native"),
-        (("--engine", "native"), "--vmcore: not possible with --image or --engine native"),
+        (("--image", "host"), "--vmcore: not possible with --image or --kprobes kernel"),
+        (("--kprobes", "kernel"), "--vmcore: not possible with --image or --kprobes kernel"),
         (("--cpus", "2"), "runs on one CPU"),
         (("--vmcore", "/nonexistent"), "No such file"),
     ],

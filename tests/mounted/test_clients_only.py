@@ -91,7 +91,7 @@ def test_clients_are_numbered_as_they_come(directory: Path) -> None:
 
 
 def test_a_kernel_of_its_own_has_its_own_pids() -> None:
-    refused = kprobefs("mount", "--engine", "native", "--image", "host", "--clients-only", "/nowhere")
+    refused = kprobefs("mount", "--kprobes", "kernel", "--image", "host", "--clients-only", "/nowhere")
     assert (refused.returncode, refused.stderr) == (
         2,
         "kprobefs: --clients-only goes with our own engine alone\n",
