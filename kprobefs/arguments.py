@@ -269,7 +269,7 @@ def _add_bench(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, KPROBES, LAYOUTS, PROFILES, RETURN_HOOKS
+    from kprobefs.options import ARCHITECTURES, CLOCKS, KPROBES, LAYOUTS, PROFILES, RETURN_HOOKS, SAVE_REGS
 
     group = parser.add_argument_group("the emulated machine")
     group.add_argument(
@@ -337,9 +337,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="where return addresses of probed functions are kept: %(choices)s (default: as in the profile)",
     )
     group.add_argument(
-        "--detour",
-        choices=DETOURS,
-        help="which registers a handler in guest code saves (default: as in the profile)",
+        "--save-regs",
+        choices=SAVE_REGS,
+        help="registers that a handler in guest code saves: live ones, or all (default: as in the profile)",
     )
 
 

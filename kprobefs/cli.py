@@ -408,7 +408,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         profile=parsed.profile,
         image=image,
         return_hook=parsed.return_hook,
-        detour=parsed.detour,
+        save_regs=parsed.save_regs,
         limits=limits,
         run_budget=run_budget,
     )

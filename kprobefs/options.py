@@ -34,7 +34,7 @@ PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
 """Those that our engine probes a distribution's kernel with."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
-DETOURS = tuple(saving.value for saving in profile.Saving)
+SAVE_REGS = tuple(saving.value for saving in profile.Saving)
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,9 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if machine.profile not in LINUX_PROFILES:
         known = " and ".join(LINUX_PROFILES)
         raise Failure(f"a distribution's kernel is probed with --profile {known} alone", Exit.USAGE)
-    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.detour is not None:
-        raise Failure("a distribution's kernel takes no --clock real, --return-hook and --detour", Exit.USAGE)
+    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
+        why = "not possible with a distribution's kernel; leave these out"
+        raise Failure(f"--clock real, --return-hook, --save-regs: {why}", Exit.USAGE)
     if options.clients_only:
         raise Failure("--clients-only goes with our own kernel alone", Exit.USAGE)
 

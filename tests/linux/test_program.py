@@ -34,9 +34,9 @@ def refusal(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) 
     ("options", "said"),
     [
         (("--profile", "kprobes-2010"), "with --profile linux-6.1 and linux-6.1-nopreempt alone"),
-        (("--clock", "real"), "takes no --clock real"),
-        (("--return-hook", "fgraph"), "takes no --clock real, --return-hook"),
-        (("--detour", "save-all"), "and --detour"),
+        (("--clock", "real"), "--clock real, "),
+        (("--return-hook", "fgraph"), "--return-hook, "),
+        (("--save-regs", "all"), "--save-regs: not possible"),
         (("--cpus", "2"), "on one CPU"),
         (("--arch", "i386"), "of x86_64"),
         ((), "not a usable kernel"),
