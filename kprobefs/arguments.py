@@ -310,9 +310,10 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "run_budget_ms; more than once",
     )
     group.add_argument(
-        "--clients-only",
+        "--isolate",
         action="store_true",
-        help="see no other processes, number them from 1000 on: the same requests give the same trace",
+        help="ignore host processes that do not use the mount and number clients from PID 1000, "
+        "for reproducible traces",
     )
     group.add_argument(
         "--cpus", type=_cpus, default=1, metavar="N", help="how many it has (default: %(default)s)"

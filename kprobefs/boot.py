@@ -49,7 +49,7 @@ def build_kernel(options: MountOptions) -> ServedMount:
         check_image(options.machine.image)
     try:
         owner = Owner(os.geteuid(), os.getegid())
-        watch = ClientsOnly if options.clients_only else HostProcesses
+        watch = ClientsOnly if options.isolate else HostProcesses
         layout = RootLayout(options.layout)
         return LivingKernel(options.machine, layout, owner, watch, _state(options)).mount
     except OSError as error:

@@ -403,7 +403,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         arch=parsed.arch,
         cpus=parsed.cpus,
         clock=parsed.clock,
-        pauses=not parsed.clients_only,
+        pauses=not parsed.isolate,
         seed=parsed.seed,
         profile=parsed.profile,
         image=image,
@@ -417,7 +417,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         machine,
         parsed.layout,
         parsed.allow_other,
-        clients_only=parsed.clients_only,
+        isolate=parsed.isolate,
         kprobes=parsed.kprobes,
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )

@@ -104,7 +104,7 @@ class Service:
         fuse = FuseOptions(
             self._options.source,
             allow_other=self._options.allow_other,
-            is_ordered=self._options.clients_only,
+            is_ordered=self._options.isolate,
             flags=self._options.flags,
         )
         server = Server(served, fuse)

@@ -48,8 +48,8 @@ class MountOptions:
     """Others than who mounts get in, as far as modes allow."""
     flags: tuple[str, ...] = ()
     """Options of mount(8) that are FUSE's own."""
-    clients_only: bool = False
-    """Of the host's processes those alone are seen that use the mount; the same requests, the same trace."""
+    isolate: bool = False
+    """Ignore host processes that do not use the mount, and number clients from PID 1000."""
     make_directory: bool = False
     """Make the directory where there is none."""
     kprobes: str = KPROBES[0]
@@ -102,13 +102,13 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
         raise Failure(f"--vmcore: {why}", Exit.USAGE)
-    if options.kprobes == KERNEL_KPROBES and options.clients_only:
-        raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
     if options.kprobes == KERNEL_KPROBES and machine.image is None:
         why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
         raise Failure(f"--kprobes kernel: {why}", Exit.USAGE)
     if not runs_linux(options):
         return
+    if options.isolate:
+        raise Failure("--isolate: not possible with a distribution's kernel; leave it out", Exit.USAGE)
     if is_limited:
         raise Failure("a distribution's kernel takes no --limit: it has limits of its own", Exit.USAGE)
     if machine.arch != "x86_64" or machine.cpus != 1:
@@ -121,8 +121,6 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
         why = "not possible with a distribution's kernel; leave these out"
         raise Failure(f"--clock real, --return-hook, --save-regs: {why}", Exit.USAGE)
-    if options.clients_only:
-        raise Failure("--clients-only goes with our own kernel alone", Exit.USAGE)
 
 
 def runs_linux(options: MountOptions) -> bool:
