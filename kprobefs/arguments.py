@@ -134,16 +134,16 @@ def program_parser() -> argparse.ArgumentParser:
     form.add_argument("--clear", action="store_true", help="remove them")
     form.add_argument("--json", action="store_true", help="as a JSON array; sizes in bytes")
 
-    command = commands.add_parser("load", help="define and switch on what files say")
+    command = commands.add_parser("apply", help="apply probe definitions and settings from files")
     _add_mount_option(command)
     command.add_argument(
         "files",
         metavar="FILE",
         nargs="*",
-        help="what is loaded (default: *.probes of the probes.d directories; -: stdin)",
+        help="files to apply (default: *.probes of the probes.d directories; -: stdin)",
     )
 
-    command = commands.add_parser("save", help="write what is defined and switched on, for load")
+    command = commands.add_parser("save", help="print the current probes and settings in `apply` format")
     _add_mount_option(command)
     command.add_argument(
         "file", metavar="FILE", nargs="?", help="where it is written (default: standard output, as -)"

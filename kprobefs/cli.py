@@ -149,7 +149,7 @@ def _mount(parsed: argparse.Namespace) -> int:
         from kprobefs.state_directory import told
 
         _complain_of([f"--state {shown(options.state)}: {each}" for each in told(options.directory)])
-    _complain_of(load.load(options.directory, []))
+    _complain_of(load.apply(options.directory, []))
     return Exit.OK
 
 
@@ -172,14 +172,14 @@ def _images(parsed: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _load(parsed: argparse.Namespace) -> int:
+def _apply(parsed: argparse.Namespace) -> int:
     from kprobefs import dropins, load
 
     directory = load.which_mount(parsed.mount)
     if not parsed.files and not dropins.files():
         # No warning: a daemon that begins with nothing doesn't tell of it.
-        print(f"nothing to load: no *.probes in {' '.join(map(shown, dropins.directories()))}")
-    failed = load.load(directory, parsed.files)
+        print(f"nothing to apply: no *.probes in {' '.join(map(shown, dropins.directories()))}")
+    failed = load.apply(directory, parsed.files)
     _complain_of(failed)
     return Exit.FAILURE if failed else Exit.OK
 
@@ -451,7 +451,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "reboot": _reboot,
     "run": _run,
     "images": _images,
-    "load": _load,
+    "apply": _apply,
     "save": _save,
     "install-service": _install_service,
     "completion": _completion,

@@ -1,4 +1,4 @@
-"""What `kprobefs load` and `save` are for: which mount, and which files."""
+"""`kprobefs apply` and `save`: the mount and the files that they use."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def which_mount(named: str | None, way: str = "--mount DIR") -> str:
     return directory
 
 
-def load(directory: str, files: Sequence[str]) -> list[str]:
-    """Load files into a mount, those of the probes.d directories where none are named.
+def apply(directory: str, files: Sequence[str]) -> list[str]:
+    """Apply files to a mount; if none are named, those of the probes.d directories.
 
-    Returns what to tell of lines and files that failed, made fit for a terminal.
+    Returns a message for each line and file that failed, made fit for a terminal.
     """
     chosen = files or list(map(str, dropins.files()))
     if not chosen:
@@ -67,7 +67,7 @@ def load(directory: str, files: Sequence[str]) -> list[str]:
             if "\0" in text:
                 failed.append(shown(f"{file}: no file of definitions: it has a NUL"))
                 continue
-            failed += _first(file, loader.load(list(definitions.read_lines(file, text))))
+            failed += _first(file, loader.apply(list(definitions.read_lines(file, text))))
     return failed
 
 
@@ -83,8 +83,8 @@ def _read(file: str) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-class LoadingProcess:
-    """A process that loads what a mount begins with; what fails goes into the log.
+class ApplyProcess:
+    """A process that applies the definitions that a mount begins with; it logs what fails.
 
     Not the daemon itself: one that waits for an answer of its own process couldn't be killed.
     """
@@ -94,7 +94,7 @@ class LoadingProcess:
         paths = filter(None, (package, os.environ.get("PYTHONPATH")))
         # -P: nothing is imported from the working directory.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kprobefs", "load", "--mount", directory],
+            [sys.executable, "-P", "-m", "kprobefs", "apply", "--mount", directory],
             env={**os.environ, "PYTHONPATH": ":".join(paths)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -110,7 +110,7 @@ class LoadingProcess:
         return self._messages.fileno()
 
     def read(self) -> str | None:
-        """Log what it has to tell; when it has ended how: "" where all was loaded."""
+        """Log what it has to tell; when it has ended how: "" where all was applied."""
         data = os.read(self.descriptor, PIPE_SIZE)
         *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
         for line in filter(None, lines):
@@ -121,7 +121,7 @@ class LoadingProcess:
             # Behind its last word it only closes files.
             if self._process.wait(END_TIMEOUT) == Exit.OK:
                 return ""
-        how = "not all definitions were loaded"
+        how = "not all definitions were applied"
         log.error("%s", how)
         return how
 
