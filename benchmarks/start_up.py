@@ -23,7 +23,7 @@ def seconds(command: str, directory: Path, environment: dict[str, str]) -> float
     """How long a command takes; a mount is gone again afterwards."""
     words = [command, str(directory)] if command == "mount" else [command]
     start = time.perf_counter()
-    # status may have a dead mount of somebody else to tell of.
+    # status may have a stale mount of somebody else to tell of.
     subprocess.run([*PROGRAM, *words], env=environment, stdout=subprocess.DEVNULL, check=command != "status")
     took = time.perf_counter() - start
     if command == "mount":

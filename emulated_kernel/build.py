@@ -61,8 +61,8 @@ def build(
     Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that doesn't boot), OSError.
     """
     profile = profile or profile_named(config.profile)
-    if config.detour is not None:
-        profile = replace(profile, saving=Saving(config.detour))
+    if config.save_regs is not None:
+        profile = replace(profile, saving=Saving(config.save_regs))
     live = LiveImage(load_image(config.image, config.arch))
     try:
         machine = Machine(config, live.core)

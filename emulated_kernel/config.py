@@ -63,8 +63,8 @@ class MachineConfig:
     """Wall time that one uninterrupted guest run may take before it counts as looping."""
     profile: str = "linux-6.1"
     """Which kernel's ways of probing it has: a name in kprobes.profile.PROFILES."""
-    detour: str | None = None
-    """What compiled handlers save, "liveness" or "save-all"; None leaves it to the profile."""
+    save_regs: str | None = None
+    """Registers that compiled handlers save: "live" or "all"; None: as in the profile."""
     return_hook: str | None = None
     """The shadow stack of return probes: one of kprobes.profile.RETURN_HOOKS; None: the profile's."""
     limits: Limits = field(default_factory=Limits, compare=False)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 exit status: 0 done, 1 failed, 2 wrong usage, 3 nothing of ours is mounted;
-status: 4 busy, 5 panicked, 6 hung, 7 dead (the highest of all that it shows);
+4 busy, 5 panicked, 6 hung, 7 stale (`status` returns the highest of these over
+all mounts);
 run: the command's own, 125 the mount failed, 126 and 127 the command can't be
 run and wasn't found.
 """
@@ -68,7 +69,7 @@ def program_parser() -> argparse.ArgumentParser:
     command.add_argument("directory", metavar="DIR")
     command.add_argument("--force", action="store_true", help="kill a daemon that doesn't end")
     command.add_argument(
-        "--dead", action="store_true", help="only what a killed daemon left; anything else stays as it is"
+        "--stale", action="store_true", help="remove only a stale mount whose daemon is gone"
     )
 
     command = commands.add_parser("status", help="show running mounts")
@@ -133,16 +134,16 @@ def program_parser() -> argparse.ArgumentParser:
     form.add_argument("--clear", action="store_true", help="remove them")
     form.add_argument("--json", action="store_true", help="as a JSON array; sizes in bytes")
 
-    command = commands.add_parser("load", help="define and switch on what files say")
+    command = commands.add_parser("apply", help="apply probe definitions and settings from files")
     _add_mount_option(command)
     command.add_argument(
         "files",
         metavar="FILE",
         nargs="*",
-        help="what is loaded (default: *.probes of the probes.d directories; -: stdin)",
+        help="files to apply (default: *.probes of the probes.d directories; -: stdin)",
     )
 
-    command = commands.add_parser("save", help="write what is defined and switched on, for load")
+    command = commands.add_parser("save", help="print the current probes and settings in `apply` format")
     _add_mount_option(command)
     command.add_argument(
         "file", metavar="FILE", nargs="?", help="where it is written (default: standard output, as -)"
@@ -268,7 +269,7 @@ def _add_bench(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, ENGINES, LAYOUTS, PROFILES, RETURN_HOOKS
+    from kprobefs.options import ARCHITECTURES, CLOCKS, KPROBES, LAYOUTS, PROFILES, RETURN_HOOKS, SAVE_REGS
 
     group = parser.add_argument_group("the emulated machine")
     group.add_argument(
@@ -280,15 +281,16 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="the kernel to run (default: our own); a distribution's vmlinuz or .deb too, or host",
     )
     group.add_argument(
-        "--core",
+        "--vmcore",
         metavar="FILE",
-        help="an ELF dump of a running machine (dump-guest-memory, virsh dump): its kernel, where it stood",
+        help="mount the kernel captured in this ELF vmcore "
+        "(QEMU dump-guest-memory, virsh dump --memory-only)",
     )
     group.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default=ENGINES[0],
-        help="whose kprobes answer: ours, or those of a distribution's kernel (default: %(default)s)",
+        "--kprobes",
+        choices=KPROBES,
+        default=KPROBES[0],
+        help="use kprobefs's kprobes, or those of the kernel that --image names (default: %(default)s)",
     )
     group.add_argument(
         "--layout",
@@ -308,9 +310,10 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "run_budget_ms; more than once",
     )
     group.add_argument(
-        "--clients-only",
+        "--isolate",
         action="store_true",
-        help="see no other processes, number them from 1000 on: the same requests give the same trace",
+        help="ignore host processes that do not use the mount and number clients from PID 1000, "
+        "for reproducible traces",
     )
     group.add_argument(
         "--cpus", type=_cpus, default=1, metavar="N", help="how many it has (default: %(default)s)"
@@ -335,9 +338,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="where return addresses of probed functions are kept: %(choices)s (default: as in the profile)",
     )
     group.add_argument(
-        "--detour",
-        choices=DETOURS,
-        help="which registers a handler in guest code saves (default: as in the profile)",
+        "--save-regs",
+        choices=SAVE_REGS,
+        help="registers that a handler in guest code saves: live ones, or all (default: as in the profile)",
     )
 
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kprobefs.failure import Exit, Failure, lack
-from kprobefs.options import NATIVE, MountOptions, check_image, runs_linux
+from kprobefs.options import KERNEL_KPROBES, MountOptions, check_image, runs_linux
 
 if TYPE_CHECKING:
     from kprobefs.options import ServedMount
@@ -25,10 +25,10 @@ def _state(options: MountOptions) -> KeptState | None:
 
 def prepare(options: MountOptions) -> None:
     """What takes seconds is done while somebody watches: a boot, a dump that is read. Raises: Failure."""
-    if options.core is not None:
+    if options.vmcore is not None:
         from kprobefs import dumps
 
-        dumps.prepare(options.core)
+        dumps.prepare(options.vmcore)
     elif runs_linux(options):
         from kprobefs import native
 
@@ -49,7 +49,7 @@ def build_kernel(options: MountOptions) -> ServedMount:
         check_image(options.machine.image)
     try:
         owner = Owner(os.geteuid(), os.getegid())
-        watch = ClientsOnly if options.clients_only else HostProcesses
+        watch = ClientsOnly if options.isolate else HostProcesses
         layout = RootLayout(options.layout)
         return LivingKernel(options.machine, layout, owner, watch, _state(options)).mount
     except OSError as error:
@@ -59,11 +59,11 @@ def build_kernel(options: MountOptions) -> ServedMount:
 
 def _linux_mount(options: MountOptions) -> ServedMount:
     # One of them: the others' modules are a third of a start.
-    if options.core is not None:
+    if options.vmcore is not None:
         from kprobefs.dumps import core_mount
 
-        return core_mount(options, options.core)
-    if options.engine == NATIVE:
+        return core_mount(options, options.vmcore)
+    if options.kprobes == KERNEL_KPROBES:
         from kprobefs.native import native_mount
 
         return native_mount(options)

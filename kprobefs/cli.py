@@ -124,7 +124,7 @@ def _mount(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
     from kprobefs import daemon, load, mount
-    from kprobefs.options import check_engine, check_state, runs_linux
+    from kprobefs.options import check_kprobes, check_state, runs_linux
 
     options = replace(
         _options(parsed, mount.resolve(parsed.directory)),
@@ -132,7 +132,7 @@ def _mount(parsed: argparse.Namespace) -> int:
         flags=tuple(parsed.flags),
         state=os.path.abspath(parsed.state) if parsed.state else None,
     )
-    check_engine(options)
+    check_kprobes(options)
     check_state(options)
     if options.state is not None and runs_linux(options):
         _complain_of(["--state: a distribution's kernel keeps none, nothing outlives the daemon"])
@@ -149,7 +149,7 @@ def _mount(parsed: argparse.Namespace) -> int:
         from kprobefs.state_directory import told
 
         _complain_of([f"--state {shown(options.state)}: {each}" for each in told(options.directory)])
-    _complain_of(load.load(options.directory, []))
+    _complain_of(load.apply(options.directory, []))
     return Exit.OK
 
 
@@ -172,14 +172,14 @@ def _images(parsed: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _load(parsed: argparse.Namespace) -> int:
+def _apply(parsed: argparse.Namespace) -> int:
     from kprobefs import dropins, load
 
     directory = load.which_mount(parsed.mount)
     if not parsed.files and not dropins.files():
         # No warning: a daemon that begins with nothing doesn't tell of it.
-        print(f"nothing to load: no *.probes in {' '.join(map(shown, dropins.directories()))}")
-    failed = load.load(directory, parsed.files)
+        print(f"nothing to apply: no *.probes in {' '.join(map(shown, dropins.directories()))}")
+    failed = load.apply(directory, parsed.files)
     _complain_of(failed)
     return Exit.FAILURE if failed else Exit.OK
 
@@ -228,8 +228,8 @@ def _umount(parsed: argparse.Namespace) -> int:
     from kprobefs import control, mount
 
     directory = mount.resolve(parsed.directory)
-    if parsed.dead:
-        control.unmount_dead(directory)
+    if parsed.stale:
+        control.unmount_stale(directory)
     else:
         control.unmount(directory, force=parsed.force)
     return Exit.OK
@@ -389,11 +389,11 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
-    """Raises: Failure (a kernel that the engine can't run)."""
+    """Return the mount's options. Raises: Failure (they contradict each other)."""
     from pathlib import Path
 
     from emulated_kernel.config import HOST, MachineConfig
-    from kprobefs.options import MountOptions, check_engine, parsed_limits
+    from kprobefs.options import MountOptions, check_kprobes, parsed_limits
 
     image = None
     if parsed.image is not None:
@@ -403,12 +403,12 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         arch=parsed.arch,
         cpus=parsed.cpus,
         clock=parsed.clock,
-        pauses=not parsed.clients_only,
+        pauses=not parsed.isolate,
         seed=parsed.seed,
         profile=parsed.profile,
         image=image,
         return_hook=parsed.return_hook,
-        detour=parsed.detour,
+        save_regs=parsed.save_regs,
         limits=limits,
         run_budget=run_budget,
     )
@@ -417,11 +417,11 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         machine,
         parsed.layout,
         parsed.allow_other,
-        clients_only=parsed.clients_only,
-        engine=parsed.engine,
-        core=None if parsed.core is None else os.path.abspath(parsed.core),
+        isolate=parsed.isolate,
+        kprobes=parsed.kprobes,
+        vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )
-    check_engine(options, is_limited=bool(parsed.limit))
+    check_kprobes(options, is_limited=bool(parsed.limit))
     return options
 
 
@@ -451,7 +451,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "reboot": _reboot,
     "run": _run,
     "images": _images,
-    "load": _load,
+    "apply": _apply,
     "save": _save,
     "install-service": _install_service,
     "completion": _completion,

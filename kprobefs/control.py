@@ -23,7 +23,7 @@ class State:
     directory: str
     condition: MountState
     daemon: Daemon | None
-    """None: it is dead, or isn't in this user's registry."""
+    """None if the daemon is gone or is not in this user's registry."""
 
     @property
     def details(self) -> list[str]:
@@ -54,7 +54,7 @@ def states(directory: str | None = None) -> list[State]:
 
 
 def unmount(directory: str, *, force: bool = False) -> None:
-    """End the daemon that serves `directory`; what is left of a dead one is detached.
+    """End the daemon that serves `directory`, or detach a stale mount.
 
     Files still open there fail from now on. `force`: a daemon that doesn't end is killed. Raises: Failure.
     """
@@ -92,9 +92,9 @@ def reboot(directory: str) -> None:
         os.close(power)
 
 
-def unmount_dead(directory: str) -> None:
-    """Detach what a killed daemon left at `directory`; anything else stays as it is. Raises: Failure."""
-    while _mounted_on(directory) is not None and mount.condition(directory) is MountState.DEAD:
+def unmount_stale(directory: str) -> None:
+    """Detach a stale mount from `directory`; leave any other mount alone. Raises: Failure."""
+    while _mounted_on(directory) is not None and mount.condition(directory) is MountState.STALE:
         mount.detach(directory)
     forget(directory)
 

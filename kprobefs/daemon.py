@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from emulated_kernel.errors import KernelError
 from emulated_kernel.threads import start_thread
 from kprobefs import __version__, dropins, mount
+from kprobefs.apply_process import ApplyProcess
 from kprobefs.failure import Exit, Failure, lack, shown
 from kprobefs.heartbeat import PR_SET_PDEATHSIG, Heartbeat, watchdog_interval
-from kprobefs.loading_process import LoadingProcess
 from kprobefs.log_file import check_log, last_line, open_log
 from kprobefs.namespace import Companions
 from kprobefs.options import Builder, MountOptions
@@ -45,7 +45,7 @@ SWITCH_INTERVAL = 0.0002
 """Seconds. Handlers of the emulator compete with requests for the interpreter; see sys.setswitchinterval."""
 FULL_COLLECTIONS = 50
 """Collections of younger garbage for each full one, which takes longer than registering a thousand probes."""
-LOADING_TIMEOUT = 30.0
+APPLY_TIMEOUT = 30.0
 """Seconds that a start waits for the definitions."""
 READY = b"\0"
 
@@ -53,11 +53,11 @@ READY = b"\0"
 class Service:
     """One mount, from building its kernel to the end. Needs the main thread, for signals."""
 
-    def __init__(self, options: MountOptions, build: Builder, *, loads_definitions: bool) -> None:
-        """`loads_definitions`: those that mounts begin with; otherwise who starts it does that."""
+    def __init__(self, options: MountOptions, build: Builder, *, applies_definitions: bool) -> None:
+        """`applies_definitions`: apply those that mounts begin with; otherwise the starting process does."""
         self._options = options
         self._build = build
-        self._loads_definitions = loads_definitions
+        self._applies_definitions = applies_definitions
         self._wake = Wake()
         self._companions = Companions()
         self._mounted = False
@@ -104,7 +104,7 @@ class Service:
         fuse = FuseOptions(
             self._options.source,
             allow_other=self._options.allow_other,
-            is_ordered=self._options.clients_only,
+            is_ordered=self._options.isolate,
             flags=self._options.flags,
         )
         server = Server(served, fuse)
@@ -119,11 +119,11 @@ class Service:
             directory = shown(self._options.directory)
             on_ready()
             log.info("serving %s", directory)
-            loading = LoadingProcess(self._options.directory) if self._has_definitions() else None
-            self._wait(heartbeat, loading)
+            applying = ApplyProcess(self._options.directory) if self._has_definitions() else None
+            self._wait(heartbeat, applying)
             sd_notify("STOPPING=1")
-            if loading is not None:
-                loading.end()
+            if applying is not None:
+                applying.end()
         server.stop()
         # It waits for the request that has the kernel, which may be a long one.
         closing: threading.Thread | None = None
@@ -138,38 +138,38 @@ class Service:
             raise self._failure
 
     def _has_definitions(self) -> bool:
-        return self._loads_definitions and bool(dropins.files())
+        return self._applies_definitions and bool(dropins.files())
 
-    def _wait(self, heartbeat: Heartbeat | None, loading: LoadingProcess | None) -> None:
+    def _wait(self, heartbeat: Heartbeat | None, applying: ApplyProcess | None) -> None:
         """Until it is time to end; meanwhile the service manager hears what the mount answers.
 
-        The start is over when the definitions are loaded, or have taken too long; they go on then.
+        The start is over when the definitions are applied, or have taken too long; they go on then.
         """
         directory, condition = shown(self._options.directory), "serving"
-        deadline = time.monotonic() + LOADING_TIMEOUT
-        remark, told, is_ready = "" if loading is None else "loading definitions", "", False
+        deadline = time.monotonic() + APPLY_TIMEOUT
+        remark, told, is_ready = "" if applying is None else "applying definitions", "", False
         if heartbeat is not None:
             heartbeat.start()
         while True:
             status = f"{condition} {directory}{remark and ': '}{remark}"
-            if not is_ready and (loading is None or time.monotonic() > deadline):
+            if not is_ready and (applying is None or time.monotonic() > deadline):
                 is_ready = True
                 sd_notify("READY=1", f"STATUS={status}")
             elif status != told:
                 sd_notify(f"STATUS={status}")
             told = status
             timeout = self._companions.interval if is_ready else max(0, deadline - time.monotonic())
-            sources = [source.descriptor for source in (heartbeat, loading) if source is not None]
+            sources = [source.descriptor for source in (heartbeat, applying) if source is not None]
             found = self._wake.wait(sources, timeout)
             if self._wake.is_set():
                 return
             if not found and is_ready and self._companions.have_gone():
                 log.info("nobody else is left in the mount namespace")
                 return
-            if loading is not None and loading.descriptor in found:
-                ended = loading.read()
+            if applying is not None and applying.descriptor in found:
+                ended = applying.read()
                 if ended is not None:
-                    remark, loading = ended, None
+                    remark, applying = ended, None
             if heartbeat is not None and heartbeat.descriptor in found:
                 answer = heartbeat.answer()
                 if not answer:
@@ -234,7 +234,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
     else:
         descriptor = open_log(str(log_file), options.directory, anew=False)
         _start_logging(logging.INFO, os.fdopen(descriptor, "a"))
-    Service(options, build, loads_definitions=True).run(lambda: None, lambda: None)
+    Service(options, build, applies_definitions=True).run(lambda: None, lambda: None)
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
@@ -347,7 +347,7 @@ class _Start:
             self._leave_terminal()
             _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr)
             given = _given_descriptors()
-            service = Service(self._options, self._build, loads_definitions=False)
+            service = Service(self._options, self._build, applies_definitions=False)
             service.run(self._watch_starter, lambda: self._become_ready(given))
             status = Exit.OK
         except Failure as failure:

@@ -1,4 +1,4 @@
-"""`kprobefs load` and `save`: what is defined and switched on in a tracefs, as lines that people write.
+"""`kprobefs apply` and `save`: probe definitions and settings of a tracefs, as lines that people write.
 
 A line defines a dynamic event, in the words of dynamic_events, or it says what to write into a file:
 
@@ -127,8 +127,8 @@ class Loader:
         self._known: _Known | None = None
         """What dynamic_events says; None where lines have changed it in ways that only reading it tells."""
 
-    def load(self, lines: Sequence[Line]) -> list[str]:
-        """Do all lines; what to tell of those that failed."""
+    def apply(self, lines: Sequence[Line]) -> list[str]:
+        """Apply all lines; return a message for each that failed."""
         failed: list[str] = []
         told: list[str] = []
         later = list(lines)

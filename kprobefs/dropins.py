@@ -19,7 +19,7 @@ def directories() -> list[str]:
     if VARIABLE in os.environ:
         return [path for path in os.environ[VARIABLE].split(":") if path]
     if os.geteuid() == 0:
-        # sudo may leave the user's HOME: what is there isn't root's to load.
+        # sudo may leave the user's HOME: what is there isn't root's to apply.
         return list(SYSTEM)
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return [f"{home}/kprobefs/probes.d", *SYSTEM]
@@ -46,7 +46,7 @@ def read(path: Path) -> str:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
-                raise Failure(f"{path}: others could have written it; it isn't loaded")
+                raise Failure(f"{path}: others could have written it; it isn't applied")
             return read_open(file, LIMIT).decode("utf-8", "surrogateescape")
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}") from None

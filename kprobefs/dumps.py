@@ -15,20 +15,20 @@ from kprobefs.failure import Exit, Failure, explained
 from kprobefs.options import MountOptions
 
 
-def prepare(core: str) -> None:
+def prepare(vmcore: str) -> None:
     """Have the dump converted; the mount starts from that. Raises: Failure."""
-    with explained(core):
-        ensure_core_cached(core)
+    with explained(vmcore):
+        ensure_core_cached(vmcore)
 
 
-def core_mount(options: MountOptions, core: str) -> CoreMount:
+def core_mount(options: MountOptions, vmcore: str) -> CoreMount:
     """The mount of a dump's kernel. Raises: Failure."""
     owner = Owner(os.geteuid(), os.getegid())
     try:
-        with explained(core):
-            guest, kernel = started_core(core)
+        with explained(vmcore):
+            guest, kernel = started_core(vmcore)
             engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
             return CoreMount(guest, engine, owner, is_tracefs=options.layout == "tracefs")
     except (MemoryFault, HardwareError, LookupError, struct.error) as error:
-        message = f"{core}: not a usable dump: its kernel's structures lead nowhere: {error}"
+        message = f"{vmcore}: not a usable dump: its kernel's structures lead nowhere: {error}"
         raise Failure(message, Exit.USAGE) from error

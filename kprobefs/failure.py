@@ -25,7 +25,7 @@ class Exit(IntEnum):
     """status: the mount's kernel has stopped for good."""
     HUNG = 6
     """status, mount, umount: the mount's daemon doesn't answer, or doesn't end."""
-    DEAD = 7
+    STALE = 7
     """status: the mount's daemon is gone."""
     RUN_FAILED = 125
     """run: the mount failed, the command wasn't started."""

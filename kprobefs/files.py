@@ -1,4 +1,4 @@
-"""The files that definitions are loaded into and saved from: a mount's, or those of a kernel in this process.
+"""The files that definitions are applied to and saved from: a mount's, or those of a kernel in this process.
 
 Names are relative to the mount's root; text has surrogates for bytes that are no UTF-8.
 """

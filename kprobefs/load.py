@@ -1,4 +1,4 @@
-"""What `kprobefs load` and `save` are for: which mount, and which files."""
+"""`kprobefs apply` and `save`: the mount and the files that they use."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def which_mount(named: str | None, way: str = "--mount DIR") -> str:
     return directory
 
 
-def load(directory: str, files: Sequence[str]) -> list[str]:
-    """Load files into a mount, those of the probes.d directories where none are named.
+def apply(directory: str, files: Sequence[str]) -> list[str]:
+    """Apply files to a mount; if none are named, those of the probes.d directories.
 
-    Returns what to tell of lines and files that failed, made fit for a terminal.
+    Returns a message for each line and file that failed, made fit for a terminal.
     """
     chosen = files or list(map(str, dropins.files()))
     if not chosen:
@@ -59,7 +59,7 @@ def load(directory: str, files: Sequence[str]) -> list[str]:
             if "\0" in text:
                 failed.append(shown(f"{file}: no file of definitions: it has a NUL"))
                 continue
-            failed += _first(file, loader.load(list(definitions.read_lines(file, text))))
+            failed += _first(file, loader.apply(list(definitions.read_lines(file, text))))
     return failed
 
 

@@ -32,7 +32,7 @@ CONTROL_TIMEOUT = 0.5
 """Seconds more after which one that answers counts as busy: something keeps its kernel."""
 REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
-_DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
+_STALE = (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 class MountState(Enum):
@@ -45,7 +45,7 @@ class MountState(Enum):
     """Its kernel has stopped for good; the files still answer."""
     HUNG = "hung"
     """Its daemon doesn't answer."""
-    DEAD = "dead"
+    STALE = "stale"
     """Its daemon is gone."""
     MOUNTED = "mounted"
     """Another user's, which lets nobody else ask."""
@@ -147,13 +147,13 @@ def condition(directory: str) -> MountState:
 def check_answers(directory: str) -> None:
     """Raises: Failure (the daemon of a mount of ours hangs or is gone)."""
     found = condition(directory)
-    if found in (MountState.DEAD, MountState.HUNG):
+    if found in (MountState.STALE, MountState.HUNG):
         raise unanswered(directory, found)
 
 
 def unanswered(directory: str, found: MountState) -> Failure:
     """What to say of a mount of ours whose daemon hangs or is gone."""
-    if found is MountState.DEAD:
+    if found is MountState.STALE:
         return Failure(f"{directory}: its daemon is gone (kprobefs umount {directory})", found.status)
     from kprobefs.registry import known
 
@@ -183,8 +183,8 @@ class _Question:
             if not found:
                 return MountState.HUNG
             number = int(found)
-            if number in _DEAD:
-                return MountState.DEAD
+            if number in _STALE:
+                return MountState.STALE
             if number:
                 return MountState.MOUNTED
             told = self._line(start + ANSWER_TIMEOUT + CONTROL_TIMEOUT)
@@ -269,7 +269,7 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
             raise Failure(f"{directory}: inside a mount of kprobefs, {point.directory}; mount elsewhere")
     found = mounted_on(directory)
     if found is not None and found.fstype == FSTYPE:
-        _remove_dead(found)
+        _remove_stale(found)
     made: list[str] = []
     try:
         if make:
@@ -301,14 +301,14 @@ def _make(directory: str, made: list[str]) -> None:
         made.append(each)
 
 
-def _remove_dead(point: MountPoint) -> None:
+def _remove_stale(point: MountPoint) -> None:
     directory, found = point.directory, condition(point.directory)
     if found is MountState.HUNG:
         raise Failure(
             f"{directory}: kprobefs is mounted there, and hangs (kprobefs umount --force {directory})",
             Exit.HUNG,
         )
-    if found is not MountState.DEAD:
+    if found is not MountState.STALE:
         raise Failure(f"{directory}: kprobefs is mounted there already (kprobefs umount {directory})")
     check_owner(point)
     detach(directory)

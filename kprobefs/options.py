@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     ServedMount = GuestMount | LinuxMount | CoreMount
     """What the adapter serves: all have the same methods."""
 
-NATIVE = "native"
-ENGINES = ("ours", NATIVE)
+KERNEL_KPROBES = "kernel"
+KPROBES = ("kprobefs", KERNEL_KPROBES)
 LAYOUTS = ("full", "tracefs")
 ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
@@ -34,7 +34,7 @@ PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
 """Those that our engine probes a distribution's kernel with."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
-DETOURS = tuple(saving.value for saving in profile.Saving)
+SAVE_REGS = tuple(saving.value for saving in profile.Saving)
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class MountOptions:
     """Others than who mounts get in, as far as modes allow."""
     flags: tuple[str, ...] = ()
     """Options of mount(8) that are FUSE's own."""
-    clients_only: bool = False
-    """Of the host's processes those alone are seen that use the mount; the same requests, the same trace."""
+    isolate: bool = False
+    """Ignore host processes that do not use the mount, and number clients from PID 1000."""
     make_directory: bool = False
     """Make the directory where there is none."""
-    engine: str = ENGINES[0]
-    """Whose kprobes answer: ours, or those of a distribution's kernel, if `machine.image` is one."""
+    kprobes: str = KPROBES[0]
+    """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
     state: str | None = None
     """A directory for what outlives the daemon."""
-    core: str | None = None
-    """A dump of a running machine, whose kernel is mounted."""
+    vmcore: str | None = None
+    """ELF vmcore whose kernel is mounted."""
 
     @property
     def source(self) -> str:
@@ -96,36 +96,39 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
     return Limits(found), DEFAULT_RUN_BUDGET if budget is None else budget / 1000
 
 
-def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
-    """Raises: Failure (the engine and the kernel don't go together)."""
+def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
+    """Check that the kernel supports the chosen kprobes and options. Raises: Failure."""
     machine = options.machine
-    if options.core is not None and (machine.image is not None or options.engine == NATIVE):
-        raise Failure("--core takes neither --image nor --engine native", Exit.USAGE)
-    if options.engine == NATIVE and options.clients_only:
-        raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
-    if options.engine == NATIVE and machine.image is None:
-        raise Failure("--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE)
+    if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
+        why = "not possible with --image or --kprobes kernel; leave these out"
+        raise Failure(f"--vmcore: {why}", Exit.USAGE)
+    if options.kprobes == KERNEL_KPROBES and machine.image is None:
+        why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
+        raise Failure(f"--kprobes kernel: {why}", Exit.USAGE)
     if not runs_linux(options):
         return
+    if options.isolate:
+        raise Failure("--isolate: not possible with a distribution's kernel; leave it out", Exit.USAGE)
     if is_limited:
         raise Failure("a distribution's kernel takes no --limit: it has limits of its own", Exit.USAGE)
     if machine.arch != "x86_64" or machine.cpus != 1:
         raise Failure("a distribution's kernel runs on one CPU, of x86_64", Exit.USAGE)
-    if options.engine == NATIVE:
+    if options.kprobes == KERNEL_KPROBES:
         return
     if machine.profile not in LINUX_PROFILES:
         known = " and ".join(LINUX_PROFILES)
         raise Failure(f"a distribution's kernel is probed with --profile {known} alone", Exit.USAGE)
-    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.detour is not None:
-        raise Failure("a distribution's kernel takes no --clock real, --return-hook and --detour", Exit.USAGE)
-    if options.clients_only:
-        raise Failure("--clients-only goes with our own kernel alone", Exit.USAGE)
+    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
+        why = "not possible with a distribution's kernel; leave these out"
+        raise Failure(f"--clock real, --return-hook, --save-regs: {why}", Exit.USAGE)
 
 
 def runs_linux(options: MountOptions) -> bool:
     """Whether a distribution's kernel is mounted."""
     image = options.machine.image
-    return options.engine == NATIVE or options.core is not None or (image is not None and _is_linux(image))
+    if options.kprobes == KERNEL_KPROBES or options.vmcore is not None:
+        return True
+    return image is not None and _is_linux(image)
 
 
 def _is_linux(image: Path) -> bool:

@@ -30,7 +30,7 @@ from kprobefs.state import KeptState
 
 RETURN_HOOK = "kprobes/return_hook"
 PLACE = "the kernel before this one"
-"""Where lines that can't be loaded come from, in the kernel's log."""
+"""Where lines that can't be applied come from, in the kernel's log."""
 
 
 class PowerFile(CommandFile):
@@ -169,7 +169,7 @@ class LivingKernel:
             # Where that fails the reboot does, with all records still there.
             last_records.make_again(kernel, old)
         lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
-        for failed in Loader(self._all_files(kernel)).load(lines):
+        for failed in Loader(self._all_files(kernel)).apply(lines):
             for part in failed.splitlines():
                 kernel.guest.log(part)
         set_counts(kernel, counts(old))

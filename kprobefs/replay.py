@@ -16,7 +16,7 @@ from kprobefs.journal import Entry
 
 MODULES = "machine/modules"
 PLACE = "what was defined"
-"""Where lines that can't be loaded come from."""
+"""Where lines that can't be applied come from."""
 
 
 class Replay:
@@ -42,7 +42,7 @@ class Replay:
                     self._release(-1)
                 case {"lines": list() as texts}:
                     lines = [Line(PLACE, number, text) for number, text in enumerate(texts, 1)]
-                    yield from Loader(TreeFiles(self._tree, self._client)).load(lines)
+                    yield from Loader(TreeFiles(self._tree, self._client)).apply(lines)
                 case {"write": str() as path, "handle": int() as handle, "data": str() as data}:
                     failed, is_part = bool(entry["failed"]), bool(entry.get("part"))
                     yield from self._write(path, handle, data.encode("latin-1"), failed, is_part)

@@ -105,7 +105,7 @@ class Probes:
     def condition(self) -> MountState:
         """How the mount is, before it is looked at. Raises: Failure (there is nothing any more)."""
         found = mount.condition(str(self.directory))
-        if found is MountState.DEAD:
+        if found is MountState.STALE:
             raise mount.unanswered(str(self.directory), found)
         self.answers = found not in UNANSWERED
         return found
@@ -123,7 +123,7 @@ class Probes:
                     f"{self.directory}: kprobefs isn't mounted there any more", Exit.NOT_MOUNTED
                 ) from None
             raise Failure(
-                f"{self.directory}: no {PROBES} there: with --engine native the kernel's own kprobes answer"
+                f"{self.directory}: no {PROBES} with --kprobes kernel; mount with --kprobes kprobefs"
             ) from None
         now = self._clock()
         passed, self._looked = now - self._looked, now

@@ -138,7 +138,7 @@ class OneLiner:
         definitions = [
             Line("trace", 0, text, re.sub(r":\S+ ", ":", text, count=1)) for text in self._definitions
         ]
-        self._load(Loader(files), definitions)
+        self._apply(Loader(files), definitions)
         for event, name in self._named():
             if not files.exists(f"{files.tracefs()}events/{event}"):
                 raise Failure(f"{shown(name)}: no such event, the command wasn't run (events/ has all)")
@@ -150,7 +150,7 @@ class OneLiner:
             for event, name in self._named()
             if self._filter
         ]
-        self._load(Loader(files), settings)
+        self._apply(Loader(files), settings)
 
     def _switch_on(self, files: Files, reader: int) -> None:
         """All events; what this process and the `reader` of records do isn't traced."""
@@ -160,7 +160,7 @@ class OneLiner:
         switches = [
             Line("trace", 0, self._setting(event, "enable", "1"), name) for event, name in self._named()
         ]
-        self._load(Loader(files), [own, *switches])
+        self._apply(Loader(files), [own, *switches])
 
     def _setting(self, event: str, file: str, value: str) -> str:
         return f"instances/{self._name}/events/{event}/{file} = {value}"
@@ -169,9 +169,9 @@ class OneLiner:
         """The events, and what they are called in messages."""
         return [(event, event.removeprefix(f"{self._name}/").replace("/", ":")) for event in self._events]
 
-    def _load(self, loader: Loader, lines: Sequence[Line]) -> None:
+    def _apply(self, loader: Loader, lines: Sequence[Line]) -> None:
         """Raises: Failure."""
-        if failed := loader.load(lines):
+        if failed := loader.apply(lines):
             print("\n".join(failed), file=sys.stderr)
             raise Failure("the probes can't be defined, the command wasn't run")
 

@@ -24,9 +24,9 @@ class Stepper(Enum):
 class Saving(Enum):
     """Which registers a compiled handler saves."""
 
-    LIVENESS = "liveness"
+    LIVE = "live"
     """Those that it changes and that the probed function may still read."""
-    ALL = "save-all"
+    ALL = "all"
     """All of them, as struct pt_regs."""
 
 
@@ -73,7 +73,7 @@ class Profile:
     return_hook: str = "rethook"
     """The shadow stack: one of RETURN_HOOKS."""
     trampoline: TrampolineForm = TrampolineForm.ASSEMBLY
-    saving: Saving = Saving.LIVENESS
+    saving: Saving = Saving.LIVE
     """Linux knows no other than ALL."""
     compiled: bool = True
     """Handlers of events become guest code. Without it each hit is handled by Python."""

@@ -4,12 +4,12 @@ set -eu
 
 usage() {
     cat <<'END'
-usage: tests/conformance/ftracetest.sh [--arch ARCH | --image IMAGE | --native IMAGE] [DIR] [TEST...]
+usage: tests/conformance/ftracetest.sh [--arch ARCH | --image IMAGE | --kernel-kprobes IMAGE] [DIR] [TEST...]
 Runs the tests of DIR (a directory with ftracetest and test.d/), or of Debian's package
 linux-source-6.1, which is fetched once into the user's cache; not one below /tmp, which the mount's
 scratch/ covers meanwhile. ARCH is x86_64, i386, riscv64 or riscv64i; the list of tests that have to
-pass is x86_64's. With --image they run over the kernel of IMAGE, with --native it answers itself
-(--engine native). TEST is a file or a directory below test.d/, as in kprobe/profile.tc or instances;
+pass is x86_64's. With --image they run over the kernel of IMAGE, with --kernel-kprobes its own
+kprobes serve them (--kprobes kernel). TEST is a file or a directory below test.d/, as in kprobe/profile.tc or instances;
 without any, all are run.
 Needs root. Nothing outside of private namespaces is changed.
 END
@@ -284,10 +284,10 @@ case ${1-} in
     machine="--arch $2 --cpus 2"
     shift 2
     ;;
---image | --native)
+--image | --kernel-kprobes)
     [ -e "${2-}" ] || die "$1 takes a kernel's file or package"
     machine="--image $(readlink -f -- "$2")"
-    [ "$1" = --image ] || machine="--engine native $machine"
+    [ "$1" = --image ] || machine="--kprobes kernel $machine"
     shift 2
     ;;
 esac

@@ -82,7 +82,7 @@ def _check_definitions(living: LivingKernel, directory: Path) -> None:
     step = directory / writer.STEP
     other = LivingKernel(writer.CONFIG, RootLayout.FULL, Owner(os.getuid(), os.getgid()))
     with other._kernel.lock:
-        Loader(other._all_files(other._kernel)).load(list(read_lines("before", before)))
+        Loader(other._all_files(other._kernel)).apply(list(read_lines("before", before)))
     if step.exists():
         writer.do(other, step.read_text().split("\n", 1))
     after = writer.defined(other)

@@ -1,4 +1,4 @@
-"""load and save: an exact round trip, wrong lines told with their place, and what a mount begins with."""
+"""apply and save: an exact round trip, wrong lines told with their place, and what a mount begins with."""
 
 from __future__ import annotations
 
@@ -188,14 +188,14 @@ class TestFiles:
         assert dropins.files() == [second / "10-a.probes", first / "20-b.probes"]
 
     @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-    def test_what_others_may_write_is_not_loaded(self, places: list[Path], mode: int) -> None:
+    def test_what_others_may_write_is_not_applied(self, places: list[Path], mode: int) -> None:
         path = places[0] / "a.probes"
         path.touch()
         path.chmod(mode)
         with pytest.raises(Failure, match="others could have written it"):
             dropins.read(path)
 
-    def test_what_others_own_is_not_loaded(self, places: list[Path]) -> None:
+    def test_what_others_own_is_not_applied(self, places: list[Path]) -> None:
         if os.geteuid() != 0:
             pytest.skip("giving a file away needs root")
         path = places[0] / "a.probes"
@@ -204,13 +204,13 @@ class TestFiles:
         with pytest.raises(Failure, match="others could have written it"):
             dropins.read(path)
 
-    def test_only_files_are_loaded(self, places: list[Path]) -> None:
+    def test_only_files_are_applied(self, places: list[Path]) -> None:
         path = places[0] / "a.probes"
         os.mkfifo(path)
         with pytest.raises(Failure, match="not a regular file"):
             dropins.read(path)
 
-    def test_root_loads_nothing_of_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_root_applies_nothing_of_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(dropins.VARIABLE, raising=False)
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         assert dropins.directories() == list(dropins.SYSTEM)
@@ -257,8 +257,8 @@ def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
     with daemon(directory, "--cpus", "2", "--layout", layout, program=REAL_PROGRAM) as first:
         tracefs = directory / HostFiles(str(directory)).tracefs()
         assert tracefs == directory / ("tracing" if layout == "full" else "")
-        loaded = command("load", first, str(file))
-        assert (loaded.stderr, loaded.stdout, loaded.returncode) == ("", "", 0)
+        applied = command("apply", first, str(file))
+        assert (applied.stderr, applied.stdout, applied.returncode) == ("", "", 0)
         assert command("save", first, str(saved)).returncode == 0
         assert set(OUTSIDE.splitlines()) <= set(saved.read_text().splitlines())
         state = state_of(tracefs)
@@ -269,8 +269,8 @@ def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
         # What is there already stays as it is, and what it has counted too.
         before = [path.stat().st_ino for path in tracefs.glob("events/*probes/*")]
         for again in (file, saved):
-            loaded = command("load", first, str(again))
-            assert (loaded.returncode, loaded.stderr) == (0, "")
+            applied = command("apply", first, str(again))
+            assert (applied.returncode, applied.stderr) == (0, "")
             assert command("save", first).stdout == saved.read_text()
         assert before == [path.stat().st_ino for path in tracefs.glob("events/*probes/*")]
     lines = saved.read_text().splitlines()
@@ -288,8 +288,8 @@ def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
     ):
         assert line in lines
     with daemon(directory, "--cpus", "2", "--layout", layout, program=REAL_PROGRAM) as second:
-        loaded = command("load", second, str(saved))
-        assert (loaded.stderr, loaded.returncode) == ("", 0)
+        applied = command("apply", second, str(saved))
+        assert (applied.stderr, applied.returncode) == ("", 0)
         assert command("save", second).stdout == saved.read_text()
         assert state_of(tracefs) == state
 
@@ -318,12 +318,12 @@ def test_the_program_at_a_tracefs(directory: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_a_file_of_something_else_is_told_of_shortly(served: Daemon, tmp_path: Path) -> None:
-    program = command("load", served, sys.executable)
+    program = command("apply", served, sys.executable)
     assert program.returncode == Exit.FAILURE
     assert program.stderr == f"kprobefs: {sys.executable}: no file of definitions: it has a NUL\n"
     file = tmp_path / "text"
     file.write_text("".join(f"word {number} {'long' * 1000}\n" for number in range(100)))
-    text = command("load", served, str(file))
+    text = command("apply", served, str(file))
     assert text.returncode == Exit.FAILURE
     lines = text.stderr.splitlines()
     assert len(lines) == 2 * 20 + 1
@@ -336,7 +336,7 @@ def test_a_file_of_something_else_is_told_of_shortly(served: Daemon, tmp_path: P
 def test_wrong_lines_are_told_with_their_place(served: Daemon, tmp_path: Path) -> None:
     file = tmp_path / "wrong.probes"
     file.write_text(WRONG)
-    result = command("load", served, str(file))
+    result = command("apply", served, str(file))
     assert result.returncode == Exit.FAILURE
     expected = f"""\
 kprobefs: {file}:1: Invalid register name: Invalid argument
@@ -379,7 +379,7 @@ def test_a_changed_definition_begins_anew(served: Daemon, tmp_path: Path) -> Non
     file, events = tmp_path / "a.probes", Path(served.path("tracing/dynamic_events"))
     for place in ("vfs_read", "vfs_write n=$arg3"):
         file.write_text(f"p:same {place}\nevents/kprobes/same/enable = 1\n")
-        result = command("load", served, str(file))
+        result = command("apply", served, str(file))
         assert (result.returncode, result.stderr) == (0, "")
         assert events.read_text() == f"p:kprobes/same {place}\n"
         assert Path(served.path("tracing/events/kprobes/same/enable")).read_text() == "1\n"
@@ -391,9 +391,9 @@ def test_a_changed_definition_begins_anew(served: Daemon, tmp_path: Path) -> Non
 def test_a_definition_that_a_trigger_keeps(served: Daemon, tmp_path: Path, place: str) -> None:
     file, trigger = tmp_path / "a.probes", f"{place}events/kprobes/kept/trigger"
     file.write_text(f"p:kept vfs_read\n{trigger} = hist:keys=common_pid\n")
-    assert command("load", served, str(file)).returncode == 0
+    assert command("apply", served, str(file)).returncode == 0
     file.write_text("p:kept vfs_write\n")
-    result = command("load", served, str(file))
+    result = command("apply", served, str(file))
     assert result.returncode == Exit.FAILURE
     told, line = result.stderr.splitlines()
     busy = f"kprobefs: {file}:1: Device or resource busy: {trigger} has hist:keys=common_pid:vals=hitcount"
@@ -402,7 +402,7 @@ def test_a_definition_that_a_trigger_keeps(served: Daemon, tmp_path: Path, place
     assert Path(served.path("tracing/dynamic_events")).read_text() == "p:kprobes/kept vfs_read\n"
     # What stands in the way is what the line says.
     Path(served.path("tracing", trigger)).write_text(f"!{told.partition(' has ')[2]}\n")
-    assert command("load", served, str(file)).returncode == 0
+    assert command("apply", served, str(file)).returncode == 0
     if place:
         os.rmdir(served.path("tracing/instances/i"))
 
@@ -423,7 +423,7 @@ def test_what_is_so_already_stays(served: Daemon, tmp_path: Path) -> None:
     file.write_text("trace_clock = local\nset_ftrace_filter = vfs_l*:traceoff:3\n")
     for _ in range(2):
         (tracing / "trace_marker").write_text("kept")
-        result = command("load", served, str(file))
+        result = command("apply", served, str(file))
         assert (result.stderr, result.returncode) == ("", 0)
     assert (tracing / "trace").read_text().count("kept") == 2
     assert "vfs_link:traceoff:count=3\n" in (tracing / "set_ftrace_filter").read_text()
@@ -439,7 +439,7 @@ def test_triggers_that_need_later_ones(served: Daemon, tmp_path: Path) -> None:
         "events/kprobes/first/trigger = hist:keys=common_pid:t0=common_timestamp.usecs\n"
         "events/kprobes/first/trigger = hist:keys=nosuch\n"
     )
-    result = command("load", served, str(file))
+    result = command("apply", served, str(file))
     assert result.returncode == Exit.FAILURE
     assert [line.split(": ")[1] for line in result.stderr.splitlines() if line.startswith("kprobefs")] == [
         f"{file}:5"
@@ -472,10 +472,10 @@ def test_a_mount_begins_with_its_files(
             assert (directory / "tracing/events/kprobes/one/enable").read_text() == "1\n"
             (tmp_path / "30.probes").write_text("p:two vfs_write\n")
             # What `systemctl reload` does.
-            assert kprobefs("load", "--mount", str(directory), program=REAL_PROGRAM).returncode == 1
+            assert kprobefs("apply", "--mount", str(directory), program=REAL_PROGRAM).returncode == 1
             monkeypatch.setenv(dropins.VARIABLE, f"{tmp_path}/none:{tmp_path}/more")
-            nothing = kprobefs("load", "--mount", str(directory), program=REAL_PROGRAM)
-            expected = f"nothing to load: no *.probes in {tmp_path}/none {tmp_path}/more\n"
+            nothing = kprobefs("apply", "--mount", str(directory), program=REAL_PROGRAM)
+            expected = f"nothing to apply: no *.probes in {tmp_path}/none {tmp_path}/more\n"
             assert (nothing.returncode, nothing.stdout, nothing.stderr) == (0, expected, "")
             assert (directory / "tracing/events/kprobes/two").is_dir()
         finally:
@@ -510,8 +510,8 @@ def test_the_manager_is_told_of_definitions(
         manager.settimeout(PATIENCE)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         with daemon(directory, program=REAL_PROGRAM) as running:
-            assert manager.recv(4096).decode() == f"STATUS=serving {directory}: loading definitions"
-            how = ": not all definitions were loaded" if wrong else ""
+            assert manager.recv(4096).decode() == f"STATUS=serving {directory}: applying definitions"
+            how = ": not all definitions were applied" if wrong else ""
             assert manager.recv(4096).decode() == f"READY=1\nSTATUS=serving {directory}{how}"
             events = Path(running.path("kprobe_events")).read_text()
             assert events == ("" if wrong else "p:kprobes/one vfs_read\n")
@@ -552,19 +552,19 @@ def test_where_definitions_are_read_from(served: Daemon, tmp_path: Path) -> None
     """A pipe that nobody has opened yet could keep its reader for ever; one that was given has an end."""
     fifo = tmp_path / "gf"
     os.mkfifo(fifo)
-    refused = command("load", served, str(fifo), "/dev/zero")
+    refused = command("apply", served, str(fifo), "/dev/zero")
     assert refused.returncode == Exit.FAILURE
     assert refused.stderr.splitlines() == [
         f"kprobefs: {fifo}: not a regular file",
         "kprobefs: /dev/zero: not a regular file",
     ]
-    load = f"{shlex.join(REAL_PROGRAM)} load --mount {shlex.quote(str(served.directory))}"
+    apply = f"{shlex.join(REAL_PROGRAM)} apply --mount {shlex.quote(str(served.directory))}"
     for number, given in enumerate(
         ("- <{}", "/dev/stdin <{}", "<(cat {})", "<(cat {}) /dev/null </dev/null", "- < <(cat {})", "{}")
     ):
         file = tmp_path / f"{number}.probes"
         file.write_text(f"p:given{number} vfs_read\n")
-        script = f"{load} {given.replace('{}', shlex.quote(str(file)))}"
+        script = f"{apply} {given.replace('{}', shlex.quote(str(file)))}"
         result = subprocess.run(
             ["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=30, check=False
         )

@@ -117,7 +117,7 @@ def _commands(directory: Path) -> Iterator[Sequence[str]]:
     """Those that use a mount, or make one, with arguments that do something."""
     saved = str(directory.with_name("saved.probes"))
     yield "save", "-m", str(directory), saved
-    yield "load", "-m", str(directory), saved
+    yield "apply", "-m", str(directory), saved
     read = ("sh", "-c", "echo x > f; cat f; rm f")
     yield "trace", "p:vfs_read", "-m", str(directory), "--", *read
     yield "trace", "p:vfs_read", "--", *read

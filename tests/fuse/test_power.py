@@ -65,10 +65,10 @@ class User:
     def reboot(self) -> None:
         self.write("/machine/power", "reboot\n")
 
-    def load(self, living: LivingKernel, text: str) -> None:
+    def apply(self, living: LivingKernel, text: str) -> None:
         with living.mount.lock:
             loader = Loader(living._all_files(living._kernel))
-            failed = loader.load(list(read_lines("f", text)))
+            failed = loader.apply(list(read_lines("f", text)))
         # Some lines are about x86's registers and jumps.
         assert len(failed) == (0 if living._kernel.config.arch == "x86_64" else 4)
 
@@ -87,7 +87,7 @@ def records(trace: str) -> list[str]:
 
 def test_what_is_defined_is_there_again(living: LivingKernel) -> None:
     user = User(living.mount)
-    user.load(living, ALL + OUTSIDE)
+    user.apply(living, ALL + OUTSIDE)
     before = user.read("/machine/definitions")
     assert "instances/slow/events/kprobes/reads/enable = 1" in before
     old = living._kernel

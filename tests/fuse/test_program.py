@@ -248,16 +248,16 @@ class TestMount:
         assert kprobefs("umount", str(directory)).returncode == 0
         assert "stopped serving" in log.read_text()
 
-    def test_mount_over_a_dead_mount(self, directory: Path) -> None:
+    def test_mount_over_a_stale_mount(self, directory: Path) -> None:
         with daemon(directory) as first:
             assert first.stop(signal.SIGKILL) == -signal.SIGKILL
             status = json.loads(kprobefs("status", "--json", str(directory)).stdout)
-            assert status[0]["condition"] == "dead"
+            assert status[0]["condition"] == "stale"
             with daemon(directory) as second:
                 assert "tracing" in os.listdir(second.directory)
         assert not is_mounted(directory)
 
-    def test_umount_of_a_dead_mount(self, directory: Path) -> None:
+    def test_umount_of_a_stale_mount(self, directory: Path) -> None:
         with daemon(directory) as mounted:
             mounted.stop(signal.SIGKILL)
             assert kprobefs("umount", str(directory)).returncode == 0

@@ -1,4 +1,4 @@
-"""What a mount is found to be: serving, busy, panicked, hung or dead; told in time whatever it does."""
+"""What a mount is found to be: serving, busy, panicked, hung or stale; told in time whatever it does."""
 
 from __future__ import annotations
 
@@ -157,31 +157,31 @@ def test_the_state_is_in_no_listing(mounted: Daemon) -> None:
     assert os.readlink(mounted.directory / mount.STATE_LINK) == "serving"
 
 
-def test_a_dead_mount(directory: Path) -> None:
+def test_a_stale_mount(directory: Path) -> None:
     with daemon(directory) as killed:
         killed.stop(signal.SIGKILL)
-        assert condition(directory) == "dead"
-        assert kprobefs("status").returncode >= Exit.DEAD
-        assert kprobefs("umount", "--dead", str(directory)).returncode == 0
+        assert condition(directory) == "stale"
+        assert kprobefs("status").returncode >= Exit.STALE
+        assert kprobefs("umount", "--stale", str(directory)).returncode == 0
         assert not is_mounted(directory)
 
 
-@pytest.mark.parametrize("how", [(), ("--dead",)])
-def test_a_dead_one_that_is_unmounted_leaves_nothing(how: tuple[str, ...], directory: Path) -> None:
+@pytest.mark.parametrize("how", [(), ("--stale",)])
+def test_a_stale_one_that_is_unmounted_leaves_nothing(how: tuple[str, ...], directory: Path) -> None:
     assert kprobefs("mount", str(directory)).returncode == 0
     found = running(str(directory))
     assert found is not None
     os.kill(found.pid, signal.SIGKILL)
-    eventually(lambda: condition(directory) == "dead")
+    eventually(lambda: condition(directory) == "stale")
     os.utime(log_path(str(directory)), (1, 1))
     assert kprobefs("umount", *how, str(directory)).returncode == 0
     assert [*runtime_directory().iterdir()] == []
 
 
-def test_only_what_is_dead_and_ours_goes(mounted: Daemon, tmp_path: Path) -> None:
-    assert kprobefs("umount", "--dead", str(mounted.directory)).returncode == 0
+def test_only_what_is_stale_and_ours_goes(mounted: Daemon, tmp_path: Path) -> None:
+    assert kprobefs("umount", "--stale", str(mounted.directory)).returncode == 0
     assert is_mounted(mounted.directory)
-    assert kprobefs("umount", "--dead", str(tmp_path)).returncode == 0
+    assert kprobefs("umount", "--stale", str(tmp_path)).returncode == 0
 
 
 def test_a_foreign_mount_stays(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_foreign_mount_stays(tmp_path: Path) -> None:
         pytest.skip("mounting a tmpfs needs root")
     script = """
         mount -t tmpfs data "$1" && echo kept > "$1/file"
-        shift; for how in "--dead" "" "--force"; do "$@" umount $how "$D"; done
+        shift; for how in "--stale" "" "--force"; do "$@" umount $how "$D"; done
         cat "$D/file"
     """
     result = subprocess.run(

@@ -372,7 +372,7 @@ class TestService:
         assert systemd.show(unit, "ExecMainStatus") == "2"
         assert (systemd.show(unit, "ActiveState"), systemd.show(unit, "NRestarts")) == ("failed", "0")
 
-    def test_nothing_dead_is_left(self, systemd: Manager) -> None:
+    def test_nothing_stale_is_left(self, systemd: Manager) -> None:
         unit, directory = "kprobefs@run-dies.service", "/run/dies"
         systemd.drop_in(unit, "[Service]\nRestart=no\n")
         assert systemd.inside("systemctl", "start", unit).returncode == 0

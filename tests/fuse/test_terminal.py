@@ -223,9 +223,9 @@ def test_input_that_ends_within_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         assert terminal.key(PATIENCE) == "q"
 
 
-def test_a_dead_mount_is_asked_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_mount_is_asked_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mount, "conditions", lambda asked: {next(iter(asked)): states.pop()})
-    states = [MountState.SERVING, MountState.DEAD]
+    states = [MountState.SERVING, MountState.STALE]
     with pytest.raises(Failure, match="its daemon is gone"):
         watched.probes.condition()
     assert states == [MountState.SERVING]
@@ -283,7 +283,7 @@ def test_status_table_cuts_no_directory(width: int, monkeypatch: pytest.MonkeyPa
     record = Record(77, directory, "x86_64", "full", "1", "2026-01-02T03:04:05+00:00")
     console = Console(width=width, file=io.StringIO(), no_color=True)
     monkeypatch.setattr(terminal, "console", lambda: console)
-    print_table([State(directory, MountState.SERVING, record), State("/b", MountState.DEAD, None)])
+    print_table([State(directory, MountState.SERVING, record), State("/b", MountState.STALE, None)])
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width

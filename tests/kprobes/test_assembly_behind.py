@@ -34,7 +34,7 @@ from tests.sample import share
 
 ARCHITECTURES = (*X86, RISCV[0])
 ALL_WAYS = {
-    **{way: profile for way, profile in WAYS.items() if "called, save" not in way},
+    **{way: profile for way, profile in WAYS.items() if "called, all" not in way},
     "stepped, returning to a breakpoint": replace(PLAIN, trampoline=TrampolineForm.BREAKPOINT),
 }
 CASES = [(arch, way) for way in ALL_WAYS for arch in ARCHITECTURES if arch in X86 or "TF" not in way]

@@ -21,7 +21,7 @@ WAYS = {
     "stepped by TF": replace(PLAIN, stepper=Stepper.TRAP_FLAG),
     "boosted": replace(PLAIN, preemption=False),
     "optimized": Profile("optimized", ftrace=False),
-    "optimized, save-all": Profile("optimized", ftrace=False, saving=Saving.ALL),
+    "optimized, all registers": Profile("optimized", ftrace=False, saving=Saving.ALL),
     **PROFILES,
 }
 ARGUMENTS = (

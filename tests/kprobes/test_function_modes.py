@@ -40,11 +40,11 @@ WAYS = {
     "stepped by TF": replace(BREAKPOINTS, stepper=Stepper.TRAP_FLAG),
     "breakpoints, compiled": BREAKPOINTS,
     "optimized": replace(OPTIMIZED, compiled=False),
-    "optimized, liveness": OPTIMIZED,
-    "optimized, save-all": replace(OPTIMIZED, saving=Saving.ALL),
+    "optimized, live registers": OPTIMIZED,
+    "optimized, all registers": replace(OPTIMIZED, saving=Saving.ALL),
     "called": replace(CALLED, compiled=False),
-    "called, liveness": CALLED,
-    "called, save-all": replace(CALLED, saving=Saving.ALL),
+    "called, live registers": CALLED,
+    "called, all registers": replace(CALLED, saving=Saving.ALL),
 }
 IN_PYTHON = {"boosted", "stepped by TF"}
 

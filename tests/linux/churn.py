@@ -16,6 +16,7 @@ from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from kprobefs.options import KERNEL_KPROBES, KPROBES
 from tests.churn.session import files_come_and_go, resident_bytes
 from tests.host.conftest import ScriptedWatch
 from tests.linux import debian_kernel
@@ -50,16 +51,16 @@ class Sample:
 
 
 class Session:
-    """A mount of Debian's kernel, and all that happens to it in a cycle; `name` of an engine."""
+    """A mount of Debian's kernel, and all that happens to it in a cycle; `name` of one of options.KPROBES."""
 
     def __init__(self, name: str) -> None:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
         self.cycles = 0
         self.tasks = debian_kernel.tasks()
-        self.is_native = name == "native"
+        self.has_kernel_kprobes = name == KERNEL_KPROBES
         owner = Owner(0, 0)
         modules = debian_kernel.modules(self.tasks.release)
-        if self.is_native:
+        if self.has_kernel_kprobes:
             self.mount: LinuxMount = LinuxMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
         else:
             probing = engine(MODES["ftrace"])
@@ -71,12 +72,12 @@ class Session:
     def cycle(self) -> None:
         """Everything once. Raises: KernelError, where something fails that must not."""
         shell = self.shell
-        # With ours all else is so fast that it would be most of a cycle.
-        with_modules = self.is_native or not self.cycles % 5
+        # With kprobefs's own all else is so fast that it would be most of a cycle.
+        with_modules = self.has_kernel_kprobes or not self.cycles % 5
         if with_modules:
             shell.write("/machine/modules", "load dm-zero\n")
             shell.write("/kprobe_events", "p:e dm_zero:zero_map\n", os.O_WRONLY | os.O_APPEND)
-        if self.is_native:
+        if self.has_kernel_kprobes:
             self.mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
             shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "1")
         shell.write("/kprobe_events", DEFINITIONS, os.O_WRONLY | os.O_APPEND)
@@ -88,7 +89,7 @@ class Session:
         shell.read("/tracing/trace")
         shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
         shell.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
-        if self.is_native:
+        if self.has_kernel_kprobes:
             shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "0")
             self.mount.rmdir(SHELL, "/tracing/instances/mine")
         for module in ("dm_zero", "dm_mod") if with_modules else ():
@@ -156,9 +157,9 @@ def main(argv: list[str] | None = None) -> int:
     """The command; 1 where something grew, or the kernel has complained."""
     parser = argparse.ArgumentParser(prog="python -m tests.linux.churn", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--engine", choices=("native", "ours"), default="native")
+    parser.add_argument("--kprobes", choices=KPROBES, default=KERNEL_KPROBES)
     options = parser.parse_args(argv)
-    session, samples = Session(options.engine), list[Sample]()
+    session, samples = Session(options.kprobes), list[Sample]()
     for sample in churn(session, options.minutes * 60):
         samples.append(sample)
         print(f"{sample.seconds:7.1f} s {sample.cycle:7} cycles", sample.counts, sample.sizes, flush=True)

@@ -112,7 +112,7 @@ class Mutated:
         target.mkdir()
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = kprobefs(["mount", "--engine", "native", "--image", str(file), str(target)])
+            status = kprobefs(["mount", "--kprobes", "kernel", "--image", str(file), str(target)])
         lines = err.getvalue().splitlines()
         left = [path.name for path in self.directory.iterdir() if path != file]
         target.rmdir()

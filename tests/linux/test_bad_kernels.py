@@ -18,6 +18,7 @@ from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.machine import LinuxMachine
 from kprobefs.cli import main
+from kprobefs.options import KERNEL_KPROBES, KPROBES
 from tests.image.linux import made
 from tests.linux.images_mutated import Mutated, small_cases, snapshots
 from tests.sample import fewer
@@ -63,12 +64,12 @@ BAD = {
 }
 
 
-def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, engine: str) -> str:
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, kprobes: str) -> str:
     """What `mount` says; it leaves nothing in its directory, in the cache and among the mounts."""
     file, directory = tmp_path / "image", tmp_path / "mnt"
     file.write_bytes(image)
     directory.mkdir(exist_ok=True)
-    status = main(["mount", "--engine", engine, "--image", str(file), str(directory)])
+    status = main(["mount", "--kprobes", kprobes, "--image", str(file), str(directory)])
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert str(directory) not in Path("/proc/self/mounts").read_text(encoding="utf-8")
@@ -77,12 +78,12 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, en
     return err
 
 
-@pytest.mark.parametrize("engine", ["native", "ours"])
+@pytest.mark.parametrize("kprobes", KPROBES)
 @pytest.mark.parametrize("image", BAD)
 def test_what_is_no_kernel(
-    image: str, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image: str, kprobes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(tmp_path, capsys, BAD[image], engine)
+    said = refusal(tmp_path, capsys, BAD[image], kprobes)
     assert said.startswith(f"kprobefs: {tmp_path}/image: ")
 
 
@@ -107,7 +108,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hostile_kernels_end_with_their_boot(
     code: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(tmp_path, capsys, kernel(code), "native")
+    said = refusal(tmp_path, capsys, kernel(code), KERNEL_KPROBES)
     assert "doesn't boot" in said
     assert why in said
 

@@ -7,15 +7,16 @@ import os
 import pytest
 
 from emulated_kernel.vfs.core.client import Client
+from kprobefs.options import KERNEL_KPROBES, KPROBES
 from tests.linux import debian_kernel
 from tests.linux.churn import SHELL, Session, churn, grown
 from tests.linux.files import Files
 from tests.sample import fewer
 
 
-@pytest.mark.parametrize("engine", ["native", "ours"])
-def test_nothing_grows_and_the_kernel_does_not_complain(engine: str) -> None:
-    session = Session(engine)
+@pytest.mark.parametrize("kprobes", KPROBES)
+def test_nothing_grows_and_the_kernel_does_not_complain(kprobes: str) -> None:
+    session = Session(kprobes)
     first, *_, last = churn(session, 0, warm_up=fewer(40, 10))
     session.mount.close()
     assert grown(first, last) == []
@@ -24,7 +25,7 @@ def test_nothing_grows_and_the_kernel_does_not_complain(engine: str) -> None:
 
 
 def test_what_grows_is_named() -> None:
-    session = Session("native")
+    session = Session(KERNEL_KPROBES)
     first = session.sample(0)
     handle = session.mount.create(SHELL, "/scratch/kept", 0o644, os.O_WRONLY)
     for number in range(20):

@@ -493,7 +493,7 @@ def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "LIMIT", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
     monkeypatch.setattr(room, "_MARGIN", 1 << 60)
-    options = MountOptions(str(dumped.parent), MachineConfig(), core=str(dumped))
+    options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
     prepare(str(dumped))
     with pytest.raises(Failure, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
         core_mount(options, str(dumped))
@@ -516,7 +516,7 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
     monkeypatch.setattr(snapshot, "read", damaged)
-    options = MountOptions(str(dumped.parent), MachineConfig(), core=str(dumped))
+    options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
     with pytest.raises(Failure, match="its kernel's structures lead nowhere: 0xffffffff81400000") as refused:
         core_mount(options, str(dumped))
     assert refused.value.status == Exit.USAGE
@@ -618,7 +618,7 @@ def test_a_walk_through_a_mount(dumped: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"
     directory.mkdir()
-    with daemon(directory, "--core", str(dumped), program=REAL_PROGRAM) as mounted:
+    with daemon(directory, "--vmcore", str(dumped), program=REAL_PROGRAM) as mounted:
         done = subprocess.run(
             ["sh", "-c", SCRIPT, "sh", str(directory)],
             capture_output=True,

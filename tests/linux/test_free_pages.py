@@ -15,6 +15,7 @@ from emulated_kernel.linux.free_pages import MANY, FreePages
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from kprobefs.options import KERNEL_KPROBES, KPROBES
 from tests.host.conftest import ScriptedWatch
 from tests.linux import debian_kernel
 from tests.linux.churn import COMPLAINT
@@ -32,9 +33,9 @@ def watch() -> ScriptedWatch:
     return ScriptedWatch(comms={SHELL.pid: "shell"})
 
 
-@pytest.fixture(params=["native", "ours"])
+@pytest.fixture(params=KPROBES)
 def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[LinuxMount]:
-    if request.param == "native":
+    if request.param == KERNEL_KPROBES:
         found = debian_kernel.mount(watch)
     else:
         found = EngineMount(engine(MODES["ftrace"]), watch, Owner(0, 0), is_tracefs=False)

@@ -214,7 +214,7 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"
     directory.mkdir()
-    options = ("--image", str(debian_kernel.image()), "--engine", "native")
+    options = ("--image", str(debian_kernel.image()), "--kprobes", "kernel")
     with daemon(directory, *options, program=REAL_PROGRAM) as mounted:
         done = subprocess.run(
             ["sh", "-c", SCRIPT, "sh", str(directory)],

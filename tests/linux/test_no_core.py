@@ -66,7 +66,7 @@ BAD = {
 @pytest.mark.timeout(60)
 def test_a_fifo_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "core")
-    assert main(["mount", "--core", str(tmp_path / "core"), "--mkdir", str(tmp_path / "mnt")]) == 2
+    assert main(["mount", "--vmcore", str(tmp_path / "core"), "--mkdir", str(tmp_path / "mnt")]) == 2
     assert "it is no regular file" in capsys.readouterr().err
     assert not (tmp_path / "mnt").exists()
 
@@ -81,7 +81,7 @@ def test_what_is_no_dump(
     file, directory = tmp_path / "core", tmp_path / "mnt"
     file.write_bytes(content)
     directory.mkdir()
-    status = main(["mount", "--core", str(file), str(directory)])
+    status = main(["mount", "--vmcore", str(file), str(directory)])
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith(f"kprobefs: {file}: not a usable dump: ")
@@ -92,16 +92,16 @@ def test_what_is_no_dump(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--image", "host"), "--core takes neither --image nor --engine native"),
-        (("--engine", "native"), "--core takes neither --image nor --engine native"),
+        (("--image", "host"), "--vmcore: not possible with --image or --kprobes kernel"),
+        (("--kprobes", "kernel"), "--vmcore: not possible with --image or --kprobes kernel"),
         (("--cpus", "2"), "runs on one CPU"),
-        (("--core", "/nonexistent"), "No such file"),
+        (("--vmcore", "/nonexistent"), "No such file"),
     ],
 )
 def test_what_goes_with_no_dump(
     options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["mount", "--core", "/dev/null", *options, str(tmp_path)]) == 2
+    assert main(["mount", "--vmcore", "/dev/null", *options, str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err

@@ -1,4 +1,4 @@
-"""--clients-only: the same requests give the same bytes through a mount, whatever else the host does."""
+"""--isolate: the same requests give the same bytes through a mount, whatever else the host does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def busy() -> object:
 def test_runs_are_byte_identical(directory: Path) -> None:
     shown = []
     for _ in range(RUNS):
-        with daemon(directory, "--clients-only", program=REAL_PROGRAM) as running:
+        with daemon(directory, "--isolate", program=REAL_PROGRAM) as running:
             done = subprocess.run(
                 ["bash", "-c", SESSION], cwd=running.directory, capture_output=True, timeout=50, check=True
             )
@@ -74,7 +74,7 @@ def test_runs_are_byte_identical(directory: Path) -> None:
 
 
 def test_clients_are_numbered_as_they_come(directory: Path) -> None:
-    with daemon(directory, "--clients-only", program=REAL_PROGRAM) as running:
+    with daemon(directory, "--isolate", program=REAL_PROGRAM) as running:
         files = Files(running.directory)
         files.probe("p:made vfs_mkdir")
         files.write("tracing/events/sched/sched_process_fork/enable", "1")
@@ -91,8 +91,8 @@ def test_clients_are_numbered_as_they_come(directory: Path) -> None:
 
 
 def test_a_kernel_of_its_own_has_its_own_pids() -> None:
-    refused = kprobefs("mount", "--engine", "native", "--image", "host", "--clients-only", "/nowhere")
+    refused = kprobefs("mount", "--kprobes", "kernel", "--image", "host", "--isolate", "/nowhere")
     assert (refused.returncode, refused.stderr) == (
         2,
-        "kprobefs: --clients-only goes with our own engine alone\n",
+        "kprobefs: --isolate: not possible with a distribution's kernel; leave it out\n",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kprobefs.options import KPROBES
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import debian_kernel
 from tests.mounted.files import Files
@@ -31,11 +32,11 @@ def session(files: Files) -> str:
     return files.read("tracing/trace")
 
 
-@pytest.mark.parametrize("engine", ["ours", "native"])
-def test_mounts_are_byte_identical(engine: str, directory: Path) -> None:
+@pytest.mark.parametrize("kprobes", KPROBES)
+def test_mounts_are_byte_identical(kprobes: str, directory: Path) -> None:
     shown = []
     for seed in (3, 3, 4):
-        options = ("--image", str(debian_kernel.image()), "--engine", engine, "--seed", str(seed))
+        options = ("--image", str(debian_kernel.image()), "--kprobes", kprobes, "--seed", str(seed))
         with daemon(directory, *options, program=REAL_PROGRAM) as running:
             shown.append(session(Files(running.directory)))
     assert shown[0].count(" opens: ") >= 8

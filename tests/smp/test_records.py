@@ -26,7 +26,7 @@ WAYS = {
     "stepped": PLAIN,
     "boosted": replace(PLAIN, preemption=False),
     "optimized": replace(PLAIN, optimizer=True),
-    "optimized, save-all": replace(PLAIN, optimizer=True, saving=Saving.ALL),
+    "optimized, all registers": replace(PLAIN, optimizer=True, saving=Saving.ALL),
     "called": replace(PLAIN, ftrace=True),
 }
 

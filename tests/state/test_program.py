@@ -93,7 +93,7 @@ def test_a_kernel_of_a_distribution_keeps_none(
     """It is mounted all the same: the units name a state whatever the options are."""
     served: list[MountOptions] = []
     monkeypatch.setattr("kprobefs.daemon.run_in_foreground", lambda options, *_more: served.append(options))
-    kernel = ["--engine", "native", "--image", "host"]
+    kernel = ["--kprobes", "kernel", "--image", "host"]
     assert main(["mount", "-f", "--state", str(place), *kernel, str(directory)], build_kernel) == Exit.OK
     assert [options.state for options in served] == [None]
     assert capsys.readouterr().err == (

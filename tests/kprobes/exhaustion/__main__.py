@@ -1,4 +1,4 @@
-"""The whole proof: python -m tests.kprobes.exhaustion [--profile P] [--arch A] [--detour D] [--sites]
+"""The whole proof: python -m tests.kprobes.exhaustion [--profile P] [--arch A] [--save-regs R] [--sites]
 [--states N] [--part I/N] [--jobs N].
 """
 
@@ -26,9 +26,9 @@ class Prover:
     """A kernel of its own, and the proof on it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        is_compiled = options.detour != "python"
-        detour = options.detour if is_compiled else None
-        kernel = Kernel(MachineConfig(arch=options.arch, profile=options.profile, detour=detour))
+        is_compiled = options.save_regs is not None
+        config = MachineConfig(arch=options.arch, profile=options.profile, save_regs=options.save_regs)
+        kernel = Kernel(config)
         kind = SiteProof if options.sites else CompiledProof if is_compiled else Proof
         self._find = fentry_sites if options.sites else optimizable
         self._proof = kind(Probed(kernel), options.states)
@@ -67,7 +67,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", default="linux-6.1")
     parser.add_argument("--arch", default="x86_64")
-    parser.add_argument("--detour", choices=["python", "liveness", "save-all"], default="python")
+    parser.add_argument(
+        "--save-regs", choices=["live", "all"], help="compile the handlers, and save these registers"
+    )
     parser.add_argument("--sites", action="store_true", help="fentry sites instead of optimizable places")
     parser.add_argument("--states", type=int, default=1, help="register states a place, 3 at most")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth place, from the Ith on")

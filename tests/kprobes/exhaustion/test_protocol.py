@@ -75,18 +75,18 @@ def test_every_cpu_goes_on_well(boot: Boot, arch: str, profile: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "profile", "detour"),
+    ("arch", "profile", "save_regs"),
     [
-        ("x86_64", "linux-6.1", "liveness"),
-        ("x86_64", "linux-6.1", "save-all"),
-        ("i386", "linux-6.1", "liveness"),
-        ("i386", "linux-6.1", "save-all"),
-        ("riscv64", RISCV_OPTPROBES, "liveness"),
-        ("riscv64i", RISCV_OPTPROBES, "save-all"),
+        ("x86_64", "linux-6.1", "live"),
+        ("x86_64", "linux-6.1", "all"),
+        ("i386", "linux-6.1", "live"),
+        ("i386", "linux-6.1", "all"),
+        ("riscv64", RISCV_OPTPROBES, "live"),
+        ("riscv64i", RISCV_OPTPROBES, "all"),
     ],
 )
-def test_with_handlers_in_guest_code(arch: str, profile: str, detour: str) -> None:
-    with Kernel(MachineConfig(arch=arch, profile=profile, detour=detour)) as kernel:
+def test_with_handlers_in_guest_code(arch: str, profile: str, save_regs: str) -> None:
+    with Kernel(MachineConfig(arch=arch, profile=profile, save_regs=save_regs)) as kernel:
         proof = CompiledProof(Probed(kernel))
         check(proof, optimizable(proof, COMPILED_SAMPLE))
         assert proof.problems == []
@@ -94,11 +94,9 @@ def test_with_handlers_in_guest_code(arch: str, profile: str, detour: str) -> No
         assert kernel.machine.text.ledger == {}
 
 
-@pytest.mark.parametrize(
-    ("arch", "detour"), [("x86_64", "liveness"), ("i386", "save-all"), ("riscv64", "liveness")]
-)
-def test_fentry_sites(arch: str, detour: str) -> None:
-    with Kernel(MachineConfig(arch=arch, detour=detour)) as kernel:
+@pytest.mark.parametrize(("arch", "save_regs"), [("x86_64", "live"), ("i386", "all"), ("riscv64", "live")])
+def test_fentry_sites(arch: str, save_regs: str) -> None:
+    with Kernel(MachineConfig(arch=arch, save_regs=save_regs)) as kernel:
         proof = SiteProof(Probed(kernel))
         check(proof, sites(proof, SITES_SAMPLE))
         assert proof.problems == []
@@ -140,7 +138,7 @@ class TestBrokenProtocols:
     @pytest.fixture(params=BROKEN)
     def proof(self, request: pytest.FixtureRequest) -> Iterator[Proof]:
         profile, self.sample = BROKEN[request.param]
-        config = MachineConfig(arch=request.param, profile=profile, detour="liveness", run_budget=0.2)
+        config = MachineConfig(arch=request.param, profile=profile, save_regs="live", run_budget=0.2)
         with Kernel(config) as kernel:
             yield self.kind(Probed(kernel))
 

@@ -27,11 +27,11 @@ STRATEGIES = ("optprobe", "optprobe-riscv")
 WAYS = {
     "ftrace": Profile("ftrace"),
     "optimized": Profile("optimized", ftrace=False, strategies=STRATEGIES),
-    "optimized, save-all": Profile("optimized", ftrace=False, strategies=STRATEGIES, saving=Saving.ALL),
+    "optimized, all registers": Profile("optimized", ftrace=False, strategies=STRATEGIES, saving=Saving.ALL),
     "boosted": Profile("boosted", preemption=False, ftrace=False, optimizer=False),
     "stepped": Profile("stepped", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT),
 }
-TRAPS = {"ftrace": 0, "optimized": 0, "optimized, save-all": 0, "boosted": 1, "stepped": 3}
+TRAPS = {"ftrace": 0, "optimized": 0, "optimized, all registers": 0, "boosted": 1, "stepped": 3}
 """Breakpoints met by a call: the entry, the end of its step, the trampoline."""
 
 

@@ -25,7 +25,7 @@ from tests.kprobes.return_hook.test_tasks import sleepers
 from tests.kprobes.test_functions import _session as session
 
 PAIR = "[gl]c[dm]"
-WAYS = {"liveness": Profile("ftrace"), "save-all": Profile("ftrace", saving=Saving.ALL)}
+WAYS = {"live registers": Profile("ftrace"), "all registers": Profile("ftrace", saving=Saving.ALL)}
 
 
 def warmed(kernel: Kernel, **options: int) -> tuple[Fprobe, HitRing]:

@@ -21,7 +21,7 @@ from tests.sample import WHOLE
 WAYS = {
     "ftrace": Profile("ftrace"),
     "optimized": Profile("optimized", ftrace=False),
-    "save-all": Profile("save-all", ftrace=False, saving=Saving.ALL),
+    "all registers": Profile("all registers", ftrace=False, saving=Saving.ALL),
 }
 STACKS = ("rethook", "objpool", "fgraph")
 """Without locks: a call may come between any two instructions of another."""

@@ -31,10 +31,10 @@ BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False, trampoline=T
 OPTIMIZED = Profile("optimized", ftrace=False)
 WAYS = {
     "called": CALLED,
-    "called, save-all": replace(CALLED, saving=Saving.ALL),
+    "called, all registers": replace(CALLED, saving=Saving.ALL),
     "breakpoints": BREAKPOINTS,
     "optimized": OPTIMIZED,
-    "optimized, save-all": replace(OPTIMIZED, saving=Saving.ALL),
+    "optimized, all registers": replace(OPTIMIZED, saving=Saving.ALL),
 }
 STACKS = list(SHADOW_STACKS)
 

@@ -21,7 +21,7 @@ STRATEGIES = ("optprobe", "optprobe-riscv")
 WAYS = {
     "called": Profile("called"),
     "optimized": Profile("optimized", ftrace=False, strategies=STRATEGIES),
-    "save-all": Profile("save-all", ftrace=False, strategies=STRATEGIES, saving=Saving.ALL),
+    "all registers": Profile("all registers", ftrace=False, strategies=STRATEGIES, saving=Saving.ALL),
 }
 
 

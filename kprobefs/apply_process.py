@@ -19,8 +19,8 @@ END_TIMEOUT = 1.0
 """Seconds."""
 
 
-class LoadingProcess:
-    """A process that loads what a mount begins with; what fails goes into the log.
+class ApplyProcess:
+    """A process that applies the definitions that a mount begins with; it logs what fails.
 
     Not the daemon itself: one that waits for an answer of its own process couldn't be killed.
     """
@@ -30,7 +30,7 @@ class LoadingProcess:
         paths = filter(None, (package, os.environ.get("PYTHONPATH")))
         # -P: nothing is imported from the working directory.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kprobefs", "load", "--mount", directory],
+            [sys.executable, "-P", "-m", "kprobefs", "apply", "--mount", directory],
             env={**os.environ, "PYTHONPATH": ":".join(paths)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -46,7 +46,7 @@ class LoadingProcess:
         return self._messages.fileno()
 
     def read(self) -> str | None:
-        """Log what it has to tell; when it has ended how: "" where all was loaded."""
+        """Log what it has to tell; when it has ended how: "" where all was applied."""
         data = os.read(self.descriptor, PIPE_SIZE)
         *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
         for line in filter(None, lines):
@@ -57,7 +57,7 @@ class LoadingProcess:
             # Behind its last word it only closes files.
             if self._process.wait(END_TIMEOUT) == Exit.OK:
                 return ""
-        how = "not all definitions were loaded"
+        how = "not all definitions were applied"
         log.error("%s", how)
         return how
 
