@@ -21,7 +21,7 @@ def boot(arch: str) -> float:
     start = time.perf_counter()
     with Kernel(MachineConfig(arch=arch)) as kernel:
         with kernel.lock:
-            kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
+            kernel.guest.syscalls.call(kernel.guest.processes.init, "getpid")
         return time.perf_counter() - start
 
 

@@ -1,7 +1,7 @@
 """Where open, read and close in scratch/ spend their time over a distribution's kernel: FUSE, Python, guest.
 
 CPU time of a round: of both processes over a mount whose files are made up, through the same adapter; and of
-what LinuxMount makes of the same requests, called from Python, of which the emulator's runs are a part.
+what NativeMount makes of the same requests, called from Python, of which the emulator's runs are a part.
 Beside them the whole, by its absolute path, and from its directory. Client and daemon share a CPU.
 """
 
@@ -23,10 +23,10 @@ from common import Distribution, arguments, mounted, report
 
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.start import started_with_kernel
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import Client, Room, Stat
+from emulated_kernel.vfs.core.client import Client, Stat, StatFs
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.adapter import FuseOptions, Server
 
@@ -67,8 +67,8 @@ class Nothing:
     def release(self, _handle: int) -> None:
         """There is nothing to forget."""
 
-    def statfs(self, _path: str) -> Room:
-        return Room()
+    def statfs(self, _path: str) -> StatFs:
+        return StatFs()
 
 
 def cpu_time(pid: int) -> float:
@@ -122,7 +122,7 @@ def nothing_served(batches: int, size: int) -> list[tuple[float, ...]]:
 
 def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
     """What the mount makes of the same requests, and how much of that is the emulator's."""
-    mount = EngineMount(
+    mount = ProbedMount(
         LinuxEngine(*started_with_kernel(image, 1)), HostProcesses(), Owner(0, 0), is_tracefs=False
     )
     client = Client(os.getpid(), 0, 0)

@@ -14,8 +14,8 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest, boot_guest
-from emulated_kernel.host.kernel_components import Parts
-from emulated_kernel.host.loads.loads import Loads
+from emulated_kernel.host.kernel_components import BuiltinKernelComponents
+from emulated_kernel.host.loads.loads import Workloads
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
@@ -29,16 +29,16 @@ from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.kinds.jprobe import Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.profile import Profile, Saving, profile_named
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
-from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.limits import Limit
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
-from emulated_kernel.parts import ProbeRegistries, TraceParts
-from emulated_kernel.trace.compiled.places import Asking
+from emulated_kernel.parts import ProbeRegistries, TracingComponents
+from emulated_kernel.trace.compiled.places import NeedResched
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.tracepoints import Tracepoints
@@ -53,7 +53,7 @@ def build(
     watch: ProcessWatch,
     profile: Profile | None = None,
     lock: ControlLock | None = None,
-) -> Parts:
+) -> BuiltinKernelComponents:
     """A kernel booted to its first system call, with the engine and tracing around it.
 
     `profile` goes before the one that `config` names; `lock` is one that is held, where the kernel takes
@@ -62,7 +62,7 @@ def build(
     """
     profile = profile or profile_named(config.profile)
     if config.save_regs is not None:
-        profile = replace(profile, saving=Saving(config.save_regs))
+        profile = replace(profile, saving=RegisterSaving(config.save_regs))
     live = LiveImage(load_image(config.image, config.arch))
     try:
         machine = Machine(config, live.core)
@@ -78,7 +78,7 @@ def build(
 
 def _on_machine(
     machine: Machine, live: LiveImage[KernelImage], watch: ProcessWatch, profile: Profile, lock: ControlLock
-) -> Parts:
+) -> BuiltinKernelComponents:
     config, image = machine.config, live.core
     arch = arch_named(config.arch)
     guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
@@ -87,9 +87,9 @@ def _on_machine(
     clock = RequestClock(machine.clock, pauses=config.pauses)
     engine = _engine(machine, live, arch, guest, clock, lock, profile)
     requests = RequestObserver(clock, engine.kprobes)
-    guest.executive.events.watch(requests)
+    guest.runner.events.watch(requests)
     trace = _tracing(machine, live, arch, guest, engine)
-    return Parts(
+    return BuiltinKernelComponents(
         config=config,
         lock=lock,
         live=live,
@@ -101,7 +101,7 @@ def _on_machine(
         modules=_modules(machine, arch, live, guest, engine, trace),
         requests=requests,
         clock=ClockSwitch(machine.clock, trace.arrays, lock),
-        loads=Loads(guest, lock, requests),
+        loads=Workloads(guest, lock, requests),
     )
 
 
@@ -118,7 +118,7 @@ def _engine(
     profile: Profile,
 ) -> ProbeRegistries:
     image = live.core
-    scheduler = Scheduler(guest.kernel, clock.jiffies, lambda: guest.call_function("yield"), guest.frozen)
+    scheduler = GracePeriod(guest.kernel, clock.jiffies, lambda: guest.call_function("yield"), guest.frozen)
     kprobes = Kprobes(machine, live, arch, guest.log, scheduler, lock, profile)
     machine.on_switch.append(kprobes.hits.ctlblk.switch_to)
     hook_sets = HookSets(machine, image.abi, arch, kprobes, scheduler, machine.config.return_hook)
@@ -132,7 +132,11 @@ def _engine(
         kretprobes,
         hook_sets,
         Fprobes(
-            kprobes, kretprobes.hooks, arch, partial(traceable_functions, image, kprobes.verdict), cpus=cpus
+            kprobes,
+            kretprobes.hooks,
+            arch,
+            partial(traceable_functions, image, kprobes.probe_checker),
+            cpus=cpus,
         ),
     )
 
@@ -146,8 +150,8 @@ def _tracing(
     arch: Arch,
     guest: Guest,
     engine: ProbeRegistries,
-) -> TraceParts:
-    kprobes, image, memory, events = engine.kprobes, live.core, machine.memory, guest.executive.events
+) -> TracingComponents:
+    kprobes, image, memory, events = engine.kprobes, live.core, machine.memory, guest.runner.events
     tasks = Tasks(machine, image.abi)
     context = HitContext(
         kprobes.hits.ctlblk,
@@ -172,7 +176,7 @@ def _tracing(
         points=points.by_name,
         syscall_name={call.nr: call.name for call in points.syscalls}.get,
         fentry=image.mcount,
-        asking=Asking(),
+        resched=NeedResched(),
         limits=machine.config.limits,
         log=guest.log,
         measured=machine,
@@ -191,12 +195,12 @@ def _modules(
     live: LiveImage[KernelImage],
     guest: Guest,
     engine: ProbeRegistries,
-    trace: TraceParts,
+    trace: TracingComponents,
 ) -> Modules:
     probes = GuestProbes(
-        engine.kprobes, engine.kretprobes, engine.jprobes, machine, arch, guest.executive.note, guest.log
+        engine.kprobes, engine.kretprobes, engine.jprobes, machine, arch, guest.runner.note, guest.log
     )
-    guest.executive.services[Hypercall.KPROBES] = probes.serve
+    guest.runner.services[Hypercall.KPROBES] = probes.serve
     notifier = ModuleNotifier(
         guest.kernel.read_module,
         guest.kernel.module_name,

@@ -11,16 +11,16 @@ from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.limits import Limits
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.parts import ProbeRegistries, TraceParts
-from emulated_kernel.trace.array.system import RELEASE, TraceSystem
+from emulated_kernel.parts import ProbeRegistries, TracingComponents
+from emulated_kernel.trace.array.system import RELEASE, TracingServices
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
-from emulated_kernel.trace.compiled.places import Asking
+from emulated_kernel.trace.compiled.places import NeedResched
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.events.own_entries import own_events
+from emulated_kernel.trace.events.own_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.system import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.hits.call_stack import CallStack
 from emulated_kernel.trace.hits.function_frames import FrameTables
@@ -61,7 +61,7 @@ class TracedKernel:
     syscall_name: Callable[[int], str | None]
     fentry: Collection[int]
     """Addresses at which its functions can be traced."""
-    asking: Asking
+    resched: NeedResched
     limits: Limits
     log: Callable[[str], None]
     """A line of its log."""
@@ -73,7 +73,7 @@ class TracedKernel:
     """The machine where a handler can be run beside the kernel, to see what it costs."""
 
 
-def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TraceParts:
+def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:
     """Tracing with nothing on, over a kernel whose probes are registered with `engine`."""
     machine, abi, symbols = kernel.machine, kernel.abi, kernel.symbols
     memory, tasks, context = machine.memory, kernel.tasks, kernel.context
@@ -84,10 +84,10 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         registry.add(event)
     here = ProbeHit(memory, tasks, context.trace_ctx, machine.regs)
     markers = PrintEvent(arch.word_size)
-    for own in (markers, *own_events(arch.word_size)):
+    for own in (markers, *ftrace_entry_events(arch.word_size)):
         registry.add_own(own)
     tables = FrameTables(machine.text, kernel.live, symbols, arch, hook_sets)
-    system = TraceSystem(
+    system = TracingServices(
         lock=kprobes.lock,
         cpus=len(machine.per_cpu_bases),
         now_ns=machine.clock.read_ns,
@@ -96,7 +96,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         arch=arch,
         tasks=tasks,
         stack=CallStack(memory, tables, abi, symbols, arch, hook_sets, kprobes),
-        here=here,
+        current_ctx=here,
         memory=records,
         markers=markers,
         cmdlines=cmdlines,
@@ -104,10 +104,10 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         release=kernel.release,
     )
     called = ProbeHit(memory, tasks, context.trace_ctx)
-    functions = KernelFunctions(kprobes.sites, kernel.fentry, symbols, called, kprobes.verdict, arch)
-    hists = HistCommand(HistSystem(registry, kernel.syscall_name))
+    functions = KernelFunctions(kprobes.sites, kernel.fentry, symbols, called, kprobes.probe_checker, arch)
+    hists = HistCommand(HistServices(registry, kernel.syscall_name))
     arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, kprobes.lock, kernel.limits)
-    places = records.places(abi, arch.interrupt_flag, context.breakpoint_trace_ctx, kernel.asking)
+    places = records.places(abi, arch.interrupt_flag, context.breakpoint_trace_ctx, kernel.resched)
     top, graph, profiler = arrays.top, None, None
     if kernel.has_graph:
         graph, profiler = build_graphs(
@@ -125,7 +125,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     costs = None
     if kernel.measured is not None:
         costs = HandlerCosts(kernel.measured, arch, kprobes.compiler, records, places)
-    return TraceParts(
+    return TracingComponents(
         symbols=symbols,
         system=system,
         arrays=arrays,

@@ -38,7 +38,7 @@ class WouldBlock(Exception):
     """An operation has nothing to give yet; the caller waits and tries again, or answers EAGAIN."""
 
 
-class GivesWay(WouldBlock):
+class YieldLock(WouldBlock):
     """An operation is done in part: others may have the control lock, and then it is to be asked again."""
 
 

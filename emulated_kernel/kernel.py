@@ -20,7 +20,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.node import Node, Owner
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.guest.mounts import Mounts
 from emulated_kernel.vfs.trees.layout import RootLayout, build_filesystem
@@ -48,7 +48,7 @@ class Kernel:
 
     One lock serialises everything; the methods here take it. `watch` tells of host processes. `profile`
     is for switches that no preset has, and goes before the one that `config` names. `lock` is that of a
-    kernel whose place this one takes, by succeed(); it is held.
+    kernel whose place this one takes, by replace_kernel(); it is held.
 
     Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that doesn't boot), OSError.
     """
@@ -60,7 +60,7 @@ class Kernel:
         profile: Profile | None = None,
         lock: ControlLock | None = None,
     ) -> None:
-        self.parts = parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
+        self.components = parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
         self.config, self.lock, self.arch = parts.config, parts.lock, parts.arch
         self.live, self.image, self.machine = parts.live, parts.live.core, parts.machine
         self.guest, self.modules, self.loads = parts.guest, parts.modules, parts.loads
@@ -84,7 +84,7 @@ class Kernel:
     def _request(self) -> Iterator[None]:
         """The same for what counts as a request."""
         with self._control():
-            self.parts.requests.request_begins(by_program=True)
+            self.components.requests.request_begins(by_program=True)
             yield
 
     # Probes: by the kernel's own names what Kprobes, Kretprobes, Fprobes and Jprobes do
@@ -106,9 +106,9 @@ class Kernel:
     @property
     def jprobes(self) -> Jprobes:
         """Raises: KernelError EOPNOTSUPP (in a profile without)."""
-        if self.parts.engine.jprobes is None:
+        if self.components.engine.jprobes is None:
             raise KernelError(errno.EOPNOTSUPP, f"{self.kprobes.profile.name} has no jprobes")
-        return self.parts.engine.jprobes
+        return self.components.engine.jprobes
 
     def enable_jprobe(self, jprobe: Jprobe) -> None:
         """See Kprobes.enable_kprobe."""
@@ -186,34 +186,34 @@ class Kernel:
         layout: RootLayout = RootLayout.FULL,
         owner: Owner | None = None,
         further: Mapping[str, Node] = MappingProxyType({}),
-    ) -> Filesystem:
+    ) -> NodeTree:
         """The files of this kernel as a tree, belonging to `owner` (root where not given).
 
         `further` files of machine/ are the front end's.
         """
-        return build_filesystem(self.parts, layout, owner, further)
+        return build_filesystem(self.components, layout, owner, further)
 
     def mount(self, layout: RootLayout = RootLayout.FULL, owner: Owner | None = None) -> GuestMount:
         """These files for a front end to serve, with the guest's part in each request."""
         return self.mounted(self.filesystem(layout, owner))
 
-    def mounted(self, files: Filesystem) -> GuestMount:
+    def mounted(self, files: NodeTree) -> GuestMount:
         """As mount(), of a tree that was made before."""
         with self.lock:
             return self._mounts.add(files)
 
-    def succeed(self, old: Kernel, define: Callable[[], None]) -> None:
+    def replace_kernel(self, old: Kernel, define: Callable[[], None]) -> None:
         """Go on where a kernel of the same lock and configuration ended, which can't be used any more then.
 
         Time goes on; events that `define` makes have the ids that those of their names had, so that the old
         records, which come with a mark behind them, can still be printed. Needs the lock.
         Where it fails the old kernel goes on. Raises: MemoryError, what `define` does.
         """
-        self.parts.succeed(old.parts, define)
+        self.components.replace_kernel(old.components, define)
 
-    def take_over(self, mount: GuestMount, files: Filesystem) -> None:
+    def adopt_mount(self, mount: GuestMount, files: NodeTree) -> None:
         """A mount of the kernel that this one succeeds shows `files`, of this kernel, from now on."""
-        self._mounts.take_over(mount, files)
+        self._mounts.adopt_mount(mount, files)
 
     def close(self) -> None:
         """Free the machine; its loads end."""

@@ -63,7 +63,7 @@ class ControlLock:
         finally:
             self._waiters.discard(wait)
 
-    def give_way(self) -> None:
+    def yield_lock(self) -> None:
         """Let all have it who wait for it now; for a thread that has just released it, and wants it again."""
         waiters, end = self._waiters.copy(), monotonic() + GIVING_WAY
         while not waiters.isdisjoint(self._waiters) and monotonic() < end:

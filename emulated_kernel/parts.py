@@ -12,7 +12,7 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
 from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
@@ -41,11 +41,11 @@ class ProbeRegistries:
 
 
 @dataclass(frozen=True, eq=False)
-class TraceParts:
+class TracingComponents:
     """The objects that tracefs shows."""
 
     symbols: KernelSymbols
-    system: TraceSystem
+    system: TracingServices
     arrays: TraceArrays
     functions: KernelFunctions
     function_graph: GraphTracer | None
@@ -66,10 +66,10 @@ class TraceParts:
 
 
 @dataclass(frozen=True, eq=False)
-class ProbedParts:
+class KernelComponents:
     """What files show of any kernel that is probed."""
 
     arch: Arch
     machine: ProbedMachine
     engine: ProbeRegistries
-    tracing: TraceParts
+    tracing: TracingComponents

@@ -93,7 +93,7 @@ def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> by
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-class ForeignFiles:
+class BoundedFileReader:
     """Reads files whose file systems may be slow, or hang: a thread stays behind with each that does.
 
     Nobody else's reading waits for those, but for new ones when there are MOST_LATE.

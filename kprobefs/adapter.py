@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Stat
-from kprobefs.failure import Failure
-from kprobefs.loops import FREE_LOOPS, Loops
+from kprobefs.failure import CliError
+from kprobefs.loops import FREE_LOOPS, WorkerThreads
 from kprobefs.mount import STATE_LINK, MountState
 from kprobefs.reserve import MemoryReserve
 from kprobefs.session_loop import SessionLoop
@@ -37,9 +37,9 @@ os.environ.setdefault("FUSE_LIBRARY_PATH", "libfuse.so.2")
 try:
     import fuse
 except ImportError as error:
-    raise Failure("the Python package fusepy is missing: pip install fusepy") from error
+    raise CliError("the Python package fusepy is missing: pip install fusepy") from error
 except OSError as error:
-    raise Failure("libfuse 2 is missing: install it (Debian: libfuse2, Fedora: fuse-libs)") from error
+    raise CliError("libfuse 2 is missing: install it (Debian: libfuse2, Fedora: fuse-libs)") from error
 finally:
     if not _is_named:
         del os.environ["FUSE_LIBRARY_PATH"]
@@ -108,7 +108,7 @@ class Server:
         """Mount on `directory` and answer requests until it is unmounted.
 
         `ready` is called when the mount is there; requests wait until it returns. Signal handlers must be
-        installed before: libfuse replaces default ones alone. Raises: Failure.
+        installed before: libfuse replaces default ones alone. Raises: CliError.
         """
         self._operations.ready = ready
         # entry_timeout 0: a deleted event's directory must be gone for the next lookup.
@@ -138,7 +138,7 @@ class Server:
                 self._operations, directory, raw_fi=True, foreground=True, encoding=PATH_CODEC, **options
             )
         except RuntimeError as error:
-            raise Failure(f"{directory}: FUSE refused the mount", is_explained=True) from error
+            raise CliError(f"{directory}: FUSE refused the mount", is_explained=True) from error
 
     def _main(self, argc: int, argv: Any, operations: Any, size: int, data: Any) -> int:
         """What libfuse's main does, with loops of ours between set-up and end."""
@@ -157,7 +157,7 @@ class Server:
         loop = SessionLoop(
             _libfuse, _libfuse.fuse_get_session(session), read, release, walks, ours.clients_own
         )
-        loops = Loops(loop.run, free)
+        loops = WorkerThreads(loop.run, free)
         self._operations.blocking = loops.blocking
         if not self._options.is_ordered:
             self._lock.waiting = loops.waiting
@@ -250,8 +250,8 @@ def _guarded(operations: _Operations, func: Callable[..., T], *args: object) -> 
     """What a request comes to, or -errno; raises nothing."""
     try:
         try:
-            if monotonic() >= operations.reserve.next_look:
-                operations.reserve.look()
+            if monotonic() >= operations.reserve.next_check:
+                operations.reserve.check()
             return func(*args)
         except KernelError as error:
             found = errno.EOPNOTSUPP if error.errno == _ENOTSUPP else error.errno or errno.EIO
@@ -638,7 +638,7 @@ class _Operations:
 
     def _needs_memory(self, data: bytes = b"more") -> None:
         """Raises: KernelError ENOMEM (there is none for what isn't an end of something)."""
-        if not self.reserve.admits(data):
+        if not self.reserve.allows(data):
             raise KernelError(errno.ENOMEM, "the host has no memory")
 
     def _needs_reserve(self) -> None:

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 
 import kprobefs
-from kprobefs.failure import Exit, shown
+from kprobefs.failure import ExitStatus, escape_for_terminal
 
 log = logging.getLogger("kprobefs")
 
@@ -50,12 +50,12 @@ class ApplyProcess:
         data = os.read(self.descriptor, PIPE_SIZE)
         *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
         for line in filter(None, lines):
-            log.warning("%s", shown(line.decode("utf-8", "replace").removeprefix("kprobefs: ")))
+            log.warning("%s", escape_for_terminal(line.decode("utf-8", "replace").removeprefix("kprobefs: ")))
         if data:
             return None
         with suppress(subprocess.TimeoutExpired):
             # Behind its last word it only closes files.
-            if self._process.wait(END_TIMEOUT) == Exit.OK:
+            if self._process.wait(END_TIMEOUT) == ExitStatus.OK:
                 return ""
         how = "not all definitions were applied"
         log.error("%s", how)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from emulated_kernel.config import MOST_SEED
 from kprobefs import __version__
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ class _ArgumentParser(argparse.ArgumentParser):
     """Wrong usage takes one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise Failure(f"{message} ({self.prog} --help)", Exit.USAGE)
+        raise CliError(f"{message} ({self.prog} --help)", ExitStatus.USAGE)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # argparse's own hides that nothing could be written.

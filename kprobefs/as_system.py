@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from kprobefs import mount
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
@@ -34,7 +34,7 @@ HOST = ".host"
 def enter_namespace() -> None:
     """Give this process a mount namespace of its own, without the system's tracefs and debugfs.
 
-    An ordinary user becomes root of a user namespace. Raises: Failure.
+    An ordinary user becomes root of a user namespace. Raises: CliError.
     """
     uid, gid = os.geteuid(), os.getegid()
     flags = CLONE_NEWNS | (CLONE_NEWUSER if uid else 0)
@@ -48,7 +48,7 @@ def enter_namespace() -> None:
         if point.fstype in ("tracefs", "debugfs") and os.path.ismount(point.directory):
             try:
                 mount.detach(point.directory)
-            except Failure:
+            except CliError:
                 # What an ordinary user's namespace got from the host is locked there; ours will cover it.
                 if not uid:
                     raise
@@ -57,7 +57,7 @@ def enter_namespace() -> None:
 def lay_over(directory: str, work: Path) -> dict[str, str]:
     """Put the mount on `directory` to the system's places; files of ours go to `work`.
 
-    Returns what is to be added to the environment of commands. Raises: Failure.
+    Returns what is to be added to the environment of commands. Raises: CliError.
     """
     _make_places()
     _mount(f"{directory}/tracing", TRACING, MS_BIND)
@@ -153,4 +153,4 @@ def _call(name: str, what: str, *arguments: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         reason = os.strerror(ctypes.get_errno())
-        raise Failure(f"--as-system: {name}: {what}: {reason}; root may do it", Exit.RUN_FAILED)
+        raise CliError(f"--as-system: {name}: {what}: {reason}; root may do it", ExitStatus.RUN_FAILED)

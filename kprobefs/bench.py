@@ -10,16 +10,16 @@ from dataclasses import replace
 
 from emulated_kernel import config
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.config import ElfMachine, MachineConfig
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import (
     OUT_OF_TREE,
     PROFILES,
     Profile,
-    Saving,
+    RegisterSaving,
     Stepper,
     TrampolineForm,
 )
@@ -52,7 +52,7 @@ MODES = {
     TRAP_FLAG: replace(_PLAIN, stepper=Stepper.TRAP_FLAG, trampoline=TrampolineForm.BREAKPOINT),
     BOOSTED: replace(_PLAIN, preemption=False),
     FTRACE: replace(_PLAIN, ftrace=True),
-    SAVE_ALL: replace(_OPTIMIZED, saving=Saving.ALL),
+    SAVE_ALL: replace(_OPTIMIZED, saving=RegisterSaving.ALL),
     OPTIMIZED: _OPTIMIZED,
 }
 """How an entry is reached. In the first two the return trampoline is a breakpoint, as it once was."""
@@ -173,7 +173,7 @@ def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
     if preset.ftrace:
         found.append(FTRACE)
     if preset.optimizer and arch_named(arch).strategy(preset.strategies) is not None:
-        found.append(SAVE_ALL if preset.saving is Saving.ALL else OPTIMIZED)
+        found.append(SAVE_ALL if preset.saving is RegisterSaving.ALL else OPTIMIZED)
     return tuple(found)
 
 
@@ -229,7 +229,7 @@ _SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
 def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
     """Bytes of the buffer that an optimized probe's jump leads to; None where there is no jump."""
     head, detour = kernel.kprobes.table.valid(probe), kernel.kprobes.detour(probe)
-    if detour is None or not isinstance(head, AggregatorProbe) or not head.is_optimized:
+    if detour is None or not isinstance(head, AggrKprobe) or not head.is_optimized:
         return None
     return detour.size if head.compiled is None else head.compiled.size
 
@@ -281,7 +281,7 @@ def _x86_loop(kernel: Kernel, hits: int) -> Loop:
 
 
 @dataclass(frozen=True)
-class Placed:
+class MeasuredProbe:
     """A probe to be measured."""
 
     enable: Callable[[bool], None]
@@ -290,7 +290,7 @@ class Placed:
     probe: Callable[[], Kprobe]
 
 
-def place(kernel: Kernel, kind: str, offset: int) -> Placed:
+def place(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
     """A disabled probe of one of HANDLERS, so many bytes behind the function's entry."""
     if kind == EVENT:
         return _event(kernel, offset)
@@ -299,7 +299,7 @@ def place(kernel: Kernel, kind: str, offset: int) -> Placed:
     return _recording(kernel, offset) if kind == RECORDING else _bare(kernel, kind, offset)
 
 
-def _returning(kernel: Kernel) -> Placed:
+def _returning(kernel: Kernel) -> MeasuredProbe:
     result = kernel.arch.registers.return_value
     ring = kernel.hit_ring(result, "dx" if result == "ax" else "a1")
     rp = ring.return_probe(symbol_name=FUNCTION, disabled=True)
@@ -307,14 +307,14 @@ def _returning(kernel: Kernel) -> Placed:
     return _placed(kernel, rp, lambda: ring.hits)
 
 
-def _recording(kernel: Kernel, offset: int) -> Placed:
+def _recording(kernel: Kernel, offset: int) -> MeasuredProbe:
     ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
     probe = ring.probe(symbol_name=FUNCTION, offset=offset, disabled=True)
     kernel.register_kprobe(probe)
     return _placed(kernel, probe, lambda: ring.hits)
 
 
-def _event(kernel: Kernel, offset: int) -> Placed:
+def _event(kernel: Kernel, offset: int) -> MeasuredProbe:
     events = kernel.tracing.kprobe_events
     with kernel.lock:
         events.write(f"p:bench {FUNCTION}+{offset}\n".encode())
@@ -331,17 +331,17 @@ def _event(kernel: Kernel, offset: int) -> Placed:
             (event.enable if on else event.disable)(kernel.trace)
         settle(kernel, probe() if on else None)
 
-    return Placed(enable, lambda: defined.hits, probe)
+    return MeasuredProbe(enable, lambda: defined.hits, probe)
 
 
-def _bare(kernel: Kernel, kind: str, offset: int) -> Placed:
+def _bare(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
     counted = 0
 
     def count(_kprobe: Kprobe, _regs: object) -> None:
         nonlocal counted
         counted += 1
 
-    def nothing(_builder: ProgramBuilder, _way: HitWay) -> bool:
+    def nothing(_builder: ProgramBuilder, _way: EntryKind) -> bool:
         return True
 
     probe = Kprobe(symbol_name=FUNCTION, offset=offset, pre_handler=count, disabled=True)
@@ -351,12 +351,12 @@ def _bare(kernel: Kernel, kind: str, offset: int) -> Placed:
     return _placed(kernel, probe, lambda: None if kind == EMPTY else counted)
 
 
-def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Placed:
+def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> MeasuredProbe:
     def enable(on: bool) -> None:
         (kernel.enable_kprobe if on else kernel.disable_kprobe)(probe)
         settle(kernel, probe if on else None)
 
-    return Placed(enable, hits, lambda: probe)
+    return MeasuredProbe(enable, hits, lambda: probe)
 
 
 def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:

@@ -14,7 +14,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile, Saving
+from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile, RegisterSaving
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from kprobefs.bench import (
     BOOSTED,
@@ -46,7 +46,7 @@ from kprobefs.progress import counted
 
 FPROBE, FPROBE_REGS = "fprobe", "fprobe-pt_regs"
 FPROBES = (FPROBE, FPROBE_REGS)
-HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=Saving.ALL)}
+HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=RegisterSaving.ALL)}
 """The modes, and an fprobe's exit: with what the handler needs, as by ftrace_regs, or with pt_regs."""
 BY_FENTRY = (FTRACE, *FPROBES)
 SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
@@ -233,7 +233,7 @@ def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
     """Other tasks, each with one call of the hooked function pending."""
     stack, place = kernel.kretprobes.hooks.stack, hook.address
     with kernel.lock:
-        tasks = [kernel.guest.mirror.task_of(_FIRST_PID + n, 0, 0).addr for n in range(number)]
+        tasks = [kernel.guest.processes.task_of(_FIRST_PID + n, 0, 0).addr for n in range(number)]
     for task in tasks:
         node = stack.try_get(place, task)
         stack.push(place, task, node, place, place)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kprobefs.failure import Exit, Failure, lack
+from kprobefs.failure import CliError, ExitStatus, resource_hint
 from kprobefs.options import KERNEL_KPROBES, MountOptions, check_image, runs_linux
 
 if TYPE_CHECKING:
     from kprobefs.options import ServedMount
-    from kprobefs.state import KeptState
+    from kprobefs.state import SavedState
 
 
-def _state(options: MountOptions) -> KeptState | None:
-    """Raises: Failure (another daemon has it)."""
+def _state(options: MountOptions) -> SavedState | None:
+    """Raises: CliError (another daemon has it)."""
     if options.state is None:
         return None
-    from kprobefs.state import KeptState
+    from kprobefs.state import SavedState
     from kprobefs.state_directory import StateDirectory
 
-    return KeptState(StateDirectory(options.state), "tracing/" if options.layout == "tracefs" else "")
+    return SavedState(StateDirectory(options.state), "tracing/" if options.layout == "tracefs" else "")
 
 
 def prepare(options: MountOptions) -> None:
-    """What takes seconds is done while somebody watches: a boot, a dump that is read. Raises: Failure."""
+    """What takes seconds is done while somebody watches: a boot, a dump that is read. Raises: CliError."""
     if options.vmcore is not None:
         from kprobefs import dumps
 
@@ -36,25 +36,25 @@ def prepare(options: MountOptions) -> None:
 
 
 def build_kernel(options: MountOptions) -> ServedMount:
-    """Boot an emulated kernel; its files belong to the user who mounts. Raises: Failure."""
+    """Boot an emulated kernel; its files belong to the user who mounts. Raises: CliError."""
     if runs_linux(options):
         return _linux_mount(options)
-    from emulated_kernel.host.mirror.clients_only import ClientsOnly
+    from emulated_kernel.host.mirror.clients_only import IsolatedProcesses
     from emulated_kernel.host.mirror.processes import HostProcesses
     from emulated_kernel.vfs.core.node import Owner
     from emulated_kernel.vfs.trees.layout import RootLayout
-    from kprobefs.power import LivingKernel
+    from kprobefs.power import RebootableKernel
 
     if options.machine.image is not None:
         check_image(options.machine.image)
     try:
         owner = Owner(os.geteuid(), os.getegid())
-        watch = ClientsOnly if options.isolate else HostProcesses
+        watch = IsolatedProcesses if options.isolate else HostProcesses
         layout = RootLayout(options.layout)
-        return LivingKernel(options.machine, layout, owner, watch, _state(options)).mount
+        return RebootableKernel(options.machine, layout, owner, watch, _state(options)).mount
     except OSError as error:
-        image, why = options.machine.image, lack(error) or error.strerror or str(error)
-        raise (Failure(f"{image}: {why}", Exit.USAGE) if image else Failure(why)) from error
+        image, why = options.machine.image, resource_hint(error) or error.strerror or str(error)
+        raise (CliError(f"{image}: {why}", ExitStatus.USAGE) if image else CliError(why)) from error
 
 
 def _linux_mount(options: MountOptions) -> ServedMount:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from kprobefs.arguments import BENCH_OPTIONS, machine_options, program_parser
-from kprobefs.failure import Exit, Failure, lack, shown
+from kprobefs.failure import CliError, ExitStatus, escape_for_terminal, resource_hint
 
 if TYPE_CHECKING:
     from kprobefs.options import Builder, MountOptions
@@ -27,20 +27,20 @@ def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -
         _open_standard_streams()
         status = _run_command(arguments, build)
         sys.stdout.flush()
-    except Failure as failure:
+    except CliError as failure:
         return _complain(str(failure), failure.status)
     except BrokenPipeError:
         # Whoever read our output has enough; the interpreter must not try to flush it again.
         _give_up_output()
-        return Exit.FAILURE
+        return ExitStatus.FAILURE
     except OSError as error:
         if error.errno == errno.ENOSPC and not error.filename:
             _give_up_output()
             error.filename = "standard output"
         place = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{place}{lack(error) or error.strerror or error}", Exit.FAILURE)
+        return _complain(f"{place}{resource_hint(error) or error.strerror or error}", ExitStatus.FAILURE)
     except MemoryError as error:
-        return _complain(lack(error), Exit.FAILURE)
+        return _complain(resource_hint(error), ExitStatus.FAILURE)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status
@@ -64,7 +64,9 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     try:
         parsed, further = parser.parse_known_args(words, known)
         if further:
-            raise Failure(f"unrecognized arguments: {' '.join(further)} ({parsed.prog} --help)", Exit.USAGE)
+            raise CliError(
+                f"unrecognized arguments: {' '.join(further)} ({parsed.prog} --help)", ExitStatus.USAGE
+            )
     except SystemExit as end:
         # --help and --version are done.
         return int(end.code or 0)
@@ -108,15 +110,15 @@ def _give_up_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(message: str, status: Exit) -> Exit:
-    _tell(shown(message))
+def _complain(message: str, status: ExitStatus) -> ExitStatus:
+    _tell(escape_for_terminal(message))
     return status
 
 
 def _tell(message: str) -> None:
-    from kprobefs.terminal import folded
+    from kprobefs.terminal import wrap
 
-    head, _, rest = folded(f"kprobefs: {message}", sys.stderr).partition(":")
+    head, _, rest = wrap(f"kprobefs: {message}", sys.stderr).partition(":")
     print(f"{_coloured(f'{head}:', '31', sys.stderr)}{rest}", file=sys.stderr)
 
 
@@ -141,16 +143,21 @@ def _mount(parsed: argparse.Namespace) -> int:
     builder = parsed.build or _builder(options)
     if parsed.foreground:
         daemon.run_in_foreground(options, builder, log_file)
-        return Exit.OK
+        return ExitStatus.OK
     # Here too, so that the daemon isn't started in vain.
     with mount.prepared(options.directory, make=parsed.mkdir, allow_other=options.allow_other):
         daemon.start_in_background(options, builder, log_file)
     if options.state is not None:
-        from kprobefs.state_directory import told
+        from kprobefs.state_directory import pending_warnings
 
-        _complain_of([f"--state {shown(options.state)}: {each}" for each in told(options.directory)])
+        _complain_of(
+            [
+                f"--state {escape_for_terminal(options.state)}: {each}"
+                for each in pending_warnings(options.directory)
+            ]
+        )
     _complain_of(load.apply(options.directory, []))
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _images(parsed: argparse.Namespace) -> int:
@@ -158,18 +165,21 @@ def _images(parsed: argparse.Namespace) -> int:
 
     if parsed.clear:
         removed = snapshot.clear()
-        print(f"{removed} removed from {shown(str(snapshot.directory()))}")
-        return Exit.OK
+        print(f"{removed} removed from {escape_for_terminal(str(snapshot.directory()))}")
+        return ExitStatus.OK
     found = snapshot.cached()
     if parsed.json:
         import json
 
         print(json.dumps([{name: getattr(kernel, name) for name in IMAGE} for kernel in found], indent=2))
-        return Exit.OK
+        return ExitStatus.OK
     for kernel in found:
-        release, source = shown(kernel.release or "not usable"), shown(kernel.source or "?")
+        release, source = (
+            escape_for_terminal(kernel.release or "not usable"),
+            escape_for_terminal(kernel.source or "?"),
+        )
         print(f"{kernel.size >> 20} MiB  {release}  {source}")
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _apply(parsed: argparse.Namespace) -> int:
@@ -178,10 +188,10 @@ def _apply(parsed: argparse.Namespace) -> int:
     directory = load.which_mount(parsed.mount)
     if not parsed.files and not dropins.files():
         # No warning: a daemon that begins with nothing doesn't tell of it.
-        print(f"nothing to apply: no *.probes in {' '.join(map(shown, dropins.directories()))}")
+        print(f"nothing to apply: no *.probes in {' '.join(map(escape_for_terminal, dropins.directories()))}")
     failed = load.apply(directory, parsed.files)
     _complain_of(failed)
-    return Exit.FAILURE if failed else Exit.OK
+    return ExitStatus.FAILURE if failed else ExitStatus.OK
 
 
 def _save(parsed: argparse.Namespace) -> int:
@@ -195,11 +205,11 @@ def _save(parsed: argparse.Namespace) -> int:
             Path(parsed.file).write_bytes(text)
         except OSError as error:
             # What write(2) says names none.
-            raise Failure(f"{parsed.file}: {error.strerror}") from None
+            raise CliError(f"{parsed.file}: {error.strerror}") from None
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _complain_of(failed: Sequence[str]) -> None:
@@ -211,17 +221,17 @@ def _complain_of(failed: Sequence[str]) -> None:
 def _install_service(parsed: argparse.Namespace) -> int:
     from kprobefs.install_service import install
 
-    print("\n".join(map(shown, install(parsed.root, user=parsed.user))))
-    return Exit.OK
+    print("\n".join(map(escape_for_terminal, install(parsed.root, user=parsed.user))))
+    return ExitStatus.OK
 
 
 def _completion(parsed: argparse.Namespace) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:
-        raise Failure("the Python package argcomplete is missing: pip install argcomplete") from None
+        raise CliError("the Python package argcomplete is missing: pip install argcomplete") from None
     print(shellcode(["kprobefs"], shell=parsed.shell))
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _umount(parsed: argparse.Namespace) -> int:
@@ -232,7 +242,7 @@ def _umount(parsed: argparse.Namespace) -> int:
         control.unmount_stale(directory)
     else:
         control.unmount(directory, force=parsed.force)
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _status(parsed: argparse.Namespace) -> int:
@@ -250,10 +260,14 @@ def _status(parsed: argparse.Namespace) -> int:
         print_table(states)
     else:
         for state in states:
-            print(state.condition.value, shown(state.directory), *map(shown, state.details))
+            print(
+                state.condition.value,
+                escape_for_terminal(state.directory),
+                *map(escape_for_terminal, state.details),
+            )
     if parsed.directory and not states:
-        raise Failure(f"{parsed.directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
-    return max((state.condition.status for state in states), default=Exit.OK)
+        raise CliError(f"{parsed.directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+    return max((state.condition.status for state in states), default=ExitStatus.OK)
 
 
 def _trace(parsed: argparse.Namespace) -> int:
@@ -263,17 +277,19 @@ def _trace(parsed: argparse.Namespace) -> int:
     from kprobefs.options import LAYOUTS
 
     if not parsed.behind:
-        raise Failure("trace: which command? kprobefs trace PROBE... -- CMD...", Exit.USAGE)
+        raise CliError("trace: which command? kprobefs trace PROBE... -- CMD...", ExitStatus.USAGE)
     if parsed.mount and (given := machine_options(parsed.words[1:])):
-        raise Failure(f"trace: -m takes no {given[0]}: the mount has its machine (trace --help)", Exit.USAGE)
+        raise CliError(
+            f"trace: -m takes no {given[0]}: the mount has its machine (trace --help)", ExitStatus.USAGE
+        )
     if not parsed.mount and parsed.layout != LAYOUTS[0]:
         why = "no scratch/, where what the command does to files is the kernel's"
-        raise Failure(f"trace: --layout {parsed.layout} has {why}", Exit.USAGE)
+        raise CliError(f"trace: --layout {parsed.layout} has {why}", ExitStatus.USAGE)
     from kprobefs.run import run, run_traced
-    from kprobefs.trace import OneLiner
+    from kprobefs.trace import TraceSession
 
     with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
-        tracing = OneLiner(parsed.probes, parsed.filter, output, as_json=parsed.json)
+        tracing = TraceSession(parsed.probes, parsed.filter, output, as_json=parsed.json)
         if parsed.mount:
             return run_traced(load.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")
@@ -290,7 +306,7 @@ def _tour(parsed: argparse.Namespace) -> int:
     options = MountOptions("", MachineConfig(arch=parsed.arch))
     with mounted(options, parsed.build or build_kernel) as base:
         tour(f"{base}/mnt", steps(parsed.arch))
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _top(parsed: argparse.Namespace) -> int:
@@ -298,20 +314,20 @@ def _top(parsed: argparse.Namespace) -> int:
     from kprobefs.top import top
 
     top(load.which_mount(parsed.directory, "DIR"), parsed.delay, parsed.count, as_json=parsed.json)
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _reboot(parsed: argparse.Namespace) -> int:
     from kprobefs import control, mount
 
     control.reboot(mount.resolve(parsed.directory))
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _run(parsed: argparse.Namespace) -> int:
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
-        raise Failure("run: which command? kprobefs run -- CMD...", Exit.USAGE)
+        raise CliError("run: which command? kprobefs run -- CMD...", ExitStatus.USAGE)
     from kprobefs.run import run
 
     options = _options(parsed, "")
@@ -348,24 +364,24 @@ def _bench(parsed: argparse.Namespace) -> int:
         from kprobefs.bench_probes import probes
 
         probes(parsed.arch, parsed.count, parsed.rounds, parsed.profile, as_json=parsed.json)
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _check_bench(parsed: argparse.Namespace) -> None:
-    """Raises: Failure (an option that would change nothing)."""
+    """Raises: CliError (an option that would change nothing)."""
     known = {name for names in BENCH_OPTIONS.values() for name in names}
     taken = {"memory"} if parsed.memory and parsed.what == "return" else set(BENCH_OPTIONS[parsed.what])
     for name in sorted(known - taken):
         if getattr(parsed, name):
             what = f"{parsed.what} --memory" if taken == {"memory"} else parsed.what
-            raise Failure(f"bench {what} takes no --{name} (kprobefs bench --help)", Exit.USAGE)
+            raise CliError(f"bench {what} takes no --{name} (kprobefs bench --help)", ExitStatus.USAGE)
 
 
 def _coverage(parsed: argparse.Namespace) -> int:
     from kprobefs import coverage
 
     coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _djprobe_analyze(parsed: argparse.Namespace) -> int:
@@ -375,7 +391,7 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from kprobefs.djprobe_analyze import analyze
 
     if (parsed.elf is None) == (parsed.image is None):
-        raise Failure("djprobe-analyze: give ELF PLACE, or --image KERNEL PLACE", Exit.USAGE)
+        raise CliError("djprobe-analyze: give ELF PLACE, or --image KERNEL PLACE", ExitStatus.USAGE)
     path = kernel_file(parsed.image) if parsed.image is not None else Path(parsed.elf)
     debug_info = Path(parsed.debug_info) if parsed.debug_info else None
     answer = analyze(path, parsed.place, debug_info, parsed.bug_size)
@@ -385,11 +401,11 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
         print(json.dumps(answer.as_dict()))
     else:
         print(answer.text())
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
-    """Return the mount's options. Raises: Failure (they contradict each other)."""
+    """Return the mount's options. Raises: CliError (they contradict each other)."""
     from pathlib import Path
 
     from emulated_kernel.config import HOST, MachineConfig

@@ -19,7 +19,7 @@ _INTERRUPT_FLAG = 1 << 9
 
 
 @dataclass(frozen=True)
-class Taken:
+class InstructionCounts:
     """Instructions of the guest that a call takes, what it does again because of others too."""
 
     all: float
@@ -27,7 +27,7 @@ class Taken:
     """Those while a lock of the shadow stack's is held, by whomever."""
 
 
-def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> Taken:
+def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> InstructionCounts:
     """What a call of `function` takes; each CPU runs a task of its own. The turns are the same every time."""
     address = kernel.image.kallsyms.lookup_name(function)
     assert address is not None
@@ -43,7 +43,7 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
             if context.has_returned:
                 left.remove(context)
                 context.restart()
-    return Taken(taken / (cpus * calls), locked / (cpus * calls))
+    return InstructionCounts(taken / (cpus * calls), locked / (cpus * calls))
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuCont
     """CPUs about to call; afterwards all is as before."""
     machine, abi = kernel.machine, kernel.image.abi
     word = kernel.arch.word_size
-    tasks = [kernel.guest.mirror.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
+    tasks = [kernel.guest.processes.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
     area = machine.per_cpu_bases[machine.cpu]
     view = machine.memory.view(area + abi["percpu.current_task"], word)
     current = view.cast("Q") if word == 8 else view.cast("I")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from emulated_kernel.dataclass import dataclass
 from kprobefs import mount
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.mount import MountState
 from kprobefs.registry import Daemon, Running, forget, known, running
 
@@ -17,7 +17,7 @@ END_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
-class State:
+class MountStatus:
     """A mount of ours, and its daemon where one is known."""
 
     directory: str
@@ -42,7 +42,7 @@ class State:
         return {**asdict(self), "condition": self.condition.value}
 
 
-def states(directory: str | None = None) -> list[State]:
+def states(directory: str | None = None) -> list[MountStatus]:
     """All mounts of ours, or the one on `directory`; known in less than two seconds."""
     found: dict[str, str] = {}
     for point in mount.our_mounts():
@@ -50,17 +50,17 @@ def states(directory: str | None = None) -> list[State]:
         if directory in (None, point.directory):
             found.setdefault(point.device, point.directory)
     asked = mount.conditions(dict.fromkeys(found.values()))
-    return [State(each, condition, running(each)) for each, condition in asked.items()]
+    return [MountStatus(each, condition, running(each)) for each, condition in asked.items()]
 
 
 def unmount(directory: str, *, force: bool = False) -> None:
     """End the daemon that serves `directory`, or detach a stale mount.
 
-    Files still open there fail from now on. `force`: a daemon that doesn't end is killed. Raises: Failure.
+    Files still open there fail from now on. `force`: a daemon that doesn't end is killed. Raises: CliError.
     """
     point = _mounted_on(directory)
     if point is None:
-        raise Failure(f"{directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
+        raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     mount.check_owner(point)
     with known(directory) as daemon:
         if daemon is not None:
@@ -71,21 +71,21 @@ def unmount(directory: str, *, force: bool = False) -> None:
     forget(directory)
     if is_left:
         why = "its daemon hangs, and still runs: nobody has noted its pid here"
-        raise Failure(f"{directory}: unmounted, but {why}: whoever started it can end it", Exit.HUNG)
+        raise CliError(f"{directory}: unmounted, but {why}: whoever started it can end it", ExitStatus.HUNG)
 
 
 def reboot(directory: str) -> None:
-    """Boot the kernel of a mount anew. Raises: Failure, OSError (it can't be booted)."""
+    """Boot the kernel of a mount anew. Raises: CliError, OSError (it can't be booted)."""
     if _mounted_on(directory) is None:
-        raise Failure(f"{directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
+        raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     mount.check_answers(directory)
-    from kprobefs.files import beside
+    from kprobefs.files import control_root
 
     try:
         # Not made where it isn't there.
-        power = os.open(beside(directory) / "machine" / "power", os.O_WRONLY)
+        power = os.open(control_root(directory) / "machine" / "power", os.O_WRONLY)
     except FileNotFoundError:
-        raise Failure(f"{directory}: a distribution's kernel isn't booted anew: mount it again") from None
+        raise CliError(f"{directory}: a distribution's kernel isn't booted anew: mount it again") from None
     try:
         os.write(power, b"reboot\n")
     finally:
@@ -93,7 +93,7 @@ def reboot(directory: str) -> None:
 
 
 def unmount_stale(directory: str) -> None:
-    """Detach a stale mount from `directory`; leave any other mount alone. Raises: Failure."""
+    """Detach a stale mount from `directory`; leave any other mount alone. Raises: CliError."""
     while _mounted_on(directory) is not None and mount.condition(directory) is MountState.STALE:
         mount.detach(directory)
     forget(directory)
@@ -115,4 +115,4 @@ def _terminate(daemon: Running, *, force: bool) -> None:
             return
     directory, pid = daemon.daemon.directory, daemon.daemon.pid
     why = f"is stopped, and ends once it goes on (kill -CONT {pid})" if daemon.is_stopped else "doesn't end"
-    raise Failure(f"{directory}: its daemon, pid {pid}, {why}; or kprobefs umount --force", Exit.HUNG)
+    raise CliError(f"{directory}: its daemon, pid {pid}, {why}; or kprobefs umount --force", ExitStatus.HUNG)

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import Reason
+from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
@@ -22,9 +22,9 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import Profile, profile_named
 from kprobefs import coverage_subject
 from kprobefs.coverage_subject import Subject
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.progress import Progress
-from kprobefs.terminal import folded
+from kprobefs.terminal import wrap
 
 _RISCV_PROFILE = "riscv-optprobes-2023"
 """The one that optimizes there: Linux itself doesn't."""
@@ -46,7 +46,7 @@ class ProbeOutcome(Enum):
     REFUSED = "refused"
 
 
-Reasons = Counter[Reason | None]
+Reasons = Counter[RejectReason | None]
 """Instructions by reason; an optimized probe has none."""
 
 
@@ -75,7 +75,7 @@ class Coverage:
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
 
-class Judge:
+class FunctionCoverage:
     """Says of each instruction of a function what becomes of a probe on it."""
 
     def __init__(self, subject: Subject, profile: Profile) -> None:
@@ -84,7 +84,7 @@ class Judge:
         arch = arch_named(subject.arch)
         names = (_LINUX_RULES.get(name, name) for name in profile.strategies)
         strategy = arch.strategy(names) if profile.optimizer else None
-        self._verdict = arch.verdict(subject.tables, strategy, ftrace=profile.ftrace)
+        self._verdict = arch.probe_checker(subject.tables, strategy, ftrace=profile.ftrace)
         self._is_x86 = not subject.arch.startswith("riscv")
         self.pairs: int | None = 0 if strategy and strategy.pairs else None
         """See Coverage.pairs."""
@@ -92,14 +92,18 @@ class Judge:
     def reasons(self, symbol: Symbol) -> Reasons:
         """Of a whole function."""
         if self._is_notrace(symbol):
-            found: dict[int, Reason | None] = dict.fromkeys(self._verdict.boundaries(symbol), Reason.NOTRACE)
+            found: dict[int, RejectReason | None] = dict.fromkeys(
+                self._verdict.boundaries(symbol), RejectReason.NOTRACE
+            )
         else:
             found = self._verdict.reasons(symbol)
         if self.pairs is not None:
             self.pairs += self._verdict.pairs(symbol) or 0
         return Counter(self._without_filler(symbol, found))
 
-    def _without_filler(self, symbol: Symbol, found: dict[int, Reason | None]) -> Collection[Reason | None]:
+    def _without_filler(
+        self, symbol: Symbol, found: dict[int, RejectReason | None]
+    ) -> Collection[RejectReason | None]:
         """Zeros at the end fill space, and on x86 int3, which boot puts behind returns too."""
         filler = _X86_FILLER if self._is_x86 else b"\0"
         code = self._subject.tables.read(symbol.address, symbol.size).rstrip(filler)
@@ -117,21 +121,21 @@ class Judge:
         return not self._verdict.is_traced(symbol)
 
 
-def _outcome(reason: Reason | None) -> ProbeOutcome:
+def _outcome(reason: RejectReason | None) -> ProbeOutcome:
     if reason is None:
         return ProbeOutcome.OPTIMIZED
     if reason.errno:
         return ProbeOutcome.REFUSED
-    return ProbeOutcome.FTRACE if reason is Reason.FTRACE else ProbeOutcome.BREAKPOINT
+    return ProbeOutcome.FTRACE if reason is RejectReason.FTRACE else ProbeOutcome.BREAKPOINT
 
 
 def coverage(subject: Subject, profile_name: str | None) -> Coverage:
-    """Counts all instructions of all functions. Raises: Failure (an unknown profile)."""
+    """Counts all instructions of all functions. Raises: CliError (an unknown profile)."""
     name = profile_name or (_RISCV_PROFILE if subject.arch.startswith("riscv") else _X86_PROFILE)
     try:
-        judge = Judge(subject, profile_named(name))
+        judge = FunctionCoverage(subject, profile_named(name))
     except KernelError as error:
-        raise Failure(str(error.strerror), Exit.USAGE) from error
+        raise CliError(str(error.strerror), ExitStatus.USAGE) from error
     found = Coverage(subject, name)
     started = time.process_time()
     progress = Progress(subject.title, sum(symbol.size for symbol in subject.symbols))
@@ -161,7 +165,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def subjects(arch: str | None, image: str | None, functions: str | None) -> Iterator[Subject]:
-    """What the options name. Raises: Failure."""
+    """What the options name. Raises: CliError."""
     try:
         if image is not None:
             yield from coverage_subject.linux_image(image)
@@ -170,13 +174,15 @@ def subjects(arch: str | None, image: str | None, functions: str | None) -> Iter
         else:
             yield coverage_subject.own_image(arch or "x86_64")
     except OSError as error:
-        raise Failure(f"{image or functions or arch}: {error.strerror or error}", Exit.USAGE) from error
+        raise CliError(
+            f"{image or functions or arch}: {error.strerror or error}", ExitStatus.USAGE
+        ) from error
 
 
 def run(
     arch: str | None, image: str | None, functions: str | None, profile: str | None, *, as_json: bool
 ) -> None:
-    """Prints the tables, or all that was counted as JSON. Raises: Failure."""
+    """Prints the tables, or all that was counted as JSON. Raises: CliError."""
     found = [coverage(subject, profile) for subject in subjects(arch, image, functions)]
     if as_json:
         print(json.dumps([_as_dict(each) for each in found]))
@@ -247,7 +253,7 @@ def _tables(found: Coverage) -> Iterator[str]:
     for reason, number in total.most_common():
         if reason:
             head = f"{_outcome(reason).value:<12}{number:>13,}{_share(number, counted):>9}  "
-            yield folded(f"{head}{reason.value}", sys.stdout, " " * len(head))
+            yield wrap(f"{head}{reason.value}", sys.stdout, " " * len(head))
     yield ""
     width = max(len(name) for name in (*found.sections, "section"))
     yield f"{'section':<{width}}{'instructions':>14}" + "".join(

@@ -81,7 +81,7 @@ def recorded_functions(path: Path) -> Subject:
     try:
         functions: dict[str, Any] = json.loads(data)
         about = functions.pop("_meta")
-        recorded = Recorded(about, functions)
+        recorded = RecordedTables(about, functions)
         title = f"{len(functions)} functions of {about['kernel']}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise KernelError(EINVAL, f"no recorded functions: {type(error).__name__} {error}") from error
@@ -102,7 +102,7 @@ def _unpacked(path: Path) -> bytes:
     return data
 
 
-class Recorded:
+class RecordedTables:
     """Implements ProbedTables for recorded functions; what lies between them is nobody's."""
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:

@@ -22,10 +22,10 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.threads import start_thread
 from kprobefs import __version__, dropins, mount
 from kprobefs.apply_process import ApplyProcess
-from kprobefs.failure import Exit, Failure, lack, shown
-from kprobefs.heartbeat import PR_SET_PDEATHSIG, Heartbeat, watchdog_interval
+from kprobefs.failure import CliError, ExitStatus, escape_for_terminal, resource_hint
+from kprobefs.heartbeat import PR_SET_PDEATHSIG, ServiceWatchdog, watchdog_interval
 from kprobefs.log_file import check_log, last_line, open_log
-from kprobefs.namespace import Companions
+from kprobefs.namespace import NamespaceMembers
 from kprobefs.options import Builder, MountOptions
 from kprobefs.registry import Daemon, Registration, log_path, sweep
 from kprobefs.reserve import share_heap
@@ -59,15 +59,15 @@ class Service:
         self._build = build
         self._applies_definitions = applies_definitions
         self._wake = Wake()
-        self._companions = Companions()
+        self._companions = NamespaceMembers()
         self._mounted = False
-        self._failure: Failure | None = None
+        self._failure: CliError | None = None
 
     def run(self, on_prepared: Callable[[], None], on_ready: Callable[[], object]) -> None:
         """Serve until SIGTERM, SIGINT, SIGHUP or umount.
 
         `on_prepared` is called while there are no threads yet, `on_ready` once the mount answers.
-        Raises: Failure.
+        Raises: CliError.
         """
         # Before libfuse is loaded: it takes signals that still have their default action.
         for number in SIGNALS:
@@ -82,7 +82,7 @@ class Service:
             ):
                 interval = watchdog_interval()
                 if interval is not None:
-                    heartbeat = Heartbeat(self._options.directory, interval)
+                    heartbeat = ServiceWatchdog(self._options.directory, interval)
                     self._companions.add(heartbeat.pid)
                 on_prepared()
                 self._serve(heartbeat, on_ready)
@@ -91,7 +91,7 @@ class Service:
                 heartbeat.end()
             registration.close()
 
-    def _serve(self, heartbeat: Heartbeat | None, on_ready: Callable[[], object]) -> None:
+    def _serve(self, heartbeat: ServiceWatchdog | None, on_ready: Callable[[], object]) -> None:
         from kprobefs.adapter import FuseOptions, Server
 
         share_heap()
@@ -116,7 +116,7 @@ class Service:
         session.start()
         ready.wait()
         if self._mounted:
-            directory = shown(self._options.directory)
+            directory = escape_for_terminal(self._options.directory)
             on_ready()
             log.info("serving %s", directory)
             applying = ApplyProcess(self._options.directory) if self._has_definitions() else None
@@ -140,12 +140,12 @@ class Service:
     def _has_definitions(self) -> bool:
         return self._applies_definitions and bool(dropins.files())
 
-    def _wait(self, heartbeat: Heartbeat | None, applying: ApplyProcess | None) -> None:
+    def _wait(self, heartbeat: ServiceWatchdog | None, applying: ApplyProcess | None) -> None:
         """Until it is time to end; meanwhile the service manager hears what the mount answers.
 
         The start is over when the definitions are applied, or have taken too long; they go on then.
         """
-        directory, condition = shown(self._options.directory), "serving"
+        directory, condition = escape_for_terminal(self._options.directory), "serving"
         deadline = time.monotonic() + APPLY_TIMEOUT
         remark, told, is_ready = "" if applying is None else "applying definitions", "", False
         if heartbeat is not None:
@@ -186,7 +186,7 @@ class Service:
 
         try:
             server.serve(self._options.directory, mounted)
-        except Failure as failure:
+        except CliError as failure:
             if self._wake.is_set():
                 # Unmounted under its threads, libfuse's loop may end with an error of its own.
                 log.info("the session ended: %s", failure)
@@ -194,7 +194,7 @@ class Service:
                 self._failure = failure
         except Exception as error:
             log.exception("the FUSE session failed")
-            self._failure = Failure(f"{self._options.directory}: {error}: this is a bug")
+            self._failure = CliError(f"{self._options.directory}: {error}: this is a bug")
         finally:
             self._wake.set()
             ready.set()
@@ -206,11 +206,11 @@ class Service:
             # Another place that shows the same mount keeps the session alive as well.
             for each in reversed(mount.mount_points()):
                 if each.device == point.device:
-                    with suppress(Failure):
+                    with suppress(CliError):
                         mount.detach(each.directory)
         # So does a file that somebody still holds open; the end of the process closes it.
         session.join(END_TIMEOUT)
-        log.info("stopped serving %s", shown(directory))
+        log.info("stopped serving %s", escape_for_terminal(directory))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -228,7 +228,7 @@ class Service:
 
 
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
-    """Serve in this process, with what mounts begin with. Raises: Failure."""
+    """Serve in this process, with what mounts begin with. Raises: CliError."""
     if log_file is None:
         _start_logging(logging.INFO, sys.stderr)
     else:
@@ -238,7 +238,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
-    """Start a daemon, and return when its mount answers. Raises: Failure (with the daemon's reason)."""
+    """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's reason)."""
     start = _Start(options, build, log_file)
     child = os.fork()
     if child == 0:
@@ -251,7 +251,7 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
 
 
 def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
-    """Start a daemon that ends with its parent; its pid, when its mount answers. Raises: Failure.
+    """Start a daemon that ends with its parent; its pid, when its mount answers. Raises: CliError.
 
     `on_orphaned` is called at its end, where the parent is gone then.
     """
@@ -266,7 +266,7 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
             signal.signal(number, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
-            os._exit(Exit.FAILURE)
+            os._exit(ExitStatus.FAILURE)
         start.serve(lambda: None if os.getppid() == parent else on_orphaned())
     try:
         start.await_ready()
@@ -318,7 +318,7 @@ class _Start:
     """A daemon's start, seen from both sides of the fork: it ends in a mount, or in nothing and a reason."""
 
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
-        """Raises: Failure (the log can't be written)."""
+        """Raises: CliError (the log can't be written)."""
         self._options = options
         self._build = build
         self._is_own_log = log_file is None
@@ -328,47 +328,47 @@ class _Start:
         self._is_told = threading.Lock()
 
     def await_ready(self) -> None:
-        """For who started it. Raises: Failure (with the daemon's reason)."""
+        """For who started it. Raises: CliError (with the daemon's reason)."""
         os.close(self._writer)
         with os.fdopen(self._reader, "rb") as pipe:
             answer = pipe.read()
         if not answer:
             # It may have been killed, by itself too.
             sweep()
-            raise Failure(self._bug("it ended without a word"))
+            raise CliError(self._bug("it ended without a word"))
         if answer != READY:
-            raise Failure(answer[1:].decode(errors="surrogateescape"), Exit(answer[0]))
+            raise CliError(answer[1:].decode(errors="surrogateescape"), ExitStatus(answer[0]))
 
     def serve(self, at_end: Callable[[], None] = lambda: None) -> NoReturn:
         """For the daemon: serve, and end the process."""
         os.close(self._reader)
-        status = Exit.FAILURE
+        status = ExitStatus.FAILURE
         try:
             self._leave_terminal()
             _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr)
             given = _given_descriptors()
             service = Service(self._options, self._build, applies_definitions=False)
             service.run(self._watch_starter, lambda: self._become_ready(given))
-            status = Exit.OK
-        except Failure as failure:
+            status = ExitStatus.OK
+        except CliError as failure:
             why = last_line(sys.stderr.fileno()) if failure.is_explained else ""
             message = f"{failure}: {why}" if why else str(failure)
-            log.error("%s", shown(message))
+            log.error("%s", escape_for_terminal(message))
             if self._tell_reason(message, failure.status) and self._is_own_log:
                 self._log_file.unlink(missing_ok=True)
         # This is a forked copy of the caller: nothing may get back into its frames.
         except BaseException as error:
-            lacking = lack(error)
-            if lacking and self._tell_reason(lacking, Exit.FAILURE):
+            lacking = resource_hint(error)
+            if lacking and self._tell_reason(lacking, ExitStatus.FAILURE):
                 if self._is_own_log:
                     self._log_file.unlink(missing_ok=True)
             else:
                 log.exception("the daemon failed")
-                self._tell_reason(self._bug(f"{type(error).__name__}: {error}"), Exit.FAILURE)
+                self._tell_reason(self._bug(f"{type(error).__name__}: {error}"), ExitStatus.FAILURE)
         finally:
             with suppress(BaseException):
                 at_end()
-            if self._is_own_log and status == Exit.OK and not os.fstat(2).st_size:
+            if self._is_own_log and status == ExitStatus.OK and not os.fstat(2).st_size:
                 self._log_file.unlink(missing_ok=True)
             logging.shutdown()
             os._exit(status)
@@ -383,7 +383,7 @@ class _Start:
     def _bug(self, what: str) -> str:
         return f"the daemon failed at its start: {what}: see {self._log_file}"
 
-    def _tell_reason(self, message: str, status: Exit) -> bool:
+    def _tell_reason(self, message: str, status: ExitStatus) -> bool:
         return self._tell(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _tell(self, message: bytes) -> bool:
@@ -407,9 +407,9 @@ class _Start:
                 if any(event & POLLERR for _, event in waiting.poll(100)) and self._is_told.acquire(False):
                     log.error("who started the daemon went before the mount was there")
                     if mount.mounted_on(self._options.directory):
-                        with suppress(Failure):
+                        with suppress(CliError):
                             mount.detach(self._options.directory)
-                    os._exit(Exit.FAILURE)
+                    os._exit(ExitStatus.FAILURE)
 
         threading.Thread(target=watch, name="starter", daemon=True).start()
 
@@ -418,7 +418,7 @@ class _Start:
         try:
             null = os.open(os.devnull, os.O_RDONLY)
         except OSError as error:
-            raise Failure(f"{os.devnull}: {error.strerror}") from error
+            raise CliError(f"{os.devnull}: {error.strerror}") from error
         output = open_log(str(self._log_file), self._options.directory, anew=self._is_own_log)
         for target, source in ((0, null), (1, output), (2, output)):
             os.dup2(source, target)

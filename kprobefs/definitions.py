@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from emulated_kernel.dataclass import dataclass
-from kprobefs.failure import shown
+from kprobefs.failure import escape_for_terminal
 from kprobefs.files import OUTSIDE, Files
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Line:
     """Its end, or what that was made of: what is told where the line isn't the user's own."""
 
 
-class Refused(Exception):
+class DefinitionError(Exception):
     """A line that can't be done: what to tell, after the file's name and the line's number."""
 
     def __init__(self, message: str, cursor: int | None = None) -> None:
@@ -117,14 +117,14 @@ class Loader:
     """Makes a tracefs what lines say, and leaves alone what is so already."""
 
     def __init__(self, files: Files) -> None:
-        """`files` are those that are to be written. Raises: Failure."""
+        """`files` are those that are to be written. Raises: CliError."""
         self._files = files
         self._tracefs = files.tracefs()
         self._defined: set[str] = set()
         """Events of the lines so far; a further line for one of them adds to it."""
         self._error_logs = {"": self._read("error_log")}
         """By trace array: "" or instances/NAME/."""
-        self._known: _Known | None = None
+        self._known: _ExistingDefinitions | None = None
         """What dynamic_events says; None where lines have changed it in ways that only reading it tells."""
 
     def apply(self, lines: Sequence[Line]) -> list[str]:
@@ -137,7 +137,7 @@ class Loader:
             for line in now:
                 try:
                     self._do(line.text)
-                except Refused as refused:
+                except DefinitionError as refused:
                     report = _report(line, refused)
                     # A trigger may need a variable of one that comes behind it.
                     if _is_trigger(line.text):
@@ -157,7 +157,7 @@ class Loader:
         elif text.startswith("-:") or DEFINITION.match(text):
             self._define(text)
         else:
-            raise Refused("neither a definition nor 'FILE = VALUE'")
+            raise DefinitionError("neither a definition nor 'FILE = VALUE'")
 
     def _define(self, text: str) -> None:
         definition = _definition(text)
@@ -167,7 +167,7 @@ class Loader:
             return
         known = self._known
         if known is None or known.is_unsure(definition):
-            known = self._known = _Known(self._read("dynamic_events").splitlines())
+            known = self._known = _ExistingDefinitions(self._read("dynamic_events").splitlines())
         if not known.has(definition):
             if definition.event in known.events and definition.event not in self._defined:
                 self._remove(definition.event)
@@ -185,10 +185,10 @@ class Loader:
                 self._write(switch, "0", None)
         try:
             self._write("dynamic_events", f"-:{event}", None)
-        except Refused as refused:
+        except DefinitionError as refused:
             # Linux: a trigger that counts by an event's fields keeps it.
             triggers = list(self._triggers(event))
-            raise Refused(f"{refused}: {'; '.join(triggers)}" if triggers else str(refused)) from None
+            raise DefinitionError(f"{refused}: {'; '.join(triggers)}" if triggers else str(refused)) from None
 
     def _triggers(self, event: str) -> Iterator[str]:
         """What an event's triggers are, with the files that take them away again."""
@@ -203,7 +203,7 @@ class Loader:
         path = _unescaped(name)
         parts = path.split("/")
         if path.startswith("/") or ".." in parts:
-            raise Refused("not a file of the tracefs")
+            raise DefinitionError("not a file of the tracefs")
         if parts[0] == "instances" and len(parts) > 1 and parts[1]:
             self._make(f"instances/{parts[1]}")
         if parts[-1] == "trace_options":
@@ -229,7 +229,7 @@ class Loader:
         except FileExistsError:
             self._error_logs[log] = self._read(f"{instance}/error_log")
         except OSError as error:
-            raise Refused(f"{instance}: {error.strerror}") from None
+            raise DefinitionError(f"{instance}: {error.strerror}") from None
         else:
             self._error_logs[log] = ""
 
@@ -241,7 +241,7 @@ class Loader:
                 continue
             try:
                 self._write(path, word[0], column + word.start())
-            except Refused:
+            except DefinitionError:
                 # EINVAL where each function that a pattern means has the command already.
                 pattern, colon, command = _without_count(word[0]).partition(":")
                 had = (each.partition(":") for each in present)
@@ -258,7 +258,7 @@ class Loader:
             if error.errno in (errno.EINVAL, errno.EACCES):
                 # A file that only takes.
                 return ""
-            raise Refused(f"{name}: {error.strerror}") from None
+            raise DefinitionError(f"{name}: {error.strerror}") from None
 
     def _write(self, name: str, value: str, column: int | None) -> None:
         """`column`: where `value` begins in its line; None where it doesn't stand there."""
@@ -271,7 +271,7 @@ class Loader:
             told, cursor = _last_error(now, value) if now != before else ("", None)
             reason = f"{told}: {error.strerror}" if told else str(error.strerror)
             at = None if cursor is None or column is None else column + cursor
-            raise Refused(reason, at) from None
+            raise DefinitionError(reason, at) from None
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def _as_shown(kind: str, place: str) -> str:
     return place
 
 
-class _Known:
+class _ExistingDefinitions:
     """The definitions that there are, as dynamic_events says, and those that were written since."""
 
     def __init__(self, lines: Iterable[str]) -> None:
@@ -376,14 +376,14 @@ def _covers(existing: str, wanted: str) -> bool:
     return set(parts) <= set(found.split(":")) and condition == given
 
 
-def _report(line: Line, refused: Refused) -> str:
+def _report(line: Line, refused: DefinitionError) -> str:
     place = f"{line.file}:{line.number}" if line.number else line.file
     text = line.typed or line.text
     report = f"{place}: {refused}\n    {text}"
     cursor = -1 if refused.cursor is None else refused.cursor - len(line.text) + len(text)
     if 0 <= cursor <= len(text):
         report += f"\n    {' ' * cursor}^"
-    return "\n".join(map(shown, report.split("\n")))
+    return "\n".join(map(escape_for_terminal, report.split("\n")))
 
 
 # Saving
@@ -392,7 +392,7 @@ def _report(line: Line, refused: Refused) -> str:
 def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
     """The lines that make a new mount what the one of `files` is; what is switched on comes last.
 
-    `probes` is what the files of thousands say, where that is known without reading them. Raises: Failure.
+    `probes` is what the files of thousands say, where that is known without reading them. Raises: CliError.
     """
     tracefs = files.tracefs()
     arrays = {"": _Array(files, tracefs)}

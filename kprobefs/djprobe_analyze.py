@@ -9,19 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
-from emulated_kernel.arch.x86.facts import FactsTable
+from emulated_kernel.arch.x86.facts import DecodeCache
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
 from emulated_kernel.image.linux.source import open_elf
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnalysisResult:
     """What the analysis of one address says; `length` in bytes, 0 where djprobe can't be used."""
 
     address: str
@@ -38,16 +38,16 @@ class Answer:
         return asdict(self)
 
 
-def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: int = 2) -> Answer:
+def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: int = 2) -> AnalysisResult:
     """The answer for an address (0x...) or SYMBOL[+OFFSET] of an ELF file, or of the kernel packed in a file.
 
-    `bug_size`: bytes of a BUG() in its code. Raises: Failure (a place that isn't one), KernelError, OSError.
+    `bug_size`: bytes of a BUG() in its code. Raises: CliError (a place that isn't one), KernelError, OSError.
     """
     with open_elf(path) as file, open_debuginfo(file, path, debug_path) as info:
         function, addr = _find(info, place)
         found = _region(info, function, addr, bug_size)
     region = found if isinstance(found, Region) else None
-    return Answer(
+    return AnalysisResult(
         address=f"{addr:#x}",
         function=function.name,
         offset=addr - function.parts[0].start,
@@ -56,9 +56,9 @@ def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: in
     )
 
 
-def _region(info: DebugInfo, function: DescribedFunction, addr: int, bug_size: int) -> Region | Finding:
+def _region(info: DebugInfo, function: DescribedFunction, addr: int, bug_size: int) -> Region | Rejection:
     """The detoured region at an address; parts of the function elsewhere may jump into it, too."""
-    facts = FactsTable(info.bits)
+    facts = DecodeCache(info.bits)
     probed = function.part_at(addr) or function.parts[0]
 
     def analysis(part: range) -> X86FunctionAnalysis:
@@ -72,7 +72,7 @@ def _region(info: DebugInfo, function: DescribedFunction, addr: int, bug_size: i
         for part in function.parts:
             branch = analysis(part).flow.branch_into(djprobe.prohibited(found)) if part != probed else None
             if branch is not None:
-                return Finding(Reason.JUMP_INTO_RANGE, branch.source)
+                return Rejection(RejectReason.JUMP_INTO_RANGE, branch.source)
     return found
 
 
@@ -86,4 +86,4 @@ def _find(info: DebugInfo, place: str) -> tuple[DescribedFunction, int]:
         function, start = info.named(name)
         return function, start + distance
     except ValueError:
-        raise Failure(f"{place}: give an address (0x...) or SYMBOL[+OFFSET]", Exit.USAGE) from None
+        raise CliError(f"{place}: give an address (0x...) or SYMBOL[+OFFSET]", ExitStatus.USAGE) from None

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from emulated_kernel.regular import open_regular, read_open
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 
 SYSTEM = ("/etc/kprobefs/probes.d", "/run/kprobefs/probes.d", "/usr/lib/kprobefs/probes.d")
 VARIABLE = "KPROBEFS_PROBES_PATH"
@@ -41,12 +41,12 @@ def files() -> list[Path]:
 
 
 def read(path: Path) -> str:
-    """What a file holds. Raises: Failure (it can't be read, or somebody else could have written it)."""
+    """What a file holds. Raises: CliError (it can't be read, or somebody else could have written it)."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
-                raise Failure(f"{path}: others could have written it; it isn't applied")
+                raise CliError(f"{path}: others could have written it; it isn't applied")
             return read_open(file, LIMIT).decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}") from None
+        raise CliError(f"{path}: {error.strerror}") from None

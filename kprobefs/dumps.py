@@ -7,28 +7,28 @@ import struct
 
 from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
-from emulated_kernel.linux.core_mount import CoreMount
+from emulated_kernel.linux.core_mount import VmcoreMount
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.failure import Exit, Failure, explained
+from kprobefs.failure import CliError, ExitStatus, explained
 from kprobefs.options import MountOptions
 
 
 def prepare(vmcore: str) -> None:
-    """Have the dump converted; the mount starts from that. Raises: Failure."""
+    """Have the dump converted; the mount starts from that. Raises: CliError."""
     with explained(vmcore):
         ensure_core_cached(vmcore)
 
 
-def core_mount(options: MountOptions, vmcore: str) -> CoreMount:
-    """The mount of a dump's kernel. Raises: Failure."""
+def core_mount(options: MountOptions, vmcore: str) -> VmcoreMount:
+    """The mount of a dump's kernel. Raises: CliError."""
     owner = Owner(os.geteuid(), os.getegid())
     try:
         with explained(vmcore):
             guest, kernel = started_core(vmcore)
             engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
-            return CoreMount(guest, engine, owner, is_tracefs=options.layout == "tracefs")
+            return VmcoreMount(guest, engine, owner, is_tracefs=options.layout == "tracefs")
     except (MemoryFault, HardwareError, LookupError, struct.error) as error:
         message = f"{vmcore}: not a usable dump: its kernel's structures lead nowhere: {error}"
-        raise Failure(message, Exit.USAGE) from error
+        raise CliError(message, ExitStatus.USAGE) from error

@@ -1,4 +1,4 @@
-"""Failure: an error for the person at the terminal, in one line that says what to do."""
+"""CliError: an error for the person at the terminal, in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import IntEnum
 from emulated_kernel.errors import KernelError
 
 
-class Exit(IntEnum):
+class ExitStatus(IntEnum):
     """Exit statuses of the program; `run` otherwise passes on its command's."""
 
     OK = 0
@@ -33,10 +33,12 @@ class Exit(IntEnum):
     NOT_FOUND = 127
 
 
-class Failure(Exception):
+class CliError(Exception):
     """Ends the program with one line on standard error and an exit status."""
 
-    def __init__(self, message: str, status: Exit = Exit.FAILURE, *, is_explained: bool = False) -> None:
+    def __init__(
+        self, message: str, status: ExitStatus = ExitStatus.FAILURE, *, is_explained: bool = False
+    ) -> None:
         """`is_explained`: standard error says why already."""
         super().__init__(message)
         self.status = status
@@ -51,13 +53,13 @@ _LACKING = {
 }
 
 
-def lack(error: BaseException) -> str:
+def resource_hint(error: BaseException) -> str:
     """Of which of the caller's limits it comes, and what a mount needs; "" where it's none of them."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     return f"{os.strerror(number)}: {_LACKING[number]}" if number in _LACKING else ""
 
 
-def shown(text: str) -> str:
+def escape_for_terminal(text: str) -> str:
     """Text with names in it that others gave, for a terminal: nothing in it moves the cursor or hides."""
     return "".join(character if character.isprintable() else _escape(character) for character in text)
 
@@ -71,10 +73,10 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Raises: Failure (which names the image)."""
+    """Raises: CliError (which names the image)."""
     try:
         yield
     except KernelError as error:
-        raise Failure(f"{image}: {error.strerror}", Exit.USAGE) from error
+        raise CliError(f"{image}: {error.strerror}", ExitStatus.USAGE) from error
     except OSError as error:
-        raise Failure(f"{error.filename or image}: {error.strerror or error}", Exit.USAGE) from error
+        raise CliError(f"{error.filename or image}: {error.strerror or error}", ExitStatus.USAGE) from error

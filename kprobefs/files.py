@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.tree import CONTROL
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 
 if TYPE_CHECKING:
     from emulated_kernel.vfs.core.client import Client
     from emulated_kernel.vfs.core.open_file import OpenFile
-    from emulated_kernel.vfs.core.tree import Filesystem
+    from emulated_kernel.vfs.core.tree import NodeTree
 
 OUTSIDE = ("kprobes", "sysctl")
 """Directories beside the tracefs whose files definitions may name too, where the mount has them."""
@@ -29,7 +29,7 @@ READ_SIZE = 1 << 16
 """Bytes; a read that gives less has come to the file's end."""
 
 
-def beside(directory: str) -> Path:
+def control_root(directory: str) -> Path:
     """Where a mount has machine/ and what else isn't its tracefs's."""
     unlisted = Path(directory, CONTROL)
     return unlisted if unlisted.is_dir() else Path(directory)
@@ -63,11 +63,11 @@ class Files(ABC):
         """Whether there is such a file."""
 
     def tracefs(self) -> str:
-        """The directory that is a tracefs: "" or with a slash at its end. Raises: Failure."""
+        """The directory that is a tracefs: "" or with a slash at its end. Raises: CliError."""
         for directory in ("tracing/", ""):
             if self.exists(f"{directory}dynamic_events"):
                 return directory
-        raise Failure("no tracefs is mounted there")
+        raise CliError("no tracefs is mounted there")
 
 
 def read_all(read: Callable[[int], bytes]) -> str:
@@ -90,10 +90,10 @@ class HostFiles(Files):
 
     def __init__(self, directory: str) -> None:
         self._root = Path(directory)
-        self._beside = beside(directory)
+        self._control_root = control_root(directory)
 
     def _path(self, name: str) -> Path:
-        return (self._beside if name.partition("/")[0] in OUTSIDE else self._root) / name
+        return (self._control_root if name.partition("/")[0] in OUTSIDE else self._root) / name
 
     def read(self, name: str) -> str:
         """See Files."""
@@ -132,7 +132,7 @@ class HostFiles(Files):
 class TreeFiles(Files):
     """Those of a kernel in this process, used by no task of its guest. Needs the control lock."""
 
-    def __init__(self, tree: Filesystem, client: Client) -> None:
+    def __init__(self, tree: NodeTree, client: Client) -> None:
         self._tree = tree
         self._client = client
 

@@ -35,7 +35,7 @@ def watchdog_interval() -> float | None:
     return None
 
 
-class Heartbeat:
+class ServiceWatchdog:
     """A process that asks the mount for its state again and again, and passes each answer on.
 
     While a request keeps the kernel, and the state waits for its lock, it says that the mount is busy if the

@@ -10,7 +10,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 
 PROGRAM = "/usr/bin/kprobefs"
 """What the units run as they are shipped."""
@@ -21,7 +21,7 @@ USER_UNITS = ("user/kprobefs.service",)
 def install(root: str, *, user: bool) -> list[str]:
     """Write the units below `root`, and have a running manager read them; what was done, for people.
 
-    Raises: Failure, OSError.
+    Raises: CliError, OSError.
     """
     is_here = root == "/"
     if user and not is_here:
@@ -38,7 +38,7 @@ def install(root: str, *, user: bool) -> list[str]:
         _check_writable(directory)
     except OSError as error:
         way = ": --user, or as root" if isinstance(error, PermissionError) and not user else ""
-        raise Failure(f"{directory}: {error.strerror}{way}") from None
+        raise CliError(f"{directory}: {error.strerror}{way}") from None
     for unit in USER_UNITS if user else SYSTEM_UNITS:
         text = _units().joinpath(unit).read_text("utf-8")
         text = text.replace(f"={PROGRAM} ", f"={_program()} ")
@@ -68,7 +68,7 @@ def _units() -> Path:
     for directory in (package / "systemd", package.parent / "systemd"):
         if (directory / SYSTEM_UNITS[0]).exists():
             return directory
-    raise Failure("the units are missing from this installation")
+    raise CliError("the units are missing from this installation")
 
 
 def _program() -> str:

@@ -10,12 +10,12 @@ from typing import BinaryIO
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.machine.memory.kept import KeptLayout
-from emulated_kernel.trace.array.past import PastNames, PastRecords
+from emulated_kernel.machine.memory.kept import PersistentLayout
+from emulated_kernel.trace.array.past import PreviousBootNames, PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, RingMemory, memory_size
-from emulated_kernel.trace.ring.salvage import Unreadable, salvage
+from emulated_kernel.trace.ring.salvage import UnreadableControlBlock, recover_ring_buffer
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
 
@@ -51,7 +51,7 @@ def array_places(kernel: Kernel) -> list[ArrayPlace]:
     ]
 
 
-def _place(name: str, past: PastRecords, clock: str) -> ArrayPlace:
+def _place(name: str, past: PreviousBootRecords, clock: str) -> ArrayPlace:
     controls = sorted(each[0].place.control_at for each in (past.buffers, past.aside))
     return ArrayPlace(name, tuple(controls), clock, past.time_start, past.has_snapshot)
 
@@ -60,7 +60,7 @@ def _place(name: str, past: PastRecords, clock: str) -> ArrayPlace:
 class LastRecords:
     """The records of a file, by the instances that will show them."""
 
-    arrays: dict[str, tuple[ArrayPlace, PastRecords]]
+    arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
     torn: int = 0
     damage: list[str] = field(default_factory=list)
     """What of them was found damaged."""
@@ -76,10 +76,10 @@ def read_records(
 
     Raises: OSError, ValueError (it isn't such a file).
     """
-    layout = kernel.machine.records.kept_layout
+    layout = kernel.machine.records.persistent_layout
     if os.fstat(file.fileno()).st_size != layout.size:
         raise ValueError("of another size than it was")
-    reader = _KeptReader(file, layout, kernel.config.cpus)
+    reader = _PersistentReader(file, layout, kernel.config.cpus)
     cmdlines = SavedCmdlines.kept(reader.pages(names_at, KEPT_SIZE))
     found = LastRecords({})
     for place in places:
@@ -93,8 +93,8 @@ def read_records(
     return found, cmdlines
 
 
-class _KeptReader:
-    def __init__(self, file: BinaryIO, layout: KeptLayout, cpus: int) -> None:
+class _PersistentReader:
+    def __init__(self, file: BinaryIO, layout: PersistentLayout, cpus: int) -> None:
         self._file = file
         self._layout = layout
         self._cpus = cpus
@@ -110,10 +110,10 @@ class _KeptReader:
             raise ValueError("shorter than it was")
         return data
 
-    def past(self, place: ArrayPlace, found: LastRecords) -> PastRecords:
+    def past(self, place: ArrayPlace, found: LastRecords) -> PreviousBootRecords:
         pairs = [self._buffers(place, cpu, found) for cpu in range(self._cpus)]
         own, aside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        return PastRecords(own, aside, place.has_snapshot, place.time_start)
+        return PreviousBootRecords(own, aside, place.has_snapshot, place.time_start)
 
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
         """A CPU's own buffer and the snapshot's; an empty one where there is none that makes sense."""
@@ -123,9 +123,9 @@ class _KeptReader:
         for offset in place.controls:
             try:
                 at = self._layout.cells(cpu, offset, CONTROL_SIZE)
-                result = salvage(self._read(at, CONTROL_SIZE), self.pages)
+                result = recover_ring_buffer(self._read(at, CONTROL_SIZE), self.pages)
             except ValueError as error:
-                found.torn += error.lost if isinstance(error, Unreadable) else 0
+                found.torn += error.lost if isinstance(error, UnreadableControlBlock) else 0
                 damage.append(str(error))
                 continue
             if result is not None:
@@ -148,10 +148,10 @@ def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str
     events = kernel.tracing.system.events
     # Entries of tracing itself are printed without the events of their ids.
     known = {event.id: event for event in events if events.by_id(event.id) is event}
-    names = PastNames(known, cmdlines)
+    names = PreviousBootNames(known, cmdlines)
     refused: dict[str, str] = {}
     for name, (place, past) in tuple(last.arrays.items()):
-        named = PastRecords(past.buffers, past.aside, past.has_snapshot, past.time_start, names=names)
+        named = PreviousBootRecords(past.buffers, past.aside, past.has_snapshot, past.time_start, names=names)
         is_new = kernel.trace_arrays.find(name) is None
         try:
             _show(_instance(kernel, name).array, place, named)
@@ -163,7 +163,7 @@ def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str
     return refused
 
 
-def _show(array: TraceArray, place: ArrayPlace, past: PastRecords) -> None:
+def _show(array: TraceArray, place: ArrayPlace, past: PreviousBootRecords) -> None:
     array.set_clock(place.clock)
     array.set_tracing_on(False)
     array.take_records(past, array.memory_for(past))

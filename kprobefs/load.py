@@ -10,14 +10,14 @@ from pathlib import Path
 
 from emulated_kernel.regular import read_given, read_named
 from kprobefs import dropins, mount
-from kprobefs.failure import Exit, Failure, shown
+from kprobefs.failure import CliError, ExitStatus, escape_for_terminal
 
 TOLD, WIDTH = 20, 1024
 """Lines of a file that failed, and characters of each, that are told."""
 
 
 def which_mount(named: str | None, way: str = "--mount DIR") -> str:
-    """The mount that a command is for: the named one, $KPROBEFS, or the only one. Raises: Failure.
+    """The mount that a command is for: the named one, $KPROBEFS, or the only one. Raises: CliError.
 
     `way`: in which the command has it named.
     """
@@ -26,11 +26,11 @@ def which_mount(named: str | None, way: str = "--mount DIR") -> str:
         directory = mount.resolve(chosen)
         point = mount.mounted_on(directory)
         if point is None or point.fstype != mount.FSTYPE:
-            raise Failure(f"{chosen}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
+            raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     else:
         found = sorted({point.directory for point in mount.our_mounts()})
         if len(found) != 1:
-            raise Failure(f"which mount? {way}" if found else "nothing is mounted", Exit.NOT_MOUNTED)
+            raise CliError(f"which mount? {way}" if found else "nothing is mounted", ExitStatus.NOT_MOUNTED)
         [directory] = found
     mount.check_answers(directory)
     return directory
@@ -52,12 +52,12 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
         try:
             text = _read(file) if files else dropins.read(Path(file))
         except OSError as error:
-            failed.append(shown(f"{file}: {error.strerror}"))
-        except Failure as failure:
-            failed.append(shown(str(failure)))
+            failed.append(escape_for_terminal(f"{file}: {error.strerror}"))
+        except CliError as failure:
+            failed.append(escape_for_terminal(str(failure)))
         else:
             if "\0" in text:
-                failed.append(shown(f"{file}: no file of definitions: it has a NUL"))
+                failed.append(escape_for_terminal(f"{file}: no file of definitions: it has a NUL"))
                 continue
             failed += _first(file, loader.apply(list(definitions.read_lines(file, text))))
     return failed
@@ -67,7 +67,7 @@ def _first(file: str, failed: list[str]) -> list[str]:
     """What to tell of a file's lines: of many that failed the first ones, none wider than some screens."""
     told = ["\n".join(line[:WIDTH] for line in each.split("\n")) for each in failed[:TOLD]]
     more = len(failed) - len(told)
-    return [*told, shown(f"{file}: {more} more lines failed")] if more > 0 else told
+    return [*told, escape_for_terminal(f"{file}: {more} more lines failed")] if more > 0 else told
 
 
 def _read(file: str) -> str:
@@ -78,8 +78,8 @@ def _read(file: str) -> str:
 def saved(directory: str) -> bytes:
     """What `save` writes."""
     from kprobefs.definitions import saved
-    from kprobefs.files import HostFiles, beside
+    from kprobefs.files import HostFiles, control_root
 
     with suppress(FileNotFoundError):
-        return (beside(directory) / "machine" / "definitions").read_bytes()
+        return (control_root(directory) / "machine" / "definitions").read_bytes()
     return "".join(f"{line}\n" for line in saved(HostFiles(directory))).encode("utf-8", "surrogateescape")

@@ -5,33 +5,33 @@ from __future__ import annotations
 import os
 import stat
 
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.mount import is_inside
 
 TAIL = 4096
 
 
 def check_log(path: str, directory: str) -> None:
-    """Raises: Failure (`path` can't be the log of a daemon that serves `directory`)."""
+    """Raises: CliError (`path` can't be the log of a daemon that serves `directory`)."""
     os.close(_open(path, directory, 0))
 
 
 def open_log(path: str, directory: str, *, anew: bool) -> int:
-    """A descriptor to write to; `anew`: what stood there is dropped. Raises: Failure."""
+    """A descriptor to write to; `anew`: what stood there is dropped. Raises: CliError."""
     return _open(path, directory, os.O_TRUNC if anew else 0)
 
 
 def _open(path: str, directory: str, flags: int) -> int:
     if is_inside(os.path.dirname(path) or ".", directory):
-        raise Failure(f"--log {path}: inside a mount point", Exit.USAGE)
+        raise CliError(f"--log {path}: inside a mount point", ExitStatus.USAGE)
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         found = os.open(path, flags, 0o600)
     except OSError as error:
-        raise Failure(f"--log {path}: {_reason(path, error)}") from None
+        raise CliError(f"--log {path}: {_reason(path, error)}") from None
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
-        raise Failure(f"--log {path}: not a regular file")
+        raise CliError(f"--log {path}: not a regular file")
     return found
 
 

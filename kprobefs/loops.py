@@ -24,7 +24,7 @@ FAILED = -1
 """What a loop returns that ended before the session."""
 
 
-class Loops:
+class WorkerThreads:
     """Runs `loop` in threads until all of them have ended.
 
     libfuse's own pool makes a thread whenever all of them are busy, and ends it when too many are idle.

@@ -15,7 +15,7 @@ from select import POLLIN, poll
 from typing import NoReturn
 
 from emulated_kernel.dataclass import dataclass
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
@@ -51,9 +51,9 @@ class MountState(Enum):
     """Another user's, which lets nobody else ask."""
 
     @property
-    def status(self) -> Exit:
+    def status(self) -> ExitStatus:
         """Exit status of `kprobefs status`."""
-        return Exit.OK if self in (MountState.SERVING, MountState.MOUNTED) else Exit[self.name]
+        return ExitStatus.OK if self in (MountState.SERVING, MountState.MOUNTED) else ExitStatus[self.name]
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ def mounted_on(directory: str) -> MountPoint | None:
 def resolve(path: str) -> str:
     """Absolute and without symbolic links; a mount of ours is asked for nothing: its daemon may hang.
 
-    Raises: Failure.
+    Raises: CliError.
     """
     if not path:
-        raise Failure("the directory's name is empty", Exit.USAGE)
+        raise CliError("the directory's name is empty", ExitStatus.USAGE)
     ours = [point.directory for point in our_mounts()]
     try:
         found = "/" if path.startswith("/") else os.getcwd()
     except FileNotFoundError:
-        raise Failure("the working directory is gone: give an absolute path") from None
+        raise CliError("the working directory is gone: give an absolute path") from None
     pending, links = path.split("/")[::-1], 0
     while pending:
         name = pending.pop()
@@ -115,14 +115,14 @@ def resolve(path: str) -> str:
             continue
         links += 1
         if links > MAX_LINKS:
-            raise Failure(f"{path}: {os.strerror(errno.ELOOP)}")
+            raise CliError(f"{path}: {os.strerror(errno.ELOOP)}")
         pending += target.split("/")[::-1]
         found = "/" if target.startswith("/") else os.path.dirname(found)
     return found
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Whether a path lies in a mount of ours, or in the one to be on `directory`. Raises: Failure."""
+    """Whether a path lies in a mount of ours, or in the one to be on `directory`. Raises: CliError."""
     found = resolve(path)
     return any(_is_in(found, each) for each in (directory, *(point.directory for point in our_mounts())))
 
@@ -145,22 +145,22 @@ def condition(directory: str) -> MountState:
 
 
 def check_answers(directory: str) -> None:
-    """Raises: Failure (the daemon of a mount of ours hangs or is gone)."""
+    """Raises: CliError (the daemon of a mount of ours hangs or is gone)."""
     found = condition(directory)
     if found in (MountState.STALE, MountState.HUNG):
         raise unanswered(directory, found)
 
 
-def unanswered(directory: str, found: MountState) -> Failure:
+def unanswered(directory: str, found: MountState) -> CliError:
     """What to say of a mount of ours whose daemon hangs or is gone."""
     if found is MountState.STALE:
-        return Failure(f"{directory}: its daemon is gone (kprobefs umount {directory})", found.status)
+        return CliError(f"{directory}: its daemon is gone (kprobefs umount {directory})", found.status)
     from kprobefs.registry import known
 
     with known(directory) as daemon:
         stopped = daemon.daemon.pid if daemon is not None and daemon.is_stopped else None
     way = f"is stopped (kill -CONT {stopped})" if stopped else "doesn't answer"
-    return Failure(f"{directory}: hung: its daemon {way}; or kprobefs umount --force", found.status)
+    return CliError(f"{directory}: hung: its daemon {way}; or kprobefs umount --force", found.status)
 
 
 class _Question:
@@ -236,7 +236,7 @@ def _ask(directory: str, writer: int) -> NoReturn:
 
 
 def detach(directory: str) -> None:
-    """Take a mount out of the tree at once; open files stay until they are closed. Raises: Failure."""
+    """Take a mount out of the tree at once; open files stay until they are closed. Raises: CliError."""
     if os.geteuid() == 0:
         _umount2(directory)
     else:
@@ -244,7 +244,7 @@ def detach(directory: str) -> None:
 
 
 def check_owner(point: MountPoint) -> None:
-    """Raises: Failure (only somebody else may unmount it)."""
+    """Raises: CliError (only somebody else may unmount it)."""
     if os.geteuid() in (0, point.owner) or point.owner is None:
         return
     import pwd
@@ -254,7 +254,7 @@ def check_owner(point: MountPoint) -> None:
     except KeyError:
         name = f"user {point.owner}"
     others = "" if point.owner == 0 else f"{name} or "
-    raise Failure(f"{point.directory}: {name} has mounted it: only {others}root can unmount it")
+    raise CliError(f"{point.directory}: {name} has mounted it: only {others}root can unmount it")
 
 
 @contextmanager
@@ -262,11 +262,11 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
     """See that `directory` can be mounted on; what a killed daemon of ours left there is removed.
 
     `make`: a directory that isn't there is made, and goes again where what follows ends in an exception.
-    `allow_other`: others shall get in. Raises: Failure.
+    `allow_other`: others shall get in. Raises: CliError.
     """
     for point in our_mounts():
         if point.directory != directory and _is_in(directory, point.directory):
-            raise Failure(f"{directory}: inside a mount of kprobefs, {point.directory}; mount elsewhere")
+            raise CliError(f"{directory}: inside a mount of kprobefs, {point.directory}; mount elsewhere")
     found = mounted_on(directory)
     if found is not None and found.fstype == FSTYPE:
         _remove_stale(found)
@@ -288,7 +288,7 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
 
 
 def _make(directory: str, made: list[str]) -> None:
-    """Make what of the path isn't there, and note it in `made`. Raises: Failure."""
+    """Make what of the path isn't there, and note it in `made`. Raises: CliError."""
     missing, place = [], directory
     while not os.path.lexists(place):
         missing.append(place)
@@ -297,19 +297,19 @@ def _make(directory: str, made: list[str]) -> None:
         try:
             os.mkdir(each)
         except OSError as error:
-            raise Failure(f"{directory}: can't make it: {error.strerror}") from None
+            raise CliError(f"{directory}: can't make it: {error.strerror}") from None
         made.append(each)
 
 
 def _remove_stale(point: MountPoint) -> None:
     directory, found = point.directory, condition(point.directory)
     if found is MountState.HUNG:
-        raise Failure(
+        raise CliError(
             f"{directory}: kprobefs is mounted there, and hangs (kprobefs umount --force {directory})",
-            Exit.HUNG,
+            ExitStatus.HUNG,
         )
     if found is not MountState.STALE:
-        raise Failure(f"{directory}: kprobefs is mounted there already (kprobefs umount {directory})")
+        raise CliError(f"{directory}: kprobefs is mounted there already (kprobefs umount {directory})")
     check_owner(point)
     detach(directory)
 
@@ -317,26 +317,26 @@ def _remove_stale(point: MountPoint) -> None:
 def _check_directory(directory: str) -> None:
     try:
         if os.listdir(directory):
-            raise Failure(f"{directory}: not empty; take an empty directory")
+            raise CliError(f"{directory}: not empty; take an empty directory")
     except FileNotFoundError:
-        raise Failure(f"{directory}: no such directory (mkdir -p {directory}, or --mkdir)") from None
+        raise CliError(f"{directory}: no such directory (mkdir -p {directory}, or --mkdir)") from None
     except NotADirectoryError:
-        raise Failure(f"{directory}: not a directory; take an empty directory") from None
+        raise CliError(f"{directory}: not a directory; take an empty directory") from None
     except OSError as error:
-        raise Failure(f"{directory}: {error.strerror}; take a directory of yours") from None
+        raise CliError(f"{directory}: {error.strerror}; take a directory of yours") from None
     if os.geteuid() != 0 and not os.access(directory, os.W_OK):
-        raise Failure(f"{directory}: not writable for you; take a directory of yours")
+        raise CliError(f"{directory}: not writable for you; take a directory of yours")
 
 
 def _check_device() -> None:
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
-        raise Failure("no /dev/fuse: modprobe fuse, or give the container --device /dev/fuse") from None
+        raise CliError("no /dev/fuse: modprobe fuse, or give the container --device /dev/fuse") from None
     except PermissionError:
-        raise Failure("no access to /dev/fuse: chmod 666 /dev/fuse as root, or run as root") from None
+        raise CliError("no access to /dev/fuse: chmod 666 /dev/fuse as root, or run as root") from None
     except OSError as error:
-        raise Failure(f"/dev/fuse: {error.strerror}: modprobe fuse") from None
+        raise CliError(f"/dev/fuse: {error.strerror}: modprobe fuse") from None
 
 
 def _check_configuration() -> None:
@@ -349,7 +349,7 @@ def _check_configuration() -> None:
             is_allowed = False
         if not is_allowed:
             why = f"{FUSE_CONF} doesn't say {ALLOWS_OTHER}: root may add that line"
-            raise Failure(f"--allow-other: {why}", Exit.USAGE)
+            raise CliError(f"--allow-other: {why}", ExitStatus.USAGE)
 
 
 def _parse(line: str) -> MountPoint:
@@ -369,7 +369,7 @@ def _unescape(field: str) -> str:
 def _umount2(directory: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(os.fsencode(directory), MNT_DETACH | UMOUNT_NOFOLLOW) != 0:
-        raise Failure(f"{directory}: can't unmount: {os.strerror(ctypes.get_errno())}")
+        raise CliError(f"{directory}: can't unmount: {os.strerror(ctypes.get_errno())}")
 
 
 def _fusermount(directory: str) -> None:
@@ -382,6 +382,6 @@ def _fusermount(directory: str) -> None:
             check=False,
         )
     except FileNotFoundError:
-        raise Failure("fusermount is missing: install it (Debian, Fedora: fuse3)") from None
+        raise CliError("fusermount is missing: install it (Debian, Fedora: fuse3)") from None
     if result.returncode != 0:
-        raise Failure(f"{directory}: can't unmount: {result.stderr.strip()}")
+        raise CliError(f"{directory}: can't unmount: {result.stderr.strip()}")

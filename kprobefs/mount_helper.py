@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kprobefs.arguments import FLAGS, mount_parser
 from kprobefs.cli import main as program
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 
 USAGE = "usage: mount.fuse.kprobefs SOURCE DIR [-sfnv] [-o OPTION[=VALUE],...]"
 WRONG_USAGE, FAILED = 1, 32
@@ -72,7 +72,7 @@ def _is_unknown(option: str) -> bool:
     """Whether `kprobefs mount` has none of that name; wrong values it tells of itself."""
     try:
         return bool(mount_parser().parse_known_args([option, "--", "/"])[1])
-    except Failure:
+    except CliError:
         return False
 
 
@@ -93,5 +93,5 @@ def main(of_mount_fuse: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"mount.fuse.kprobefs: {error}", file=sys.stderr)
         return WRONG_USAGE
-    status = Exit.OK if words is None else program(words)
-    return {Exit.OK: 0, Exit.USAGE: WRONG_USAGE}.get(Exit(status), FAILED)
+    status = ExitStatus.OK if words is None else program(words)
+    return {ExitStatus.OK: 0, ExitStatus.USAGE: WRONG_USAGE}.get(ExitStatus(status), FAILED)

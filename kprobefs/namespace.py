@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 from kprobefs.mount import our_mounts
 from kprobefs.registry import parent_of, running
 
@@ -14,7 +14,7 @@ INTERVAL = 30.0
 CAP_SYS_PTRACE = 19
 
 
-class Companions:
+class NamespaceMembers:
     """The other processes of this mount namespace, but for daemons that keep a mount for each other alone.
 
     In the host's own namespace there are always some.
@@ -63,7 +63,7 @@ def _daemons() -> set[int]:
     """Pids of those that serve the mounts of this namespace, as far as they can be found now."""
     try:
         found = [running(point.directory) for point in our_mounts()]
-    except (OSError, Failure):
+    except (OSError, CliError):
         return set()
     return {daemon.pid for daemon in found if daemon is not None}
 

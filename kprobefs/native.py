@@ -7,7 +7,7 @@ import os
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.source import kernel_file
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.start import ensure_cached, started
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import explained
@@ -16,7 +16,7 @@ from kprobefs.progress import Progress
 
 
 def prepare(options: MountOptions) -> None:
-    """Have the kernel booted, for whoever watches; the mount starts from that. Raises: Failure."""
+    """Have the kernel booted, for whoever watches; the mount starts from that. Raises: CliError."""
     image, seed = str(options.machine.image), options.machine.seed
     bar: Progress | None = None
     shown = 0
@@ -33,11 +33,11 @@ def prepare(options: MountOptions) -> None:
         bar.end()
 
 
-def native_mount(options: MountOptions) -> LinuxMount:
-    """The mount of a kernel that has booted. Raises: Failure."""
+def native_mount(options: MountOptions) -> NativeMount:
+    """The mount of a kernel that has booted. Raises: CliError."""
     image = str(options.machine.image)
     with explained(image):
         tasks = started(image, options.machine.seed)
         modules = ModuleFiles(kernel_file(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
-    return LinuxMount(tasks, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
+    return NativeMount(tasks, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")

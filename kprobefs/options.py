@@ -12,17 +12,17 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
 from emulated_kernel.limits import Limit, Limits, parse_limit
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from emulated_kernel.config import MachineConfig
-    from emulated_kernel.linux.core_mount import CoreMount
-    from emulated_kernel.linux.linux_mount import LinuxMount
+    from emulated_kernel.linux.core_mount import VmcoreMount
+    from emulated_kernel.linux.linux_mount import NativeMount
     from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
-    ServedMount = GuestMount | LinuxMount | CoreMount
+    ServedMount = GuestMount | NativeMount | VmcoreMount
     """What the adapter serves: all have the same methods."""
 
 KERNEL_KPROBES = "kernel"
@@ -34,7 +34,7 @@ PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
 """Those that our engine probes a distribution's kernel with."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
-SAVE_REGS = tuple(saving.value for saving in profile.Saving)
+SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
 
 @dataclass(frozen=True)
@@ -70,57 +70,57 @@ Builder = Callable[[MountOptions], "ServedMount"]
 
 
 def check_image(path: Path) -> None:
-    """Raises: Failure (`path` is no file that could be a kernel image; what is in it isn't looked at)."""
+    """Raises: CliError (`path` is no file that could be a kernel image; what is in it isn't looked at)."""
     try:
         found = path.stat()
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}", Exit.USAGE) from None
+        raise CliError(f"{path}: {error.strerror}", ExitStatus.USAGE) from None
     if not stat.S_ISREG(found.st_mode):
-        raise Failure(f"{path}: not a regular file", Exit.USAGE)
+        raise CliError(f"{path}: not a regular file", ExitStatus.USAGE)
     if found.st_size > IMAGE_LIMIT:
         size = f"{found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20}"
-        raise Failure(f"{path}: {size}", Exit.USAGE)
+        raise CliError(f"{path}: {size}", ExitStatus.USAGE)
 
 
 def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
-    """What `--limit NAME=VALUE` says, and the run budget in seconds. Raises: Failure."""
+    """What `--limit NAME=VALUE` says, and the run budget in seconds. Raises: CliError."""
     found: dict[Limit, int | None] = {}
     for word in words:
         name, _, text = word.partition("=")
         try:
             limit, value = parse_limit(name, text)
         except KernelError as error:
-            raise Failure(f"--limit {word}: {error.strerror}", Exit.USAGE) from None
+            raise CliError(f"--limit {word}: {error.strerror}", ExitStatus.USAGE) from None
         found[limit] = value
     budget = found.pop(Limit.RUN_BUDGET_MS, None)
     return Limits(found), DEFAULT_RUN_BUDGET if budget is None else budget / 1000
 
 
 def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
-    """Check that the kernel supports the chosen kprobes and options. Raises: Failure."""
+    """Check that the kernel supports the chosen kprobes and options. Raises: CliError."""
     machine = options.machine
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
-        raise Failure(f"--vmcore: {why}", Exit.USAGE)
+        raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES and machine.image is None:
         why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
-        raise Failure(f"--kprobes kernel: {why}", Exit.USAGE)
+        raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
     if not runs_linux(options):
         return
     if options.isolate:
-        raise Failure("--isolate: not possible with a distribution's kernel; leave it out", Exit.USAGE)
+        raise CliError("--isolate: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)
     if is_limited:
-        raise Failure("a distribution's kernel takes no --limit: it has limits of its own", Exit.USAGE)
+        raise CliError("a distribution's kernel takes no --limit: it has limits of its own", ExitStatus.USAGE)
     if machine.arch != "x86_64" or machine.cpus != 1:
-        raise Failure("a distribution's kernel runs on one CPU, of x86_64", Exit.USAGE)
+        raise CliError("a distribution's kernel runs on one CPU, of x86_64", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES:
         return
     if machine.profile not in LINUX_PROFILES:
         known = " and ".join(LINUX_PROFILES)
-        raise Failure(f"a distribution's kernel is probed with --profile {known} alone", Exit.USAGE)
+        raise CliError(f"a distribution's kernel is probed with --profile {known} alone", ExitStatus.USAGE)
     if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
         why = "not possible with a distribution's kernel; leave these out"
-        raise Failure(f"--clock real, --return-hook, --save-regs: {why}", Exit.USAGE)
+        raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)
 
 
 def runs_linux(options: MountOptions) -> bool:
@@ -143,8 +143,8 @@ def _is_linux(image: Path) -> bool:
 
 
 def check_state(options: MountOptions) -> None:
-    """Raises: Failure (the state would lie in a mount of ours, whose daemon may wait for itself)."""
+    """Raises: CliError (the state would lie in a mount of ours, whose daemon may wait for itself)."""
     from kprobefs import mount
 
     if options.state is not None and mount.is_inside(options.state, options.directory):
-        raise Failure(f"--state {options.state}: inside a mount point", Exit.USAGE)
+        raise CliError(f"--state {options.state}: inside a mount point", ExitStatus.USAGE)

@@ -19,14 +19,14 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.parse import ascii_lines
 from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, explained, listing
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.layout import RootLayout
 from emulated_kernel.vfs.trees.stats import probe_states, probes_file
 from kprobefs import last_records
 from kprobefs.counters import counts, set_counts
 from kprobefs.definitions import Line, Loader, saved
 from kprobefs.files import TreeFiles
-from kprobefs.state import KeptState
+from kprobefs.state import SavedState
 
 RETURN_HOOK = "kprobes/return_hook"
 PLACE = "the kernel before this one"
@@ -40,7 +40,7 @@ class PowerFile(CommandFile):
     __slots__ = ()
 
 
-class LivingKernel:
+class RebootableKernel:
     """A mount, and the kernel that it shows now."""
 
     def __init__(
@@ -49,7 +49,7 @@ class LivingKernel:
         layout: RootLayout,
         owner: Owner,
         watch: Callable[[], ProcessWatch] = HostProcesses,
-        state: KeptState | None = None,
+        state: SavedState | None = None,
     ) -> None:
         """`watch` makes what each of its kernels sees of the host; `state`: what an earlier daemon has left.
 
@@ -71,7 +71,7 @@ class LivingKernel:
             with kernel.lock:
                 state.keep(kernel, self.mount, partial(self._definitions, kernel), is_fresh=not is_restored)
 
-    def _restore(self, state: KeptState) -> bool:
+    def _restore(self, state: SavedState) -> bool:
         """Bring back what was left; where that fails there is a kernel that has seen nothing of it."""
         kernel = self._kernel
         try:
@@ -84,13 +84,13 @@ class LivingKernel:
         kernel.close()
         return False
 
-    def _files(self, kernel: Kernel) -> Filesystem:
+    def _files(self, kernel: Kernel) -> NodeTree:
         further: dict[str, Node] = {
             "power": PowerFile(
                 0o600, listing(self._power), explained(kernel.guest.log, "power", self._command)
             ),
             "definitions": SeqFile(0o400, listing(lambda: self._definitions(kernel))),
-            "probes": probes_file(kernel.parts),
+            "probes": probes_file(kernel.components),
         }
         if self._state is not None:
             further["state"] = SeqFile(0o400, listing(self._state.text))
@@ -113,7 +113,7 @@ class LivingKernel:
         hook = kernel.kretprobes.hooks.return_hook
         # It can't be chosen any more once a return probe is there.
         chosen = [f"{RETURN_HOOK} = {hook}"] if hook != self._return_hook else []
-        lines = saved(self._all_files(kernel), probe_states(kernel.parts))
+        lines = saved(self._all_files(kernel), probe_states(kernel.components))
         return [f"{line}\n" for line in (*chosen, *lines)]
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
@@ -121,7 +121,7 @@ class LivingKernel:
         client = Client(os.getpid(), self._owner.uid, self._owner.gid)
         return TreeFiles(self._tree(kernel), client)
 
-    def _tree(self, kernel: Kernel) -> Filesystem:
+    def _tree(self, kernel: Kernel) -> NodeTree:
         return kernel.filesystem(RootLayout.FULL, self._owner)
 
     def reboot(self) -> None:
@@ -140,11 +140,11 @@ class LivingKernel:
                     new = Kernel(config, processes, lock=old.lock)
                     undo.callback(new.close)
                     tree = self._files(new)
-                    new.succeed(old, partial(self._define, new, old, definitions))
+                    new.replace_kernel(old, partial(self._define, new, old, definitions))
                 except OSError as error:
                     raise KernelError(error.errno or errno.EIO, str(error)) from error
                 undo.pop_all()
-            new.take_over(self.mount, tree)
+            new.adopt_mount(self.mount, tree)
             self._kernel, self._boots = new, self._boots + 1
             with suppress(KernelError):
                 new.loads.start(*loads)

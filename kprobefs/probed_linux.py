@@ -9,22 +9,22 @@ from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.source import kernel_file
 from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.start import started_with_kernel
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import explained
 from kprobefs.options import MountOptions
 
 
-def engine_mount(options: MountOptions) -> EngineMount:
-    """The mount of a kernel that has booted, which our engine probes. Raises: Failure."""
+def engine_mount(options: MountOptions) -> ProbedMount:
+    """The mount of a kernel that has booted, which our engine probes. Raises: CliError."""
     image = str(options.machine.image)
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed)
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
         modules = ModuleFiles(kernel_file(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
-    served = EngineMount(engine, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
+    served = ProbedMount(engine, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
     # Most of what it takes to begin is never read again.
     kernel.release_pages()
     return served

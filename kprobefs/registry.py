@@ -18,7 +18,7 @@ from typing import TextIO
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.regular import open_regular
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 
 LOCK_ATTEMPTS = 5
 LOCK_PAUSE = 0.02
@@ -81,7 +81,7 @@ class Registration:
     """Held by the daemon for its life; its lock keeps a second one from the same directory."""
 
     def __init__(self, daemon: Daemon) -> None:
-        """Raises: Failure (another daemon serves the directory)."""
+        """Raises: CliError (another daemon serves the directory)."""
         sweep()
         self._path = _record_path(daemon.directory)
         self._file = self._locked(daemon.directory)
@@ -94,10 +94,10 @@ class Registration:
         while True:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
-                raise Failure(f"{self._path}: not a file for you alone: remove it")
+                raise CliError(f"{self._path}: not a file for you alone: remove it")
             if not _lock(file):
                 file.close()
-                raise Failure(f"{directory}: another kprobefs serves it")
+                raise CliError(f"{directory}: another kprobefs serves it")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(self._path)):
                     return file
@@ -211,7 +211,7 @@ def forget(directory: str) -> None:
 
     One that is starting has written its log's first byte, or has a record, before that is so old.
     """
-    with suppress(FileNotFoundError, Failure):
+    with suppress(FileNotFoundError, CliError):
         sweep()
         log = log_path(directory)
         found = log.lstat()
@@ -228,17 +228,17 @@ def _age(path: Path) -> float:
 
 
 def runtime_directory() -> Path:
-    """Where records and logs lie, for their owner alone. Raises: Failure."""
+    """Where records and logs lie, for their owner alone. Raises: CliError."""
     path = _base_path() / "daemons"
     for each, mode in ((path.parent, 0o755), (path, 0o700)):
         try:
             each.mkdir(mode=mode, parents=True, exist_ok=True)
             found = each.lstat()
         except OSError as error:
-            raise Failure(f"{each}: {error.strerror}; set XDG_RUNTIME_DIR") from None
+            raise CliError(f"{each}: {error.strerror}; set XDG_RUNTIME_DIR") from None
         # In /tmp somebody else may have made it first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise Failure(f"{each}: belongs to somebody else; set XDG_RUNTIME_DIR")
+            raise CliError(f"{each}: belongs to somebody else; set XDG_RUNTIME_DIR")
     if found.st_mode & 0o077:
         path.chmod(0o700)
     return path

@@ -9,7 +9,7 @@ from functools import partial
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from kprobefs.definitions import Line, Loader
 from kprobefs.files import TreeFiles
 from kprobefs.journal import Entry
@@ -22,7 +22,7 @@ PLACE = "what was defined"
 class Replay:
     """Needs the control lock, or a kernel that nobody else knows."""
 
-    def __init__(self, tree: Filesystem, client: Client) -> None:
+    def __init__(self, tree: NodeTree, client: Client) -> None:
         """`tree` has all files of the kernel."""
         self._tree = tree
         self._client = client

@@ -54,7 +54,7 @@ class MemoryReserve:
         self._libc.malloc.argtypes, self._libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
         self._libc.free.argtypes, self._libc.free.restype = (ctypes.c_void_p,), None
         self._pieces: list[int] = []
-        self.next_look = 0.0
+        self.next_check = 0.0
         """The monotonic time from which on a request begins with look(); 0.0: each one does."""
         self._room: mmap.mmap | None = None
         self._lock = threading.Lock()
@@ -64,14 +64,14 @@ class MemoryReserve:
         self.is_spent = False
         """Even the reserve is nearly gone, to who holds what was rendered for them."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Before a request: give the reserve back where there is no headroom, and take it where there is."""
         # Whoever has it looks, and one look is enough.
         if not self._lock.acquire(blocking=False):
             return
         try:
             self._look()
-            self.next_look = 0.0 if self.is_scarce else monotonic() + LOOK
+            self.next_check = 0.0 if self.is_scarce else monotonic() + LOOK
         finally:
             self._lock.release()
 
@@ -102,10 +102,10 @@ class MemoryReserve:
         while len(self._pieces) > 1:
             self._libc.free(self._pieces.pop(0))
         if not self.is_scarce:
-            self.is_scarce, self.next_look = True, 0.0
+            self.is_scarce, self.next_check = True, 0.0
             log.warning("no memory: files can be read and things ended, but not made, until there is again")
 
-    def admits(self, data: bytes) -> bool:
+    def allows(self, data: bytes) -> bool:
         """Whether this may be written now: it takes something away, or there is memory."""
         return not self.is_scarce or data.strip() in ENDING or all(map(_ends, data.strip().split(b"\n")))
 

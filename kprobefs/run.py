@@ -17,10 +17,10 @@ from types import FrameType
 
 from kprobefs import as_system as as_system_places
 from kprobefs import daemon, mount
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.heartbeat import PR_SET_PDEATHSIG
 from kprobefs.options import Builder, MountOptions
-from kprobefs.trace import OneLiner, tell_of_results
+from kprobefs.trace import TraceSession, tell_of_results
 
 END_TIMEOUT = 5.0
 """Seconds that the daemon may take to end before it is killed."""
@@ -36,13 +36,13 @@ def run(
     command: Sequence[str],
     *,
     as_system: bool = False,
-    tracing: OneLiner | None = None,
+    tracing: TraceSession | None = None,
 ) -> int:
     """Mount on a temporary directory, run `command` with its path in $KPROBEFS, clean up.
 
     `as_system`: the mount stands at the system's places too, in a mount namespace of its own.
     `tracing`: the command is traced, and runs where that says.
-    Returns the command's exit status, 128 + number where a signal ended it. Raises: Failure.
+    Returns the command's exit status, 128 + number where a signal ended it. Raises: CliError.
     """
     if as_system:
         as_system_places.enter_namespace()
@@ -59,7 +59,7 @@ def run(
 
 @contextmanager
 def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
-    """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: Failure."""
+    """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: CliError."""
     base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
 
     session = os.getsid(0)
@@ -80,8 +80,8 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
         try:
             served = replace(options, directory=str(directory))
             child = daemon.start_as_child(served, build, orphaned)
-        except Failure as failure:
-            raise Failure(str(failure), Exit.RUN_FAILED) from failure
+        except CliError as failure:
+            raise CliError(str(failure), ExitStatus.RUN_FAILED) from failure
         try:
             yield base
         finally:
@@ -90,12 +90,12 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
         remove()
 
 
-def run_traced(directory: str, command: Sequence[str], tracing: OneLiner) -> int:
-    """Run `command` with probes on a mount that is there; its exit status, as run(). Raises: Failure."""
+def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) -> int:
+    """Run `command` with probes on a mount that is there; its exit status, as run(). Raises: CliError."""
     return _runner(command, tracing).run(directory, tracing)
 
 
-def _runner(command: Sequence[str], tracing: OneLiner | None) -> _Runner:
+def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     """Standard output is for the records where they are for a program."""
     runner = _Runner(command, 2 if tracing is not None and tracing.as_json else None)
     for number in daemon.SIGNALS:
@@ -117,9 +117,9 @@ class _Runner:
         self.environment: dict[str, str] = {}
         """What is added to the command's."""
 
-    def run(self, directory: str, tracing: OneLiner | None) -> int:
-        """The command's exit status as a shell gives it. Raises: Failure (it can't be started)."""
-        with tracing.of(directory, self._command) if tracing else nullcontext() as place:
+    def run(self, directory: str, tracing: TraceSession | None) -> int:
+        """The command's exit status as a shell gives it. Raises: CliError (it can't be started)."""
+        with tracing.attached(directory, self._command) if tracing else nullcontext() as place:
             return self._run(directory, place)
 
     def _run(self, directory: str, place: str | None) -> int:
@@ -135,9 +135,9 @@ class _Runner:
                 preexec_fn=_end_with_parent,  # noqa: PLW1509
             )
         except FileNotFoundError:
-            raise Failure(f"{self._command[0]}: no such command", Exit.NOT_FOUND) from None
+            raise CliError(f"{self._command[0]}: no such command", ExitStatus.NOT_FOUND) from None
         except OSError as error:
-            raise Failure(f"{self._command[0]}: {error.strerror}", Exit.NOT_EXECUTABLE) from None
+            raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
         # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
         if self._pending:
             self._pass_on(self._pending)

@@ -25,12 +25,12 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventIds, EventWatcher
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
+from emulated_kernel.vfs.core.tree import CONTROL, NodeTree
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from kprobefs import __version__, journal, last_records
 from kprobefs.counters import Counts, counts, set_counts
-from kprobefs.failure import shown
+from kprobefs.failure import escape_for_terminal
 from kprobefs.journal import Entry, Journal
 from kprobefs.replay import Replay
 from kprobefs.state_directory import TROUBLE, UNKEPT, StateDirectory
@@ -55,7 +55,7 @@ _KEPT = re.compile(
 _OF_LAST = re.compile(r"instances/last(\.[^/]*)?/")
 
 
-class Damaged(Exception):
+class DamagedState(Exception):
     """A state that can't be used, and why."""
 
 
@@ -77,7 +77,7 @@ class _NewIds(EventWatcher):
         return {str(event.id): [event.group, event.name] for event in events}
 
 
-class KeptState(ChangeWatcher, TaskObserver):
+class SavedState(ChangeWatcher, TaskObserver):
     """What a daemon leaves, and finds. Nothing that is wrong with it keeps the daemon from serving.
 
     All methods but the constructor need the kernel's lock, or a kernel that nobody else knows yet.
@@ -110,31 +110,31 @@ class KeptState(ChangeWatcher, TaskObserver):
 
     def text(self) -> Iterator[str]:
         """What machine/state shows."""
-        yield f"directory {shown(str(self._directory.path))}\n"
+        yield f"directory {escape_for_terminal(str(self._directory.path))}\n"
         yield f"{UNKEPT}: {self._failure}\n" if self._failure else "kept yes\n"
         yield f"last {self._found}\n"
         yield from (f"{TROUBLE}{trouble}\n" for trouble in self._troubles)
 
     # What the daemon before has left
 
-    def restore(self, kernel: Kernel, tree: Filesystem) -> bool:
+    def restore(self, kernel: Kernel, tree: NodeTree) -> bool:
         """Let a new kernel have what a state says; `tree` has all of its files. Whether there was one.
 
-        Raises: Damaged, whatever a state that makes no sense leads to (with the kernel half done).
+        Raises: DamagedState, whatever a state that makes no sense leads to (with the kernel half done).
         """
         if not self._directory.attempts.begin():
-            raise Damaged("the daemon ended each time that it was brought back")
+            raise DamagedState("the daemon ended each time that it was brought back")
         try:
             text = journal.read(self._directory.journal)
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise Damaged(f"{error.strerror}") from error
+            raise DamagedState(f"{error.strerror}") from error
         if not text.entries:
-            raise Damaged("no journal of kprobefs")
+            raise DamagedState("no journal of kprobefs")
         head = text.entries[0]
         if head.get("kprobefs state") != VERSION:
-            raise Damaged(f"of version {head.get('kprobefs state')!r}; this program reads {VERSION}")
+            raise DamagedState(f"of version {head.get('kprobefs state')!r}; this program reads {VERSION}")
         if text.lost:
             lost = f"the journal's last {text.lost} bytes make no sense"
             try:
@@ -192,11 +192,13 @@ class KeptState(ChangeWatcher, TaskObserver):
 
     def _trouble(self, message: str) -> None:
         """Whoever mounts is told too."""
-        self._troubles.append(shown(" ".join(message.split())))
+        self._troubles.append(escape_for_terminal(" ".join(message.split())))
         self._complain(message)
 
     def _complain(self, message: str) -> None:
-        log.warning("state in %s: %s", shown(str(self._directory.path)), shown(message))
+        log.warning(
+            "state in %s: %s", escape_for_terminal(str(self._directory.path)), escape_for_terminal(message)
+        )
 
     # What this one leaves
 
@@ -221,7 +223,7 @@ class KeptState(ChangeWatcher, TaskObserver):
             self._complain(f"instances/{last_records.LAST}: {error.strerror}")
         self._new_ids = _NewIds()
         kernel.tracing.system.events.watch(self._new_ids)
-        kernel.guest.executive.events.watch(self)
+        kernel.guest.runner.events.watch(self)
         mount.watch(self)
         former = self._directory.records()
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from emulated_kernel.regular import read_regular
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 
 LOCK_ATTEMPTS = 10
 LOCK_PAUSE = 0.05
@@ -27,18 +27,18 @@ MAX_ASIDE = 10
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
-def told(directory: str) -> list[str]:
+def pending_warnings(directory: str) -> list[str]:
     """What whoever mounts there should know: what couldn't be used, and why nothing is kept."""
-    from kprobefs.files import beside
+    from kprobefs.files import control_root
 
     with suppress(OSError):
-        text = (beside(directory) / "machine" / "state").read_text("utf-8", "surrogateescape")
+        text = (control_root(directory) / "machine" / "state").read_text("utf-8", "surrogateescape")
         lines = [line for line in text.splitlines() if line.startswith((TROUBLE, UNKEPT))]
         return [line.removeprefix(TROUBLE) for line in lines]
     return []
 
 
-class Attempts:
+class RestoreAttempts:
     """How often a state was begun to be brought back since it last was."""
 
     def __init__(self, path: Path) -> None:
@@ -77,23 +77,23 @@ class StateDirectory:
     """Files of a state; for this daemon alone as long as it lives."""
 
     def __init__(self, directory: str) -> None:
-        """Raises: Failure (it can't be had, or another daemon has it)."""
+        """Raises: CliError (it can't be had, or another daemon has it)."""
         self.path = Path(directory)
         self.journal = self.path / "journal"
-        self.attempts = Attempts(self.path / "attempts")
+        self.attempts = RestoreAttempts(self.path / "attempts")
         try:
             with suppress(FileExistsError):
                 self.path.mkdir(0o700)
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise Failure(f"--state {directory}: {error.strerror}") from None
+            raise CliError(f"--state {directory}: {error.strerror}") from None
         found = os.fstat(self._lock)
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             os.close(self._lock)
-            raise Failure(f"--state {directory}: must belong to you, and nobody else may write to it")
+            raise CliError(f"--state {directory}: must belong to you, and nobody else may write to it")
         if not self._is_locked():
             os.close(self._lock)
-            raise Failure(f"--state {directory}: another daemon keeps its state there")
+            raise CliError(f"--state {directory}: another daemon keeps its state there")
 
     def _is_locked(self) -> bool:
         for _ in range(LOCK_ATTEMPTS):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kprobefs import terminal
-from kprobefs.control import State
-from kprobefs.failure import shown
+from kprobefs.control import MountStatus
+from kprobefs.failure import escape_for_terminal
 
 GAP = 2
 """Spaces between columns."""
@@ -14,7 +14,7 @@ FEWEST = 3
 """Columns that are always there."""
 
 
-def print_table(states: Sequence[State]) -> None:
+def print_table(states: Sequence[MountStatus]) -> None:
     """A row a mount; where it is narrow, what a daemon tells of itself goes first."""
     from rich.table import Table
     from rich.text import Text
@@ -35,9 +35,9 @@ def print_table(states: Sequence[State]) -> None:
     console.print(table)
 
 
-def _cells(state: State) -> list[str]:
+def _cells(state: MountStatus) -> list[str]:
     daemon = state.daemon
     told = ["-"] * 4
     if daemon is not None:
         told = [str(daemon.pid), daemon.arch, daemon.layout, daemon.started.replace("T", " ")[:16]]
-    return [state.condition.value, *map(shown, (state.directory, *told))]
+    return [state.condition.value, *map(escape_for_terminal, (state.directory, *told))]

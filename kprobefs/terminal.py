@@ -48,7 +48,7 @@ def has_colours(stream: TextIO) -> bool:
     return is_interactive(stream) and not os.environ.get("NO_COLOR")
 
 
-def folded(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
+def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
     """A line for a terminal of its width, broken between words, what goes on indented; as it is elsewhere.
 
     `first`: what stands before the line, broken or not.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from emulated_kernel.dataclass import dataclass
 from kprobefs import mount, terminal
-from kprobefs.failure import Exit, Failure, shown
-from kprobefs.files import beside
+from kprobefs.failure import CliError, ExitStatus, escape_for_terminal
+from kprobefs.files import control_root
 from kprobefs.mount import MountState
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Probes:
 
     def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory = Path(directory)
-        self._beside = beside(directory)
+        self._control_root = control_root(directory)
         self._clock = clock
         self._before: dict[str, int] = {}
         self._looked = clock()
@@ -103,7 +103,7 @@ class Probes:
         """Whether it may be asked for more: whoever asks one that doesn't answer hangs too."""
 
     def condition(self) -> MountState:
-        """How the mount is, before it is looked at. Raises: Failure (there is nothing any more)."""
+        """How the mount is, before it is looked at. Raises: CliError (there is nothing any more)."""
         found = mount.condition(str(self.directory))
         if found is MountState.STALE:
             raise mount.unanswered(str(self.directory), found)
@@ -111,18 +111,18 @@ class Probes:
         return found
 
     def look(self) -> list[Probe]:
-        """As they are now; where they can't be asked, as they were. Raises: Failure (there are none)."""
+        """As they are now; where they can't be asked, as they were. Raises: CliError (there are none)."""
         if not self.answers:
             self._before = {}
             return [replace(probe, rate=None) for probe in self._last]
         try:
-            lines = (self._beside / PROBES).read_text("utf-8", "surrogateescape").splitlines()
+            lines = (self._control_root / PROBES).read_text("utf-8", "surrogateescape").splitlines()
         except FileNotFoundError:
             if mount.mounted_on(str(self.directory)) is None:
-                raise Failure(
-                    f"{self.directory}: kprobefs isn't mounted there any more", Exit.NOT_MOUNTED
+                raise CliError(
+                    f"{self.directory}: kprobefs isn't mounted there any more", ExitStatus.NOT_MOUNTED
                 ) from None
-            raise Failure(
+            raise CliError(
                 f"{self.directory}: no {PROBES} with --kprobes kernel; mount with --kprobes kprobefs"
             ) from None
         now = self._clock()
@@ -147,7 +147,7 @@ class Probes:
         with suppress(OSError):
             if not self.answers:
                 return ""
-            return (self._beside / probe.directory / name).read_text("utf-8", "surrogateescape")
+            return (self._control_root / probe.directory / name).read_text("utf-8", "surrogateescape")
         return ""
 
     def toggle(self, probe: Probe, name: str) -> str:
@@ -156,7 +156,7 @@ class Probes:
         if not self.answers:
             return f"{probe.event}: {name} {value}: the mount doesn't answer"
         try:
-            (self._beside / probe.directory / name).write_text(value)
+            (self._control_root / probe.directory / name).write_text(value)
         except OSError as error:
             return f"{probe.event}: {name} {value}: {error.strerror}"
         return ""
@@ -167,7 +167,9 @@ class Probes:
         with suppress(OSError):
             if not self.answers:
                 return []
-            tracing = self._beside / "tracing" if self._beside == self.directory else self.directory
+            tracing = (
+                self._control_root / "tracing" if self._control_root == self.directory else self.directory
+            )
             lines = (tracing / "trace").read_text("utf-8", "surrogateescape").splitlines()
             # Looking at the mount is traced too.
             others = (line for line in lines[-RECORDS:] if f"-{os.getpid()} " not in line.partition(": ")[0])
@@ -266,7 +268,9 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
 
     # The column is missing or cut where it is narrow.
     why = view.selected.reason.partition("\n")[0] if view.selected is not None else ""
-    reason = folded(f"reason  {shown(why)}" if why else "", width, min(REASON_LINES, max(1, height // 6)))
+    reason = wrap_lines(
+        f"reason  {escape_for_terminal(why)}" if why else "", width, min(REASON_LINES, max(1, height // 6))
+    )
     rows = view.page = max(1, height - 3 - len(reason))
     first = max(0, view.chosen - rows + 1)
     grid = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
@@ -289,23 +293,25 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
         told = probes.with_cost(probe) if width >= 72 else probe
         mode = Text(probe.mode.partition("\n")[0], style=MODE_COLOURS.get(probe.mode, "dim"))
         cells: list[RenderableType] = [
-            Text(_middle_cut(shown(probe.event), room)),
+            Text(_middle_cut(escape_for_terminal(probe.event), room)),
             mode,
             _rate(probe),
             str(probe.hits),
             str(probe.nmissed),
             told.shown_cost,
         ]
-        cells.append(Text(shown(probe.reason.partition("\n")[0])))
+        cells.append(Text(escape_for_terminal(probe.reason.partition("\n")[0])))
         grid.add_row(*cells[: len(grid.columns)], style="reverse" if number == view.chosen else "")
     order = f"{view.sort}{' reversed' if view.is_reversed else ''}"
-    head = Text(f"{len(view.probes)} probes by {order}  {shown(str(probes.directory))}", style="bold")
+    head = Text(
+        f"{len(view.probes)} probes by {order}  {escape_for_terminal(str(probes.directory))}", style="bold"
+    )
     head.truncate(width, overflow="ellipsis")
     body: RenderableType = grid if view.probes else Text("no probes: echo 'p:reads vfs_read' > kprobe_events")
     return Group(head, body, *reason, _foot(view, HELP, width))
 
 
-def folded(text: str, width: int, most: int, indent: str = "") -> list[Text]:
+def wrap_lines(text: str, width: int, most: int, indent: str = "") -> list[Text]:
     """A text on as many lines as it needs, at most so many; one line at least."""
     from textwrap import wrap
 
@@ -332,26 +338,29 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     told = probes.with_cost(probe)
     speed = f"{_rate(probe)}/s" if probe.enabled else "disabled"
     counts = f"{speed}  {probe.hits} hits  {probe.nmissed} missed"
-    head = folded(f"{shown(probe.event)}  {probe.mode}  {counts}", width, 2)
+    head = wrap_lines(f"{escape_for_terminal(probe.event)}  {probe.mode}  {counts}", width, 2)
     for line in head:
         line.stylize("bold")
-    why = shown(probe.reason.partition("\n")[0]) or "none: it is in the best mode"
+    why = escape_for_terminal(probe.reason.partition("\n")[0]) or "none: it is in the best mode"
     lines = [*head, Text(f"cost    {told.shown_cost or 'not measured'}")]
-    lines += folded(f"reason  {why}", width, REASON_LINES if height > 16 else 2)
+    lines += wrap_lines(f"reason  {why}", width, REASON_LINES if height > 16 else 2)
     lines += marked_bytes(probes.text(probe, "bytes"))
     detour = [_instruction(line, width) for line in probes.text(probe, "detour").splitlines()]
     records = probes.records(probe, max(1, (height - 8) // 3))
     records = records or [f"none: they are made while tracing/events/{probe.event}/enable is 1"]
     recorded: list[Text] = []
     for record in reversed(records):
-        told_of = folded(shown(record), width, 3, "  ")
+        told_of = wrap_lines(escape_for_terminal(record), width, 3, "  ")
         if not recorded or len(recorded) + len(told_of) <= (height - 8) // 3:
             recorded = [*told_of, *recorded]
     room = height - len(lines) - len(recorded) - 3
     if room > 0:
         left = len(detour) - room + 1
         kept = detour if left <= 1 else [*detour[: room - 1], f"... {left} lines more"]
-        lines += [Text("runs out of line", style="bold"), *(Text(f"  {shown(line)}") for line in kept)]
+        lines += [
+            Text("runs out of line", style="bold"),
+            *(Text(f"  {escape_for_terminal(line)}") for line in kept),
+        ]
     lines.append(Text("last records", style="bold"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
@@ -427,7 +436,7 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 
 
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
-    """Show the probes until `q`, or `count` times; as text where there is no terminal. Raises: Failure."""
+    """Show the probes until `q`, or `count` times; as text where there is no terminal. Raises: CliError."""
     probes, view = Probes(directory), View()
     if as_json or not terminal.is_interactive(sys.stdout) or not sys.stdin.isatty():
         for number in range(count or 1):
@@ -435,7 +444,7 @@ def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> No
                 time.sleep(delay)
             condition = probes.condition()
             if condition in UNANSWERED:
-                raise Failure(f"{directory}: {condition.value}", condition.status)
+                raise CliError(f"{directory}: {condition.value}", condition.status)
             view.show(probes.look())
             found = [probes.with_cost(probe) for probe in view.probes]
             print(json.dumps([asdict(probe) for probe in found]) if as_json else plain(found), flush=True)
@@ -456,12 +465,12 @@ def plain(found: Sequence[Probe]) -> str:
 def _cells(probe: Probe) -> tuple[str, ...]:
     counts = str(probe.hits), str(probe.nmissed)
     words = probe.event, probe.mode, _rate(probe), *counts, probe.shown_cost or "-"
-    return tuple(shown(word.partition("\n")[0]) for word in (*words, probe.reason or "-"))
+    return tuple(escape_for_terminal(word.partition("\n")[0]) for word in (*words, probe.reason or "-"))
 
 
 def _told(condition: MountState) -> str:
     """What the screen says of a mount's condition."""
-    if condition.status is Exit.OK:
+    if condition.status is ExitStatus.OK:
         return ""
     return f"{condition.value}: kprobefs status says more" if condition in UNANSWERED else condition.value
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from emulated_kernel.dataclass import dataclass
 from kprobefs import terminal
-from kprobefs.failure import shown
+from kprobefs.failure import escape_for_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,7 +145,7 @@ def tour(directory: str, walk: Sequence[Step]) -> None:
                 for line in typed(command, console.width if interactive else None):
                     console.print(line, style="bold")
                 for line in shell.run(command):
-                    console.print(terminal.folded(shown(line), sys.stdout, "        ", "    "))
+                    console.print(terminal.wrap(escape_for_terminal(line), sys.stdout, "        ", "    "))
             if interactive and number < len(walk) and not _goes_on(console):
                 return
     console.print(f"\n{END}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from kprobefs import terminal
-from kprobefs.failure import Exit, Failure, shown
+from kprobefs.failure import CliError, ExitStatus, escape_for_terminal
 from kprobefs.registry import start_time
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
 
 
 def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
-    """Definitions of probe events in a group of their own, and all events, as group/name. Raises: Failure."""
+    """Return definitions of probe events in a group of their own, and all events as group/name.
+
+    Raises: CliError.
+    """
     definitions: list[str] = []
     events: list[str] = []
     for text in probes:
@@ -66,7 +69,7 @@ def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
             continue
         probe = PROBE.match(text)
         if probe is None:
-            raise Failure(f"{shown(text)!r} is no probe: {USAGE}", Exit.USAGE)
+            raise CliError(f"{escape_for_terminal(text)!r} is no probe: {USAGE}", ExitStatus.USAGE)
         name = base = re.sub(r"\W", "_", probe["place"].rpartition(":")[2])[:40]
         while f"{group}/{name}" in events:
             name = f"{base}_{len(events)}"
@@ -75,11 +78,11 @@ def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
     return definitions, events
 
 
-class OneLiner:
+class TraceSession:
     """Probes for the life of a command, in an instance of their own."""
 
     def __init__(self, probes: Sequence[str], filter_text: str, output: TextIO, *, as_json: bool) -> None:
-        """Raises: Failure (wrong usage)."""
+        """Raises: CliError (wrong usage)."""
         self._name = own_name()
         self._definitions, self._events = named(probes, self._name)
         self._filter = filter_text
@@ -89,8 +92,8 @@ class OneLiner:
         self._colours = terminal.has_colours(output) and not as_json
 
     @contextmanager
-    def of(self, directory: str, command: Sequence[str]) -> Iterator[str]:
-        """The probes of a mount, within; gives where the command is to be run. Raises: Failure.
+    def attached(self, directory: str, command: Sequence[str]) -> Iterator[str]:
+        """The probes of a mount, within; gives where the command is to be run. Raises: CliError.
 
         That is scratch/, where there is one: files there are the guest's. What the command names of the
         working directory is copied there meanwhile.
@@ -125,7 +128,8 @@ class OneLiner:
                 if status >> 8 > UNWRITTEN:
                     why = os.strerror((status >> 8) - UNWRITTEN)
                     print(
-                        f"kprobefs: {shown(self._output.name)}: {why}: records are missing", file=sys.stderr
+                        f"kprobefs: {escape_for_terminal(self._output.name)}: {why}: records are missing",
+                        file=sys.stderr,
                     )
                 if status == NOTHING << 8:
                     print(f"kprobefs: {_why_nothing(command, scratch)}", file=sys.stderr)
@@ -141,7 +145,9 @@ class OneLiner:
         self._apply(Loader(files), definitions)
         for event, name in self._named():
             if not files.exists(f"{files.tracefs()}events/{event}"):
-                raise Failure(f"{shown(name)}: no such event, the command wasn't run (events/ has all)")
+                raise CliError(
+                    f"{escape_for_terminal(name)}: no such event, the command wasn't run (events/ has all)"
+                )
             if self.as_json:
                 path = Path(directory, files.tracefs(), "events", event, "format")
                 self._layouts.setdefault(event.rpartition("/")[2], []).append(layout(path.read_text()))
@@ -170,10 +176,10 @@ class OneLiner:
         return [(event, event.removeprefix(f"{self._name}/").replace("/", ":")) for event in self._events]
 
     def _apply(self, loader: Loader, lines: Sequence[Line]) -> None:
-        """Raises: Failure."""
+        """Raises: CliError."""
         if failed := loader.apply(lines):
             print("\n".join(failed), file=sys.stderr)
-            raise Failure("the probes can't be defined, the command wasn't run")
+            raise CliError("the probes can't be defined, the command wasn't run")
 
     def _stream(self, instance: Path, command: int) -> NoReturn:
         """Pass records on until the descriptor `command` says that it has ended, and there are no more."""
@@ -213,7 +219,7 @@ class OneLiner:
         found = LINE.match(line)
         if self.as_json:
             return json.dumps(record(line, self._layouts))
-        text = terminal.folded(shown(line), self._output, "    ")
+        text = terminal.wrap(escape_for_terminal(line), self._output, "    ")
         if found is None or not self._colours:
             return text
         return text.replace(f" {found['event']}: ", f" \033[36m{found['event']}\033[0m: ", 1)
@@ -401,13 +407,15 @@ def _tell_of(names: Sequence[str], what: str) -> None:
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     if names:
         told = f"{', '.join(names[:NAMES])}{more}: {what}; what is written to an absolute path stays"
-        print(f"kprobefs: {shown(told)}", file=sys.stderr)
+        print(f"kprobefs: {escape_for_terminal(told)}", file=sys.stderr)
 
 
 def _why_nothing(command: Sequence[str], scratch: Path) -> str:
     """For people."""
     if not scratch.is_dir():
         return "nothing was recorded: this mount has no scratch/, so no file of the command's is its kernel's"
-    hosts = [shown(word) for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)]
+    hosts = [
+        escape_for_terminal(word) for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)
+    ]
     named = f", such as {hosts[0]}," if hosts else ""
     return f"nothing was recorded: what is done to files outside of scratch/{named} hits no probe"

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FrameInsn
-from emulated_kernel.arch.analysis.region import Live, Region
+from emulated_kernel.arch.analysis.region import LiveRegisters, Region
 from emulated_kernel.arch.program.assembly import Assembler
 from emulated_kernel.arch.program.ops import HandlerCode, Program
-from emulated_kernel.arch.verdict import Strategy, Verdict
+from emulated_kernel.arch.verdict import OptimizationPolicy, ProbeChecker
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.tables import ProbedTables
 
@@ -42,7 +42,7 @@ class Emulation(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ArchSpecificInsn:
     """What a kprobe keeps of the probed instruction (struct arch_specific_insn)."""
 
     length: int
@@ -110,7 +110,7 @@ class Registers:
 class ReturnCode(ABC):
     """Return handlers in guest code; registers are saved by the trampoline, with `saves_all`, or by them."""
 
-    live: Live
+    live: LiveRegisters
     """What the caller may read when a function has returned."""
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Arch(ABC):
     """Bytes of `relative_jump`."""
     call_size: int
     """Bytes of `relative_call`, and of an fentry site."""
-    strategies: Mapping[str, Strategy[Any]]
+    strategies: Mapping[str, OptimizationPolicy[Any]]
     """The ways in which a jump can take a breakpoint's place, by name."""
     disassembler: Disassembler
     assembler: Assembler
@@ -204,7 +204,7 @@ class Arch(ABC):
         return self.breakpoint
 
     @abstractmethod
-    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> Prepared:
+    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:
         """Analyse and copy the instruction at `addr` for out-of-line execution at `slot_addr`.
 
         `may_fault`: an exception table entry exists for `addr`, so that it can't be boosted.
@@ -292,7 +292,7 @@ class Arch(ABC):
     """None where Python handles all returns."""
 
     @abstractmethod
-    def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
+    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         """Compile the handler of a probe at `addr`, for any number of detours and stubs.
 
         Only what is in `live` is kept, and of that what the program writes to. Without it every register
@@ -319,10 +319,12 @@ class Arch(ABC):
         """Its instructions for `to`, and a jump to what follows them. Raises: KernelError EINVAL, ERANGE."""
 
     @abstractmethod
-    def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> Verdict[Any]:
-        """Where the kernel of these tables can be probed, and how; see Verdict."""
+    def probe_checker(
+        self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
+    ) -> ProbeChecker[Any]:
+        """Where the kernel of these tables can be probed, and how; see ProbeChecker."""
 
-    def strategy(self, names: Iterable[str]) -> Strategy[Any] | None:
+    def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
         """The first of these that there is for this architecture."""
         return next((self.strategies[name] for name in names if name in self.strategies), None)
 

@@ -15,10 +15,10 @@ from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
-from emulated_kernel.arch.analysis.entrances import Entrances
-from emulated_kernel.arch.analysis.function import Function, Site, TextLayout
-from emulated_kernel.arch.analysis.reason import About, Finding, Reason
-from emulated_kernel.arch.analysis.region import Live, Region
+from emulated_kernel.arch.analysis.entrances import CodeXrefs
+from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, RejectSubject
+from emulated_kernel.arch.analysis.region import LiveRegisters, Region
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
@@ -33,11 +33,11 @@ Analysis = TypeVar("Analysis")
 
 
 @dataclass(frozen=True)
-class Strategy(Generic[Analysis]):
+class OptimizationPolicy(Generic[Analysis]):
     """A set of rules by which a jump may take the place of a breakpoint; profiles name it."""
 
     name: str
-    region: Callable[[Analysis, int], Region | Finding]
+    region: Callable[[Analysis, int], Region | Rejection]
     """What the jump replaces, or the first rule against it that is seen in the function itself."""
     entered: Callable[[Region], range] | None = None
     """Addresses that must not be branch targets from outside the function; None: not checked."""
@@ -45,14 +45,15 @@ class Strategy(Generic[Analysis]):
     """Exception fixups and pointers in data count as well."""
     by_commit: bool = False
     """A probe asks for its jump by `length`, and a commit writes it; otherwise the optimizer does both."""
-    reasons: Callable[[Any, Known[Analysis]], dict[int, Reason | None]] | None = None
-    """Verdict.reasons() of a whole function, faster than one instruction after the other: of a verdict of the
-    architecture's, where no part of the function is in the blacklist."""
+    reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
+    """ProbeChecker.reasons() of a whole function, faster than one instruction after the other.
+
+    It needs a probe checker of the architecture, and a function of which no part is in the blacklist."""
     pairs: Callable[[Analysis], int] | None = None
     """How many instructions of a function its authors count as optimizable, where they count otherwise."""
 
 
-class Known(Generic[Analysis]):
+class AnalyzedFunction(Generic[Analysis]):
     """A function with a probe or a candidate in it; decoded at the first check of its instructions."""
 
     def __init__(self, symbol: Symbol, function: Function, analyse: Callable[[Function], Analysis]) -> None:
@@ -65,18 +66,21 @@ class Known(Generic[Analysis]):
         return self._analyse(self.function)
 
     @cached_property
-    def reserved(self) -> dict[int, Reason]:
+    def reserved(self) -> dict[int, RejectReason]:
         """Why its bytes that others patch or trap on can't be probed, by the first of Linux's checks.
 
         Linux: an fentry site up to v5.17; later ones let a breakpoint be written into what ftrace patches as
         a whole.
         """
-        function, found = self.function, dict[int, Reason]()
+        function, found = self.function, dict[int, RejectReason]()
         for sites, reason in (
-            (function.jump_labels, Reason.JUMP_LABEL),
-            (function.static_calls, Reason.STATIC_CALL),
-            ([Site(bug, 1) for bug in function.bug_entries], Reason.BUG),
-            ([Site(site.addr + 1, site.size - 1) for site in function.fentry_sites], Reason.WITHIN_FENTRY),
+            (function.jump_labels, RejectReason.JUMP_LABEL),
+            (function.static_calls, RejectReason.STATIC_CALL),
+            ([PatchSite(bug, 1) for bug in function.bug_entries], RejectReason.BUG),
+            (
+                [PatchSite(site.addr + 1, site.size - 1) for site in function.fentry_sites],
+                RejectReason.WITHIN_FENTRY,
+            ),
         ):
             for site in sites:
                 for addr in range(site.addr, site.addr + site.size):
@@ -84,14 +88,14 @@ class Known(Generic[Analysis]):
         return found
 
 
-class Verdict(ABC, Generic[Analysis]):
+class ProbeChecker(ABC, Generic[Analysis]):
     """Whether a probe can be registered and optimized; a function is decoded once, at its first check.
 
     Deviates: Linux looks for jumps into a region in the function alone that the region is in, as it is now.
     But its cold part, another symbol, jumps there too, and so does a jump label that is off now.
     """
 
-    all_live: Live
+    all_live: LiveRegisters
     """What is said where nothing is known."""
     bits: int
     """Of a word."""
@@ -107,7 +111,7 @@ class Verdict(ABC, Generic[Analysis]):
     def __init__(
         self,
         image: ProbedTables,
-        strategy: Strategy[Analysis] | None,
+        strategy: OptimizationPolicy[Analysis] | None,
         disassembler: Disassembler,
         *,
         ftrace: bool,
@@ -125,8 +129,8 @@ class Verdict(ABC, Generic[Analysis]):
         self.may_fault: frozenset[int] = frozenset()
         """Instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
-        self._known: OrderedDict[int, Known[Analysis]] = OrderedDict()
-        self._entrances = Entrances(image, self.bits, self.possible_branches)
+        self._known: OrderedDict[int, AnalyzedFunction[Analysis]] = OrderedDict()
+        self._entrances = CodeXrefs(image, self.bits, self.possible_branches)
         self.tables_changed()
 
     # What differs between architectures
@@ -140,11 +144,11 @@ class Verdict(ABC, Generic[Analysis]):
         """The addresses of a function's instructions."""
 
     @abstractmethod
-    def check_insn(self, analysis: Analysis, addr: int) -> Finding | None:
+    def check_insn(self, analysis: Analysis, addr: int) -> Rejection | None:
         """Why an instruction can't be executed elsewhere. Mirrors: arch_prepare_kprobe (v6.1)."""
 
     @abstractmethod
-    def live_in(self, analysis: Analysis, addr: int) -> Live:
+    def live_in(self, analysis: Analysis, addr: int) -> LiveRegisters:
         """What the function may still read from there on."""
 
     @abstractmethod
@@ -183,14 +187,14 @@ class Verdict(ABC, Generic[Analysis]):
 
     # Registering
 
-    def may_probe(self, addr: int) -> Finding | None:
+    def may_probe(self, addr: int) -> Rejection | None:
         """Why a kprobe can't be registered there; None: it can.
 
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         where = self._symbols.lookup(addr)
         if where is None:
-            return Finding(Reason.NO_SYMBOL, addr)
+            return Rejection(RejectReason.NO_SYMBOL, addr)
         return self.check_address_safe(where, addr) or self.check_prepare(addr)
 
     def function_entry(self, where: Location, addr: int) -> int | None:
@@ -224,27 +228,27 @@ class Verdict(ABC, Generic[Analysis]):
         size = len(self.landing_pad)
         return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
 
-    def check_address_safe(self, where: Location, addr: int) -> Finding | None:
+    def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
         """What the tables have against a probe at `addr`, which is `where` in the symbols' words.
 
         Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
         """
         if _span(self._text_ranges, addr) is None:
-            return Finding(Reason.NOT_TEXT, addr)
+            return Rejection(RejectReason.NOT_TEXT, addr)
         forbidden = self._forbidden(where.symbol, addr)
         if forbidden is not None:
             return forbidden
         reason = self._function(where.symbol).reserved.get(addr)
-        return None if reason is None else Finding(reason, addr)
+        return None if reason is None else Rejection(reason, addr)
 
-    def check_prepare(self, addr: int) -> Finding | None:
+    def check_prepare(self, addr: int) -> Rejection | None:
         """Why the instruction there, which the tables don't forbid, can't be probed."""
         if addr in self.fentry:
             return None
         found = self.check_insn(self._analysis(addr), addr)
         return found and self._named(found)
 
-    def check_traced(self, addr: int) -> Finding | None:
+    def check_traced(self, addr: int) -> Rejection | None:
         """Why events keep out of the function: tracing itself may use it.
 
         Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
@@ -252,7 +256,7 @@ class Verdict(ABC, Generic[Analysis]):
         where = self._symbols.lookup(addr)
         if where is None or self.is_traced(where.symbol):
             return None
-        return Finding(Reason.NOTRACE, where.symbol.address)
+        return Rejection(RejectReason.NOTRACE, where.symbol.address)
 
     def is_traced(self, symbol: Symbol) -> bool:
         """Whether ftrace traces a function, or the one that it was split off from."""
@@ -262,7 +266,7 @@ class Verdict(ABC, Generic[Analysis]):
         found = None if whole is None else self._symbols.lookup(whole)
         return found is not None and bool(_inside(self._mcount, found.symbol))
 
-    def _forbidden(self, symbol: Symbol, addr: int) -> Finding | None:
+    def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
         """By the blacklist. A part that the compiler split off (`foo.cold`, `foo.part.0`) follows `foo`.
 
         Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1).
@@ -271,7 +275,7 @@ class Verdict(ABC, Generic[Analysis]):
         if entry is None:
             whole = self._split_from(symbol)
             entry = None if whole is None else _span(self._blacklist, whole)
-        return None if entry is None else Finding(Reason.BLACKLISTED, entry)
+        return None if entry is None else Rejection(RejectReason.BLACKLISTED, entry)
 
     def _split_from(self, symbol: Symbol) -> int | None:
         """Where the function begins that the compiler made a part of this name of."""
@@ -284,29 +288,31 @@ class Verdict(ABC, Generic[Analysis]):
 
     # Optimizing
 
-    def detoured(self, addr: int) -> Region | Finding:
+    def optimized_region(self, addr: int) -> Region | Rejection:
         """What the jump of a probe there would replace, or why there can't be one; `addr` may be probed.
 
         Mirrors: arch_prepare_optimized_kprobe, can_optimize (v6.1).
         """
         where = self._symbols.lookup(addr)
         if where is None:
-            return Finding(Reason.NO_SYMBOL, addr)
+            return Rejection(RejectReason.NO_SYMBOL, addr)
         found = self._detoured(self._function(where.symbol), addr)
-        return self._named(found) if isinstance(found, Finding) else found
+        return self._named(found) if isinstance(found, Rejection) else found
 
-    def _detoured(self, known: Known[Analysis], addr: int) -> Region | Finding:
+    def _detoured(self, known: AnalyzedFunction[Analysis], addr: int) -> Region | Rejection:
         strategy = self.strategy
         if addr in self.fentry:
-            return Finding(Reason.FTRACE, addr)
+            return Rejection(RejectReason.FTRACE, addr)
         if strategy is None:
-            return Finding(Reason.NOT_BUILT, addr)
+            return Rejection(RejectReason.NOT_BUILT, addr)
         found = strategy.region(known.analysis, addr)
-        if strategy.entered is None or isinstance(found, Finding):
+        if strategy.entered is None or isinstance(found, Rejection):
             return found
         return self._entered(strategy, strategy.entered(found), known.symbol) or found
 
-    def _entered(self, strategy: Strategy[Analysis], inside: range, symbol: Symbol) -> Finding | None:
+    def _entered(
+        self, strategy: OptimizationPolicy[Analysis], inside: range, symbol: Symbol
+    ) -> Rejection | None:
         """A way into a region that its function doesn't show."""
         ways = self._entrances
         found = ways.label(inside)
@@ -314,21 +320,21 @@ class Verdict(ABC, Generic[Analysis]):
             found = ways.fixup(inside) or ways.pointer(inside)
         return found or ways.branch(inside, symbol, self._is_insn)
 
-    def live_at(self, addr: int) -> Live:
+    def live_at(self, addr: int) -> LiveRegisters:
         """What the function at `addr` may still read from there on; everything where that isn't known."""
         where = self._symbols.lookup(addr)
         return self.all_live if where is None else self.live_in(self._function(where.symbol).analysis, addr)
 
     # Whole functions
 
-    def judged(self, symbol: Symbol) -> Iterator[tuple[int, Finding | None, Region | Finding]]:
+    def check_each_insn(self, symbol: Symbol) -> Iterator[tuple[int, Rejection | None, Region | Rejection]]:
         """Of each instruction of a function: address, may_probe() and detoured(), findings without `what`."""
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
         for addr in self.insns(known.analysis):
             refused = self._forbidden(symbol, addr) if forbidden else None
             if refused is None and addr in known.reserved:
-                refused = Finding(known.reserved[addr], addr)
+                refused = Rejection(known.reserved[addr], addr)
             if refused is None and addr not in self.fentry:
                 refused = self.check_insn(known.analysis, addr)
             yield addr, refused, self._detoured(known, addr)
@@ -337,21 +343,21 @@ class Verdict(ABC, Generic[Analysis]):
         """Where the instructions of a function begin."""
         return self.insns(self._function(symbol).analysis)
 
-    def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
+    def reasons(self, symbol: Symbol) -> dict[int, RejectReason | None]:
         """Of each instruction, by address, the first reason against a jump there; None: there can be one."""
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):
             return at_once(self, self._function(symbol))
         if self._is_forbidden(symbol):
-            return dict.fromkeys(self.boundaries(symbol), Reason.BLACKLISTED)
-        found: dict[int, Reason | None] = {}
-        for addr, refused, outcome in self.judged(symbol):
+            return dict.fromkeys(self.boundaries(symbol), RejectReason.BLACKLISTED)
+        found: dict[int, RejectReason | None] = {}
+        for addr, refused, outcome in self.check_each_insn(symbol):
             finding = refused or outcome
-            found[addr] = finding.reason if isinstance(finding, Finding) else None
+            found[addr] = finding.reason if isinstance(finding, Rejection) else None
         return found
 
     def pairs(self, symbol: Symbol) -> int | None:
-        """See Strategy.pairs; None where that doesn't count so."""
+        """See OptimizationPolicy.pairs; None where that doesn't count so."""
         count = self.strategy and self.strategy.pairs
         return count(self._function(symbol).analysis) if count else None
 
@@ -381,13 +387,13 @@ class Verdict(ABC, Generic[Analysis]):
     def _is_insn(self, symbol: Symbol, addr: int) -> bool:
         return addr in self.insns(self._function(symbol).analysis)
 
-    def _function(self, symbol: Symbol) -> Known[Analysis]:
+    def _function(self, symbol: Symbol) -> AnalyzedFunction[Analysis]:
         start = symbol.address
         known = self._known.get(start)
         if known is None:
             if len(self._known) == MAX_KNOWN:
                 self._known.popitem(last=False)
-            known = self._known[start] = Known(symbol, self._read(symbol), self.analyse)
+            known = self._known[start] = AnalyzedFunction(symbol, self._read(symbol), self.analyse)
         else:
             self._known.move_to_end(start)
         return known
@@ -398,24 +404,26 @@ class Verdict(ABC, Generic[Analysis]):
             # The last function's size runs up to the next symbol, which may be data.
             size = min(size, self.layout.text.stop - symbol.address)
         read = self._image.read
-        labels = [Site(code, self.label_size(read(code, 2))) for code in _inside(self._labels, symbol)]
+        labels = [PatchSite(code, self.label_size(read(code, 2))) for code in _inside(self._labels, symbol)]
         fentry = _inside(self._mcount, symbol) if self.fentry else ()
         return Function(
             name=symbol.name,
             addr=symbol.address,
             size=symbol.size,
             code=read(symbol.address, size),
-            fentry_sites=tuple(Site(site, self.fentry_size) for site in fentry),
+            fentry_sites=tuple(PatchSite(site, self.fentry_size) for site in fentry),
             exception_entries=frozenset(_inside(self._exceptions, symbol)),
             bug_entries=frozenset(_inside(self._bugs, symbol)),
             jump_labels=tuple(labels),
-            static_calls=tuple(Site(site, self.call_size) for site in _inside(self._static_calls, symbol)),
+            static_calls=tuple(
+                PatchSite(site, self.call_size) for site in _inside(self._static_calls, symbol)
+            ),
         )
 
-    def _named(self, finding: Finding) -> Finding:
+    def _named(self, finding: Rejection) -> Rejection:
         if finding.reason.about is None:
             return finding
-        is_insn = finding.reason.about is About.INSN
+        is_insn = finding.reason.about is RejectSubject.INSN
         return replace(finding, blamed=self.insn_text if is_insn else self.register_text)
 
     def register_text(self, addr: int) -> str:

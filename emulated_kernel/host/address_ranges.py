@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 
-class Spans:
+class AddressRanges:
     """Sorted ranges [start, end) of addresses; there is at least one."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:

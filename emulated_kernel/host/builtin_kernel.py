@@ -13,7 +13,7 @@ from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.memory_info import read_memory
 from emulated_kernel.host.readers.module_list import ModuleReader
 from emulated_kernel.host.readers.task_list import read_cpus, read_tasks
-from emulated_kernel.host.task_stacks import TaskStacks
+from emulated_kernel.host.task_stacks import StackScanner
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.image.modules import Module
@@ -21,7 +21,7 @@ from emulated_kernel.machine.guest_info import CpuInfo, MemoryInfo, Message, Mod
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
-from emulated_kernel.machine.standing_tasks import StandingTasks
+from emulated_kernel.machine.standing_tasks import TaskStacks
 
 BUFFER_SIZE = 256 << 10
 """Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""
@@ -71,7 +71,7 @@ class UserBuffers:
             self.put(address)
 
 
-class BuiltinKernel(StandingTasks):
+class BuiltinKernel(TaskStacks):
     """All that the host, the engine and tracing ask of a kernel that has booted and stands still.
 
     Its structures are read by its ABI table: KernelError EIO where the guest has corrupted them.
@@ -99,7 +99,7 @@ class BuiltinKernel(StandingTasks):
         self._host_find_task = address_of(symbols, "host_find_task")
         self._printk = address_of(symbols, "_printk")
         self._module_reader = ModuleReader(memory, symbols, abi)
-        self._stacks = TaskStacks(memory, symbols, abi, machine)
+        self._stacks = StackScanner(memory, symbols, abi, machine)
 
     def _switch_to(self, cpu: int) -> None:
         """Another CPU is current."""
@@ -242,9 +242,9 @@ class BuiltinKernel(StandingTasks):
         """All of a struct module that is coming, its tables too. Raises: MemoryFault."""
         return self._module_reader.read(module)
 
-    def occupied(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         """Which of the disjoint ranges [start, end) hold a CPU's ip or a return address on a task's stack."""
-        return self._stacks.occupied(spans)
+        return self._stacks.in_use_ranges(spans)
 
 
 def _pointer(memory: Memory, va: int) -> memoryview:

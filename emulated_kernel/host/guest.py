@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ClientCall
-from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler, Request
-from emulated_kernel.host.executive.smp import SmpExecutive
+from emulated_kernel.host.executive.executive import GuestRunner, GuestTask, HostfsHandler, Request
+from emulated_kernel.host.executive.smp import SmpGuestRunner
 from emulated_kernel.host.executive.syscalls import Syscalls, check
-from emulated_kernel.host.mirror.mirror import INIT_PID, TaskMirror
+from emulated_kernel.host.mirror.mirror import INIT_PID, ProcessTracker
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
@@ -30,7 +30,7 @@ class Guest:
     """What the front end needs of the guest."""
 
     def __init__(
-        self, kernel: BuiltinKernel, executive: Executive, mirror: TaskMirror, syscalls: Syscalls
+        self, kernel: BuiltinKernel, executive: GuestRunner, mirror: ProcessTracker, syscalls: Syscalls
     ) -> None:
         self.kernel = kernel
         machine, image = kernel.machine, kernel.image
@@ -38,8 +38,8 @@ class Guest:
         self._symbols = image.kallsyms
         self._argument_counts = load_argument_counts(image.path)
         """How many arguments functions take at least, as far as that is known."""
-        self.executive = executive
-        self.mirror = mirror
+        self.runner = executive
+        self.processes = mirror
         self.syscalls = syscalls
         self.buffers = kernel.buffers
         self._read_buffer = kernel.buffers.get()
@@ -51,16 +51,16 @@ class Guest:
     @property
     def is_watched(self) -> bool:
         """Whether a system call could be noticed: some of the guest's text is patched."""
-        return bool(self._patched) and not self.executive.is_dead
+        return bool(self._patched) and not self.runner.is_dead
 
     def client_call(self, pid: int, uid: int) -> ClientCall | None:
         """The system call that the guest may do in a process's stead; None where nobody would see it."""
-        return self.mirror.call_of(pid, uid) if self._patched else None
+        return self.processes.call_of(pid, uid) if self._patched else None
 
     @property
     def is_dead(self) -> bool:
         """It takes no more system calls: it panicked, or lost its way."""
-        return self.executive.is_dead
+        return self.runner.is_dead
 
     def read_file(
         self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes], number: int | None = None
@@ -97,7 +97,7 @@ class Guest:
 
         `kept`: what the call keeps while it sleeps; to be closed when it has ended.
 
-        Raises: GivesWay (`consume` does; the task sleeps then, and the same call goes on with it).
+        Raises: YieldLock (`consume` does; the task sleeps then, and the same call goes on with it).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -121,13 +121,13 @@ class Guest:
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
             sleeping.hostfs = serve
-            return check(self.executive.resume(task), self._memory.word_size)
+            return check(self.runner.resume(task), self._memory.word_size)
         buffer = self._read_buffer
         if kept is not None:
             buffer = kept.enter_context(self.buffers.borrowed())
             self._memory.write(buffer, data)
         request = Request(nr, (fd, buffer, size), serve)
-        return check(self.executive.run(task, request), self._memory.word_size)
+        return check(self.runner.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, error: int) -> None:
         """The process doesn't wait for the file that its task sleeps in: the call ends with this errno.
@@ -135,24 +135,24 @@ class Guest:
         Otherwise it would sleep on until the process asks for something else.
         """
         if not self.is_dead and task.request is not None:
-            self.executive.interrupt(task, error)
+            self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
         """Make this the task that runs on the CPU."""
-        if not self.is_dead and self.executive.at_hand is not task:
+        if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
     def open_file(self, path: str, flags: int) -> int:
         """open(2) of a file of ours that the host has open already; a descriptor."""
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-        return self.syscalls.open(self.mirror.init, path, flags, hostfs=lambda _op, _buffer, _count: 0)
+        return self.syscalls.open(self.processes.init, path, flags, hostfs=lambda _op, _buffer, _count: 0)
 
     def close_file(self, fd: int, number: int | None = None) -> None:
         """close(2) in the task that ran last, mostly the closing one: FUSE doesn't say who it is.
 
         `number`: what the process calls the descriptor.
         """
-        task = self.executive.at_hand or self.mirror.init
+        task = self.runner.at_hand or self.processes.init
         if number is None:
             self.syscalls.call(task, "close", fd)
         else:
@@ -194,7 +194,7 @@ class Guest:
         size = self._memory.word_size
         self._memory.write(buffer, b"".join(word.to_bytes(size, "little") for word in words))
         try:
-            return self.executive.run(self.mirror.worker(), request)
+            return self.runner.run(self.processes.worker(), request)
         except KernelError as error:
             if request.killed:
                 raise KernelError(errno.EFAULT, "the call was killed; see machine/dmesg") from error
@@ -241,9 +241,9 @@ class Guest:
         try:
             messages = self.kernel.messages()
         except KernelError as error:
-            self.executive.note(str(error.strerror))
+            self.runner.note(str(error.strerror))
             messages = []
-        return messages + self.executive.notes
+        return messages + self.runner.notes
 
 
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:
@@ -252,12 +252,12 @@ def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, l
     Raises: KernelError ENOEXEC (it doesn't get there).
     """
     config = kernel.machine.config
-    executive = (SmpExecutive if config.cpus > 1 or config.quantum else Executive)(kernel, events, lock)
+    executive = (SmpGuestRunner if config.cpus > 1 or config.quantum else GuestRunner)(kernel, events, lock)
     init = GuestTask(INIT_PID, kernel.first_task(), "init", 0, 0)
     executive.add(init)
     executive.start()
     if executive.is_dead:
         name = kernel.image.path.name
         raise KernelError(errno.ENOEXEC, f"{name} doesn't boot: it stopped before its first task ran")
-    mirror = TaskMirror(kernel, executive, watch, init)
+    mirror = ProcessTracker(kernel, executive, watch, init)
     return Guest(kernel, executive, mirror, Syscalls(executive, kernel))

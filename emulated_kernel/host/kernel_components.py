@@ -7,7 +7,7 @@ from collections.abc import Callable
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.host.guest import Guest
-from emulated_kernel.host.loads.loads import Loads
+from emulated_kernel.host.loads.loads import Workloads
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.request_clock import RequestObserver
 from emulated_kernel.image.image import KernelImage
@@ -15,11 +15,11 @@ from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.joints.clock_switch import ClockSwitch
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.parts import ProbedParts
+from emulated_kernel.parts import KernelComponents
 
 
 @dataclass(frozen=True, eq=False)
-class Parts(ProbedParts):
+class BuiltinKernelComponents(KernelComponents):
     """A booted kernel of ours, taken apart."""
 
     config: MachineConfig
@@ -30,10 +30,10 @@ class Parts(ProbedParts):
     modules: Modules
     requests: RequestObserver
     clock: ClockSwitch
-    loads: Loads
+    loads: Workloads
 
-    def succeed(self, old: Parts, define: Callable[[], None]) -> None:
-        """See Kernel.succeed."""
+    def replace_kernel(self, old: BuiltinKernelComponents, define: Callable[[], None]) -> None:
+        """See Kernel.replace_kernel."""
         self.lock.assert_held()
         self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))
         with self.tracing.system.events.keeping(old.tracing.system.events.ids()):

@@ -20,7 +20,7 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.image.image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
-from emulated_kernel.regular import ForeignFiles, read_regular
+from emulated_kernel.regular import BoundedFileReader, read_regular
 
 MAX_SIZE = 4 << 20
 """Bytes of a module's file."""
@@ -52,7 +52,7 @@ class Modules:
         self._directory = image.path.parent / "modules"
         """NAME.ko of those that come with the image."""
         self._depends = prebuilt_dependencies(image.arch)
-        self._foreign = ForeignFiles()
+        self._foreign = BoundedFileReader()
         self._files: dict[str, ModuleFile] = {}
         """What modules were loaded from, by their names."""
         self.notify = notify
@@ -146,7 +146,7 @@ class Modules:
     def _call(self, name: str, *args: int) -> None:
         request = Request(self._guest.syscalls.number(name), args, self._serve)
         try:
-            check(self._guest.executive.run(self._guest.mirror.worker(), request), self._memory.word_size)
+            check(self._guest.runner.run(self._guest.processes.worker(), request), self._memory.word_size)
         except KernelError as error:
             if request.killed:
                 raise KernelError(errno.EFAULT, f"{name} was killed; see machine/dmesg") from error

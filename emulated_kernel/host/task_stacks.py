@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from struct import unpack_from
 
-from emulated_kernel.host.address_ranges import Spans
+from emulated_kernel.host.address_ranges import AddressRanges
 from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.machine.machine import Machine
@@ -14,7 +14,7 @@ from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 
-class TaskStacks:
+class StackScanner:
     """Looks for addresses in the CPUs' registers and on the live stacks of all tasks.
 
     An interrupted task's pt_regs holds its ip. A word that only looks like an address counts too. Linux waits
@@ -29,7 +29,7 @@ class TaskStacks:
         self._cpus = cpus
         self._size = abi["thread.size"]
 
-    def occupied(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         """Which of the disjoint ranges hold the value of a CPU's register or a word of a task's stack.
 
         All, where the guest's own data lead nowhere.
@@ -42,7 +42,7 @@ class TaskStacks:
     def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         if not spans:
             return
-        wanted = Spans(spans)
+        wanted = AddressRanges(spans)
         first, last, around = wanted.first, wanted.last, wanted.around
         for words in chain([self._cpus.register_values()], self._stacks(self._cpus.positions())):
             for word in words:

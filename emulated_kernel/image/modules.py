@@ -152,14 +152,14 @@ class LiveKallsyms(Kallsyms):
         return super().kallsyms_text(zero_addresses) + "".join(lines)
 
 
-class CoreTables(ProbedTables, Protocol):
+class VmlinuxTables(ProbedTables, Protocol):
     """A kernel without its modules."""
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
         """The same kernel with another table of symbols."""
 
 
-Core = TypeVar("Core", bound=CoreTables)
+Core = TypeVar("Core", bound=VmlinuxTables)
 
 
 class LiveImage(Generic[Core]):

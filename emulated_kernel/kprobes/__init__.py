@@ -1,9 +1,9 @@
-"""The probe engine: kprobes and what stands on them (kretprobe, fprobe, jprobe), down to a hit's registers.
+"""The probe engine: kprobes, and kretprobes, fprobes and jprobes on top of them.
 
-From outside: Kprobes, Kretprobes, Fprobes, Jprobes, and the probes that they take; these know the rest.
-Whoever registers, arms, optimizes or frees holds the control lock (emulated_kernel.lock), the only lock of
-the host's that is known here, and the guest stands still. Hits happen while the guest runs, under the lock
-of whoever runs it: they register and free nothing, and patch text only where SplitJumps.may_patch() says
-so. Below it are the locks of return_hook's shadow stacks, in guest code alone: Python waits for none, and
-no CPU is preempted that holds one.
+Other packages use Kprobes, Kretprobes, Fprobes and Jprobes, and the probes that these register.
+The caller of each function that registers, arms, optimizes or frees holds the control lock
+(emulated_kernel.lock), and the guest is stopped. Hits happen while the guest runs; the thread that runs it
+holds the lock. A hit registers and frees nothing. It patches text only where PartialJumpDetector.may_patch()
+allows it. The shadow stacks of return_hook have locks in guest code. Python never waits for them, and a CPU
+that holds one is not preempted.
 """

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ftrace import FtraceSites
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
-from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
+from emulated_kernel.kprobes.out_of_line import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.table import ProbeTable
 
 
@@ -23,7 +23,7 @@ class Arming:
     _breakpoints: Breakpoints
     _sites: FtraceSites | None
     _optimizer: Optimizer | None
-    _copies: Copies
+    _copies: InsnCopier
     _log: Callable[[str], None]
 
     def arm(self, head: Kprobe) -> None:
@@ -34,7 +34,7 @@ class Arming:
         self._uncover(head)
         # Linux: a jump that was about to be taken back gets a breakpoint over it for good, and counts as
         # optimized. Deviates: it stays.
-        if not (isinstance(head, AggregatorProbe) and head.is_patched):
+        if not (isinstance(head, AggrKprobe) and head.is_patched):
             self._breakpoints.set(head)
         if self._optimizer is not None:
             self._optimizer.optimize(head)
@@ -118,7 +118,7 @@ class Arming:
         if head.is_ftrace and not head.is_disabled and not self._table.all_disarmed:
             self.disarm(head)
         head.flags |= KprobeFlag.GONE
-        if isinstance(head, AggregatorProbe):
+        if isinstance(head, AggrKprobe):
             for member in head.members:
                 member.flags |= KprobeFlag.GONE
                 member.insn = None
@@ -129,10 +129,10 @@ class Arming:
                 self._optimizer.kill(head)
         self._copies.release(head)
 
-    def revive(self, head: AggregatorProbe) -> None:
+    def revive(self, head: AggrKprobe) -> None:
         """New code stands at the address of a gone probe, and is probed again.
 
-        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as Copies.prepare). Mirrors: the part of
+        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as InsnCopier.prepare). Mirrors: the part of
         kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone ones.
         """
         if not head.is_ftrace:

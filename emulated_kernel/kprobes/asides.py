@@ -1,17 +1,17 @@
-"""Asides: handlers in assembly, at hits that Python handles. The guest runs them, up to a breakpoint."""
+"""AsmThunks: handlers in assembly, at hits that Python handles. The guest runs them, up to a breakpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.kprobes.assembled import AssemblyOwner, Moment
+from emulated_kernel.kprobes.assembled import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Regs
 from emulated_kernel.machine.probed_machine import ProbedMachine
 
 
-class Asides:
+class AsmThunks:
     """Which CPUs run some of a hit for Python now, and how it goes on there."""
 
     def __init__(self, machine: ProbedMachine, compiler: Compiler) -> None:
@@ -23,7 +23,7 @@ class Asides:
     def run(
         self,
         owners: tuple[AssemblyOwner, ...],
-        moment: Moment,
+        moment: HandlerPoint,
         regs: Regs,
         then: Callable[[Regs], object],
         *,
@@ -32,14 +32,14 @@ class Asides:
         """Let the guest run some, and go on here behind them; False: they are missed, for there is no room.
 
         `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
-        its owners: see Compiler.drop_asides.
+        its owners: see Compiler.drop_asm_thunks.
         """
 
         def emit(builder: ProgramBuilder) -> None:
             for owner in owners:
                 owner.emit_assembly(builder, moment)
 
-        code = self._compiler.aside((*owners, moment), emit, in_frame=in_frame)
+        code = self._compiler.asm_thunk((*owners, moment), emit, in_frame=in_frame)
         if code is None:
             for owner in owners:
                 owner.miss_assembly(moment)

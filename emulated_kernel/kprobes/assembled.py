@@ -17,7 +17,7 @@ from emulated_kernel.machine.traps.trap import HardwareError
 _MASK = (1 << 8 * CELL_SIZE) - 1
 
 
-class Cells(MutableMapping[str, int]):
+class PerCpuVars(MutableMapping[str, int]):
     """The cells of one probe, by name: unsigned numbers of 64 bits, of each CPU one.
 
     Read as the sum of all CPUs', modulo 2**64; what is written is the first CPU's, and the others become 0.
@@ -74,11 +74,11 @@ class Cells(MutableMapping[str, int]):
         self._values, self._live = {name: self.per_cpu(name) for name in self}, None
 
 
-class Moment(Enum):
+class HandlerPoint(Enum):
     """When a handler in assembly runs: the name of what has its text."""
 
-    HIT = "code"
-    BEHIND = "post_code"
+    PRE = "code"
+    POST = "post_code"
     RETURN = "return_code"
 
 
@@ -86,7 +86,11 @@ class AssembledHandlers:
     """The handlers in assembly of one registered probe, and the guest memory that is their cells'."""
 
     def __init__(
-        self, texts: Mapping[Moment, str], assembler: Assembler, records: RecordMemory, cells: Cells
+        self,
+        texts: Mapping[HandlerPoint, str],
+        assembler: Assembler,
+        records: RecordMemory,
+        cells: PerCpuVars,
     ) -> None:
         """Cells of one name are one cell.
 
@@ -95,7 +99,7 @@ class AssembledHandlers:
         sources = {moment: SourceText.parse(text, moment.value) for moment, text in texts.items()}
         names = dict.fromkeys(name for source in sources.values() for name in assembler.cells(source))
         try:
-            offset = records.alloc_cells(CELL_SIZE * (1 + len(names)))
+            offset = records.alloc_percpu(CELL_SIZE * (1 + len(names)))
         except HardwareError as error:
             raise KernelError(ENOMEM, "no room for the cells of a handler") from error
         self._records, self._cells, self._faults = records, cells, offset
@@ -112,7 +116,7 @@ class AssembledHandlers:
     def _views(self, offset: int) -> list[memoryview]:
         return [cell.cast("Q") for cell in self._records.cells(offset, CELL_SIZE)]
 
-    def __contains__(self, moment: Moment) -> bool:
+    def __contains__(self, moment: HandlerPoint) -> bool:
         return moment in self._assemblies
 
     @property
@@ -120,11 +124,11 @@ class AssembledHandlers:
         """Hits whose code has ended at an instruction that faulted."""
         return sum(view[0] for view in self._views(self._faults))
 
-    def reads(self, moment: Moment) -> frozenset[str]:
+    def reads(self, moment: HandlerPoint) -> frozenset[str]:
         """The registers whose values a handler needs; pt_regs names."""
         return self._assemblies[moment].reads
 
-    def emit(self, builder: ProgramBuilder, moment: Moment) -> None:
+    def emit(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
         """Add what there is of a moment to a program. Where it faults, the rest of it isn't run."""
         assembly = self._assemblies.get(moment)
         if assembly is None:
@@ -141,7 +145,7 @@ class AssembledHandlers:
 
     def free(self) -> None:
         """Give the memory back, when no CPU runs the code any more."""
-        self._records.free_cells(self._faults)
+        self._records.free_percpu(self._faults)
 
 
 class AssemblyOwner:
@@ -149,7 +153,7 @@ class AssemblyOwner:
 
     __slots__ = ()
 
-    moments: ClassVar[tuple[Moment, ...]] = ()
+    handler_points: ClassVar[tuple[HandlerPoint, ...]] = ()
     """Those that it may have handlers in assembly for."""
     raised: int
     assembled: AssembledHandlers | None
@@ -162,17 +166,17 @@ class AssemblyOwner:
         return self.raised + (0 if self.assembled is None else self.assembled.faults)
 
     @property
-    def texts(self) -> dict[Moment, str]:
+    def texts(self) -> dict[HandlerPoint, str]:
         """Its handlers in assembly."""
-        given = {moment: getattr(self, moment.value) for moment in self.moments}
+        given = {moment: getattr(self, moment.value) for moment in self.handler_points}
         return {moment: text for moment, text in given.items() if text is not None}
 
-    def emit_assembly(self, builder: ProgramBuilder, moment: Moment) -> None:
+    def emit_assembly(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
         """Add those of a moment, and nothing else, to a program."""
         if self.assembled is not None:
             self.assembled.emit(builder, moment)
 
-    def miss_assembly(self, moment: Moment) -> None:
+    def miss_assembly(self, moment: HandlerPoint) -> None:
         """Count a hit without those of a moment."""
         if self.assembled is not None and moment in self.assembled:
             self.miss()

@@ -9,11 +9,11 @@ from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.assembled import AssemblyOwner, Moment
+from emulated_kernel.kprobes.assembled import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import give_room_back
@@ -55,7 +55,7 @@ class FtraceSites:
         hits: HitHandling,
         compiler: Compiler,
         poker: TextPoker,
-        split_jumps: SplitJumps,
+        split_jumps: PartialJumpDetector,
         lock: ControlLock,
     ) -> None:
         self._lock = lock
@@ -157,7 +157,9 @@ class FtraceSites:
     def _run_aside(self, owners: tuple[AssemblyOwner, ...], call: Called, site: int, frame: Any) -> None:
         """Let the guest run the users' handlers in assembly, and then do the rest."""
         hits, regs = self._hits, self._machine.regs
-        if not hits.asides.run(owners, Moment.HIT, regs, lambda _regs: call(site, frame), in_frame=True):
+        if not hits.asm_thunks.run(
+            owners, HandlerPoint.PRE, regs, lambda _regs: call(site, frame), in_frame=True
+        ):
             call(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:

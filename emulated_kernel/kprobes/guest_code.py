@@ -6,7 +6,7 @@ from dataclasses import field
 
 from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.base import Prepared
+from emulated_kernel.arch.base import ArchSpecificInsn
 from emulated_kernel.dataclass import dataclass
 
 
@@ -38,7 +38,7 @@ class CompiledCode:
 class OutOfLine:
     """How the probed instruction is run away from its place: an insn slot, or emulation."""
 
-    prepared: Prepared
+    prepared: ArchSpecificInsn
     slot: GuestAddr | None
     """Address of the copy, in an insn slot; None for an emulated instruction."""
     lead: int = 0

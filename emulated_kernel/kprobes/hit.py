@@ -21,15 +21,15 @@ from functools import partial
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.kprobes.asides import Asides
-from emulated_kernel.kprobes.assembled import Moment
+from emulated_kernel.kprobes.asides import AsmThunks
+from emulated_kernel.kprobes.assembled import HandlerPoint
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.failures import HandlerFailures
 from emulated_kernel.kprobes.guest_code import CompiledCode, OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, Regs
-from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.kprobes.handlers.saved_regs import PtRegsFrames
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, Regs
+from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 
@@ -44,7 +44,7 @@ _ACTIVE, _REENTER, _SINGLE_STEP, _STEP_DONE = (
 
 
 class HitHandling:
-    """What a CPU does about a hit; `TrapRoutes` and `FtraceSites` lead the traps here.
+    """What a CPU does about a hit; `BreakpointDispatch` and `FtraceSites` lead the traps here.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
     ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step;
@@ -52,7 +52,7 @@ class HitHandling:
     """
 
     def __init__(
-        self, machine: ProbedMachine, arch: Arch, compiler: Compiler, split_jumps: SplitJumps
+        self, machine: ProbedMachine, arch: Arch, compiler: Compiler, split_jumps: PartialJumpDetector
     ) -> None:
         self._machine = machine
         self._compiler = compiler
@@ -61,10 +61,10 @@ class HitHandling:
         self._seen_at = arch.seen_ip
         """Where handlers expect ip, behind the probed address: what a breakpoint's trap leaves on Linux."""
         self._rewinds = arch.seen_ip != len(arch.breakpoint)
-        self.frame_at = SavedFrames(machine.memory, arch.pt_regs, arch.word_size).at
+        self.frame_at = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size).at
         """The registers that guest code has saved at an address, as handlers get them."""
         self.ctlblk = KprobeCtlblk()
-        self.asides = Asides(machine, compiler)
+        self.asm_thunks = AsmThunks(machine, compiler)
         self.failures = HandlerFailures(machine)
         machine.hooks.fault_hooks.append(self.fix_fault)
         machine.interrupt_if.append(self.may_interrupt)
@@ -83,7 +83,7 @@ class HitHandling:
             return False
         ctlblk.set_current(kprobe, by_breakpoint, _ACTIVE)
         if not kprobe.has_assembly or not self._run_aside(
-            kprobe, regs, handle, Moment.HIT, in_frame=not by_breakpoint
+            kprobe, regs, handle, HandlerPoint.PRE, in_frame=not by_breakpoint
         ):
             handle(kprobe, regs)
         return True
@@ -93,7 +93,7 @@ class HitHandling:
         kprobe: Kprobe,
         regs: Regs,
         handle: Callable[[Kprobe, Regs], object],
-        moment: Moment,
+        moment: HandlerPoint,
         *,
         in_frame: bool = False,
     ) -> bool:
@@ -105,7 +105,7 @@ class HitHandling:
             handle(kprobe, regs)
 
         then = machine.clock.holding(go_on) if machine.in_clock_loop(kprobe.address) else go_on
-        return self.asides.run((kprobe,), moment, machine.regs, then, in_frame=in_frame)
+        return self.asm_thunks.run((kprobe,), moment, machine.regs, then, in_frame=in_frame)
 
     # By a breakpoint
 
@@ -147,7 +147,7 @@ class HitHandling:
         ctlblk = self.ctlblk
         copy: int | None = insn.slot if insn.boosted else None
         if kprobe.flags._value_ & _OPTIMIZED:
-            assert isinstance(kprobe, AggregatorProbe)
+            assert isinstance(kprobe, AggrKprobe)
             assert kprobe.detour is not None
             copy = kprobe.detour.copied
         if copy is not None:
@@ -208,10 +208,10 @@ class HitHandling:
         assert insn is not None
         if not insn.prepared.boostable or kprobe.has_python_post_handler:
             # No jump leads from there to where the guest goes on, or not always to the same place.
-            return self._run_aside(kprobe, regs, self._call_post_handler, Moment.BEHIND)
-        code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=Moment.BEHIND), regs.ip)
+            return self._run_aside(kprobe, regs, self._call_post_handler, HandlerPoint.POST)
+        code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=HandlerPoint.POST), regs.ip)
         if code is None:
-            kprobe.miss_assembly(Moment.BEHIND)
+            kprobe.miss_assembly(HandlerPoint.POST)
             return False
         self.ctlblk.reset_current(kprobe)
         regs.ip = code.entry
@@ -261,7 +261,7 @@ class HitHandling:
 
     # By a jump
 
-    def by_detour(self, kprobe: AggregatorProbe) -> Callable[[Regs], bool]:
+    def by_detour(self, kprobe: AggrKprobe) -> Callable[[Regs], bool]:
         """The same in its detour buffer, which restores what they change but ip and sp; False: missed."""
         begin, handle, frame_at = self._begin, self._in_detour, self.frame_at
 
@@ -271,7 +271,7 @@ class HitHandling:
         return hit
 
     def _in_detour(self, kprobe: Kprobe, frame: Regs) -> None:
-        assert isinstance(kprobe, AggregatorProbe)
+        assert isinstance(kprobe, AggrKprobe)
         kprobe.run_all_pre_handlers(frame)
         self.ctlblk.reset_current(kprobe)
 
@@ -310,7 +310,7 @@ class HitHandling:
         frame.ip = behind
         if kprobe.has_post_assembly:
             ended = partial(self._behind_call, then=then)
-            if self._run_aside(kprobe, frame, ended, Moment.BEHIND, in_frame=True):
+            if self._run_aside(kprobe, frame, ended, HandlerPoint.POST, in_frame=True):
                 return
         self._behind_call(kprobe, frame, then)
 

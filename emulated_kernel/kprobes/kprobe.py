@@ -1,4 +1,4 @@
-"""Kprobe: what a user registers; AggregatorProbe: what stands for several of them."""
+"""Kprobe: what a user registers; AggrKprobe: what stands for several of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from inspect import Parameter, signature
 from typing import Any
 
 from emulated_kernel.abi import GuestAddr
-from emulated_kernel.arch.analysis.reason import Finding
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.analysis.reason import Rejection
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Location
-from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, Cells, Moment
+from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
 from emulated_kernel.kprobes.guest_code import CompiledCode, DetourBuffer, OutOfLine
 
 MOST_HANDLERS = 400
@@ -29,7 +29,7 @@ FailureReport = Callable[["Kprobe", BaseException], None]
 """Takes what a handler raised."""
 PreHandler = Callable[["Kprobe", Regs], int | None]
 PostHandler = Callable[..., object]
-Emit = Callable[[ProgramBuilder, HitWay], bool]
+CompileHandler = Callable[[ProgramBuilder, EntryKind], bool]
 """Adds what the pre_handler does to a program; False, with nothing added, where it must run itself."""
 FaultHandler = Callable[["Kprobe", Regs, int], int | None]
 """Takes the exception's vector; a true result means that it has dealt with it."""
@@ -87,13 +87,13 @@ class Kprobe(AssemblyOwner):
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
     """
 
-    moments = (Moment.HIT, Moment.BEHIND)
+    handler_points = (HandlerPoint.PRE, HandlerPoint.POST)
     symbol_name: str | None = None
     offset: int = 0
     addr: int | None = None
     pre_handler: PreHandler | None = None
     post_handler: PostHandler | None = None
-    program: Emit | None = None
+    program: CompileHandler | None = None
     """The pre_handler as guest code; see Kprobes.handler_changed."""
     code: str | None = None
     """A handler in assembly, which runs as guest code in front of the others; see Assembler.
@@ -115,7 +115,7 @@ class Kprobe(AssemblyOwner):
     """Hits that were not handled because a handler was running."""
     raised: int = field(default=0, init=False)
     """Hits whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
-    _cells: Cells | None = field(default=None, init=False, repr=False)
+    _cells: PerCpuVars | None = field(default=None, init=False, repr=False)
     assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """Of a registered probe."""
     has_assembly: bool = field(default=False, init=False, repr=False)
@@ -129,7 +129,7 @@ class Kprobe(AssemblyOwner):
     """As kprobes/list shows it: `k` kprobe, `r` kretprobe, `j` jprobe."""
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
-    obstacle: Finding | str = field(default="", init=False, repr=False)
+    rejection: Rejection | str = field(default="", init=False, repr=False)
     """Why it can't be optimized: address and rule; empty where it can."""
     place: str = field(default="", init=False, repr=False)
     """Its `line_head`, in the kernel proper, where that never changes."""
@@ -139,7 +139,7 @@ class Kprobe(AssemblyOwner):
     """The compiled handler that the jump or call in the text reaches; None: it traps."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
     """Registers at the hit before its handler was compiled."""
-    aggregator: AggregatorProbe | None = field(default=None, init=False, repr=False)
+    aggregator: AggrKprobe | None = field(default=None, init=False, repr=False)
     """What stands in the table for it, where it isn't that itself."""
     is_python: bool = field(default=False, init=False, repr=False)
     """It was found that the handler can't be guest code as it is now."""
@@ -171,7 +171,10 @@ class Kprobe(AssemblyOwner):
     def attach_assembly(self, assembled: AssembledHandlers) -> None:
         """It is registered; without handlers of another kind its program has nothing but this."""
         self.assembled = assembled
-        self.has_assembly, self.has_post_assembly = Moment.HIT in assembled, Moment.BEHIND in assembled
+        self.has_assembly, self.has_post_assembly = (
+            HandlerPoint.PRE in assembled,
+            HandlerPoint.POST in assembled,
+        )
         if self.pre_handler is None:
             self.pre_handler, self.program = _nothing_else, _no_program
         if self.post_handler is None and self.has_post_assembly:
@@ -190,26 +193,26 @@ class Kprobe(AssemblyOwner):
         self.nmissed += 1
 
     @property
-    def cells(self) -> Cells:
+    def cells(self) -> PerCpuVars:
         """What `code` reads and writes by name."""
         if self._cells is None:
-            self._cells = Cells()
+            self._cells = PerCpuVars()
         return self._cells
 
-    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """Add what is done at a hit to a program; False where it takes Python."""
         if self.has_python_post_handler or not self.emit_pre_handlers(builder, way):
             return False
-        if way is HitWay.CALL:
+        if way is EntryKind.CALL:
             # What is called has nothing to step: the instruction's end is the call's.
-            self.emit_assembly(builder, Moment.BEHIND)
+            self.emit_assembly(builder, HandlerPoint.POST)
         return True
 
-    def emit_pre_handlers(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit_pre_handlers(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """The same of what runs in front of the instruction."""
         if self.program is None:
             return False
-        self.emit_assembly(builder, Moment.HIT)
+        self.emit_assembly(builder, HandlerPoint.PRE)
         return self.program(builder, way)
 
     @property
@@ -276,7 +279,7 @@ class Kprobe(AssemblyOwner):
 
 
 @dataclass(eq=False, slots=True)
-class AggregatorProbe(Kprobe):
+class AggrKprobe(Kprobe):
     """Stands in the table for all probes of one address, and for each one that can be optimized.
 
     Mirrors: kernel/kprobes.c:init_aggr_kprobe, struct optimized_kprobe (v6.1).
@@ -331,15 +334,15 @@ class AggregatorProbe(Kprobe):
         for member in self.by_age:
             member.miss()
 
-    def miss_assembly(self, moment: Moment) -> None:
+    def miss_assembly(self, moment: HandlerPoint) -> None:
         for _, member in self._collected():
             member.miss_assembly(moment)
 
-    def emit_pre_handlers(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit_pre_handlers(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """All its members' handlers, or none of them."""
         return all(member.emit_pre_handlers(builder, way) for _, member in self._collected())
 
-    def emit_assembly(self, builder: ProgramBuilder, moment: Moment) -> None:
+    def emit_assembly(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
         for _, member in self._collected():
             member.emit_assembly(builder, moment)
 
@@ -464,7 +467,7 @@ def _nothing_behind(_kprobe: Kprobe, _regs: Regs) -> None:
     """The same of its post_handler."""
 
 
-def _no_program(_builder: ProgramBuilder, _way: HitWay) -> bool:
+def _no_program(_builder: ProgramBuilder, _way: EntryKind) -> bool:
     """And what is made of that."""
     return True
 
@@ -473,10 +476,10 @@ def _no_program(_builder: ProgramBuilder, _way: HitWay) -> bool:
 
 
 def _run_pre_handlers(head: Kprobe, regs: Regs) -> int | None:
-    assert isinstance(head, AggregatorProbe)
+    assert isinstance(head, AggrKprobe)
     return head.run_pre_handlers(regs)
 
 
 def _run_post_handlers(head: Kprobe, regs: Regs) -> None:
-    assert isinstance(head, AggregatorProbe)
+    assert isinstance(head, AggrKprobe)
     head.run_post_handlers(regs)

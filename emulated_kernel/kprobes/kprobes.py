@@ -14,21 +14,21 @@ from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
-from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
+from emulated_kernel.kprobes.assembled import AssembledHandlers, HandlerPoint, PerCpuVars
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.guest_code import DetourBuffer
 from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.hit import HitHandling
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, takes_flags
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, takes_flags
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
-from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
+from emulated_kernel.kprobes.out_of_line import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
-from emulated_kernel.kprobes.scheduler import Scheduler
-from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.kprobes.scheduler import GracePeriod
+from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.table import ProbeTable
-from emulated_kernel.kprobes.trap_routes import TrapRoutes
+from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
@@ -46,7 +46,7 @@ class Kprobes:
         image: ProbedTables,
         arch: Arch,
         log: Callable[[str], None],
-        scheduler: Scheduler,
+        scheduler: GracePeriod,
         lock: ControlLock,
         profile: Profile = PROFILES[DEFAULT],
     ) -> None:
@@ -62,22 +62,22 @@ class Kprobes:
         self._assembler, self._records = arch.assembler, machine.records
         self._slot_size = arch.max_insn_size
         strategy = arch.strategy(profile.strategies) if profile.optimizer else None
-        self.verdict = verdict = arch.verdict(image, strategy, ftrace=profile.ftrace)
+        self.probe_checker = verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace)
         text = machine.text
         self.poker = poker = TextPoker(text, arch.breakpoint, lock)
-        self.garbage = garbage = TextGarbage(scheduler)
+        self.garbage = garbage = DeferredFree(scheduler)
         self.compiler = compiler = Compiler(machine, arch, profile, verdict, garbage, lock)
-        self.split_jumps = split_jumps = SplitJumps(machine, verdict, arch, table, poker)
+        self.split_jumps = split_jumps = PartialJumpDetector(machine, verdict, arch, table, poker)
         self.hits = hits = HitHandling(machine, arch, compiler, split_jumps)
         self.sites: FtraceSites | None = None
         if profile.ftrace:
             self.sites = FtraceSites(machine, arch, hits, compiler, poker, split_jumps, lock)
-        self.routes = routes = TrapRoutes(
+        self.routes = routes = BreakpointDispatch(
             machine, arch, table, hits, compiler, poker, split_jumps, self.sites
         )
         self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
         """Address and size in bytes of what armed fentry sites call."""
-        self._copies = copies = Copies(text, image, verdict, arch, routes, profile, garbage)
+        self._copies = copies = InsnCopier(text, image, verdict, arch, routes, profile, garbage)
         self.slots = copies.slots
         breakpoints = Breakpoints(text, arch, poker)
         self.optimizer: Optimizer | None = None
@@ -90,7 +90,7 @@ class Kprobes:
     def tables_changed(self) -> None:
         """A module came or went: look at the image's tables again."""
         self.lock.assert_held()
-        self.verdict.tables_changed()
+        self.probe_checker.tables_changed()
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
         """See Arming.kill_within."""
@@ -100,7 +100,7 @@ class Kprobes:
     def __iter__(self) -> Iterator[Kprobe]:
         """The users' probes, aggregators resolved, in the order of kprobes/list."""
         for probe in chain.from_iterable(self.table.buckets()):
-            yield from probe.members if isinstance(probe, AggregatorProbe) else [probe]
+            yield from probe.members if isinstance(probe, AggrKprobe) else [probe]
 
     # Registration
 
@@ -115,7 +115,7 @@ class Kprobes:
         addr, where, on_entry = self._locate(kprobe)
         if self.table.valid(kprobe) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
-        refused = self.verdict.check_address_safe(where, addr)
+        refused = self.probe_checker.check_address_safe(where, addr)
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
         self._check_handlers(kprobe)
@@ -126,7 +126,7 @@ class Kprobes:
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
             kprobe.flags |= KprobeFlag.ON_FUNC_ENTRY
-        if addr in self.verdict.fentry:
+        if addr in self.probe_checker.fentry:
             kprobe.flags |= KprobeFlag.FTRACE
         try:
             texts = kprobe.texts
@@ -138,7 +138,7 @@ class Kprobes:
             self._forget_assembly(kprobe)
             raise
 
-    def assemble(self, texts: Mapping[Moment, str], cells: Cells) -> AssembledHandlers:
+    def assemble(self, texts: Mapping[HandlerPoint, str], cells: PerCpuVars) -> AssembledHandlers:
         """Handlers in assembly. Raises: KernelError EINVAL, ENOMEM."""
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
@@ -173,7 +173,7 @@ class Kprobes:
             self._register_aggregate(old, kprobe)
             return
         if by_call:
-            self._copies.check_unpatched(addr, self.verdict.fentry_size)
+            self._copies.check_unpatched(addr, self.probe_checker.fentry_size)
         else:
             self._copies.prepare(kprobe)
         self.table.add(kprobe)
@@ -189,9 +189,9 @@ class Kprobes:
         """
         if self.optimizer is None or kprobe.is_ftrace or not self.optimizer.wants(kprobe):
             return
-        head = AggregatorProbe(addr=kprobe.address, report=self.hits.failures.report)
+        head = AggrKprobe(addr=kprobe.address, report=self.hits.failures.report)
         self.optimizer.prepare(head)
-        kprobe.obstacle = head.obstacle
+        kprobe.rejection = head.rejection
         if head.detour is not None:
             self._put_aggregator(head, kprobe)
             self.optimizer.optimize(head)
@@ -207,7 +207,7 @@ class Kprobes:
             kprobe.addr = None
             return
         self._disable(kprobe, head)
-        if isinstance(head, AggregatorProbe):
+        if isinstance(head, AggrKprobe):
             self._remove_member(head, kprobe)
         else:
             self.table.remove(head)
@@ -217,7 +217,7 @@ class Kprobes:
             # Linux keeps it, and refuses to register the structure again until its owner has cleared it.
             kprobe.addr = None
 
-    def _remove_member(self, head: AggregatorProbe, kprobe: Kprobe) -> None:
+    def _remove_member(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         head.remove(kprobe)
         kprobe.insn = None
         self._refresh(head)
@@ -233,7 +233,7 @@ class Kprobes:
         elif optimizer is not None and not self.table.all_disarmed:
             optimizer.optimize(head)
 
-    def _release(self, head: AggregatorProbe) -> None:
+    def _release(self, head: AggrKprobe) -> None:
         if self.optimizer is not None:
             self.optimizer.free(head)
         else:
@@ -241,7 +241,7 @@ class Kprobes:
 
     def _register_aggregate(self, old: Kprobe, kprobe: Kprobe) -> None:
         """A further probe at an address. Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1)."""
-        head = old if isinstance(old, AggregatorProbe) else self._aggregate(old)
+        head = old if isinstance(old, AggrKprobe) else self._aggregate(old)
         if kprobe.break_handler is not None and head.break_handler is not None:
             raise KernelError(errno.EEXIST, f"{kprobe.address:#x} has a jprobe already")
         if head.is_unused and self.optimizer is not None:
@@ -250,7 +250,7 @@ class Kprobes:
             self.optimizer.optimize(head)
         if head.is_gone:
             self._arming.revive(head)
-        kprobe.insn, kprobe.cost, kprobe.obstacle = head.insn, head.cost, head.obstacle
+        kprobe.insn, kprobe.cost, kprobe.rejection = head.insn, head.cost, head.rejection
         if kprobe.needs_breakpoint and self.optimizer is not None:
             self.optimizer.unoptimize(head, force=True)
         head.add(kprobe)
@@ -261,15 +261,15 @@ class Kprobes:
             if not self.table.all_disarmed:
                 self._arming.arm(head)
 
-    def _aggregate(self, first: Kprobe) -> AggregatorProbe:
-        head = AggregatorProbe(addr=first.address, report=self.hits.failures.report)
+    def _aggregate(self, first: Kprobe) -> AggrKprobe:
+        head = AggrKprobe(addr=first.address, report=self.hits.failures.report)
         optimizer = self.optimizer
         if optimizer is not None and not (first.is_gone or first.is_ftrace) and optimizer.wants(first):
             optimizer.prepare(head)
         self._put_aggregator(head, first)
         return head
 
-    def _put_aggregator(self, head: AggregatorProbe, first: Kprobe) -> None:
+    def _put_aggregator(self, head: AggrKprobe, first: Kprobe) -> None:
         """Put an aggregator in the place of a single probe, armed as it was.
 
         Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
@@ -284,7 +284,7 @@ class Kprobes:
 
     def _refresh(self, head: Kprobe) -> None:
         """Let what happens at hits follow a change of the probes at an address or of their flags."""
-        if isinstance(head, AggregatorProbe):
+        if isinstance(head, AggrKprobe):
             head.refresh_handlers()
         self.routes.drop_code(head)
         self._copies.boost_or_step(head)
@@ -317,7 +317,7 @@ class Kprobes:
         where = self._symbols.lookup(addr)
         if where is None:
             raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
-        entry = self.verdict.function_entry(where, addr)
+        entry = self.probe_checker.function_entry(where, addr)
         if entry is not None and entry != addr:
             where, addr = replace(where, offset=where.offset + entry - addr), entry
         return GuestAddr(addr), where, entry is not None
@@ -350,7 +350,7 @@ class Kprobes:
         head = self._head_of(kprobe)
         if kprobe.is_gone:
             raise KernelError(errno.EINVAL, "the probed code is gone")
-        if isinstance(head, AggregatorProbe) and kprobe.is_disabled:
+        if isinstance(head, AggrKprobe) and kprobe.is_disabled:
             kprobe.flags &= ~KprobeFlag.DISABLED
             head.enabled_members += 1
             self._refresh(head)
@@ -375,7 +375,7 @@ class Kprobes:
         """Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1)."""
         if kprobe.is_disabled:
             return
-        if isinstance(head, AggregatorProbe):
+        if isinstance(head, AggrKprobe):
             kprobe.flags |= KprobeFlag.DISABLED
             head.enabled_members -= 1
             self._refresh(head)
@@ -389,7 +389,7 @@ class Kprobes:
         head.flags |= KprobeFlag.DISABLED
         self._refresh(head)
 
-    def stands_for(self, address: int) -> tuple[int, tuple[int, range] | None] | None:
+    def resolve_probed_address(self, address: int) -> tuple[int, tuple[int, range] | None] | None:
         """The probed instruction that a slot, a detour or a stub is run for; None for other code.
 
         With it come the entry and the addresses of that code, if `address` lies in front of the
@@ -410,7 +410,7 @@ class Kprobes:
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
         """The detour of the probe's address, used or only prepared."""
         head = self.table.valid(kprobe)
-        return head.detour if isinstance(head, AggregatorProbe) else None
+        return head.detour if isinstance(head, AggrKprobe) else None
 
     def mode(self, kprobe: Kprobe) -> str:
         """How hits of a probe are taken now."""
@@ -446,7 +446,7 @@ class Kprobes:
             optimizer.ask(kprobe)
             self._try_to_optimize(kprobe)
             head = self.table.valid(kprobe)
-        if optimizer is not None and isinstance(head, AggregatorProbe) and head.detour is not None:
+        if optimizer is not None and isinstance(head, AggrKprobe) and head.detour is not None:
             optimizer.hold(head, not wanted)
             if not wanted or head.post_handler is None:
                 return

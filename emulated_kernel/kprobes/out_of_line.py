@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes.guest_code import OutOfLine
-from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.handlers.slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, Stepper
-from emulated_kernel.kprobes.trap_routes import TrapRoutes
+from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
 
@@ -56,7 +56,7 @@ class Breakpoints:
         return self._arch.breakpoint if insn is None else self._arch.breakpoint_for(insn.prepared.length)
 
 
-class Copies:
+class InsnCopier:
     """Copies probed instructions into insn slots.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe, arch_remove_kprobe (v6.1).
@@ -66,11 +66,11 @@ class Copies:
         self,
         text: Text,
         image: ProbedTables,
-        verdict: Verdict[Any],
+        verdict: ProbeChecker[Any],
         arch: Arch,
-        routes: TrapRoutes,
+        routes: BreakpointDispatch,
         profile: Profile,
-        garbage: TextGarbage,
+        garbage: DeferredFree,
     ) -> None:
         self._text = text
         self._image = image

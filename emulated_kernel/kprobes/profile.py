@@ -21,7 +21,7 @@ class Stepper(Enum):
     """The processor's single-step trap."""
 
 
-class Saving(Enum):
+class RegisterSaving(Enum):
     """Which registers a compiled handler saves."""
 
     LIVE = "live"
@@ -30,7 +30,7 @@ class Saving(Enum):
     """All of them, as struct pt_regs."""
 
 
-class Wait(Enum):
+class QuiesceMethod(Enum):
     """How a commit makes sure that no task is within a detoured region ("Djprobe", section 2.2)."""
 
     SYNCHRONIZE_SCHED = auto()
@@ -62,7 +62,7 @@ class Profile:
     """CONFIG_OPTPROBES: jump optimization."""
     strategies: tuple[str, ...] = ("optprobe",)
     """Whose rules it follows: the first of Arch.strategies that the architecture has."""
-    djprobe: Wait | None = None
+    djprobe: QuiesceMethod | None = None
     """How commit_kprobes() waits, which writes the jumps; without it no probe has a `length`."""
     jprobes: bool = False
     """register_jprobe(), up to Linux 4.14."""
@@ -73,7 +73,7 @@ class Profile:
     return_hook: str = "rethook"
     """The shadow stack: one of RETURN_HOOKS."""
     trampoline: TrampolineForm = TrampolineForm.ASSEMBLY
-    saving: Saving = Saving.LIVE
+    saving: RegisterSaving = RegisterSaving.LIVE
     """Linux knows no other than ALL."""
     compiled: bool = True
     """Handlers of events become guest code. Without it each hit is handled by Python."""
@@ -107,12 +107,22 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
                 "riscv-optprobes-2023",
                 ftrace=False,
                 strategies=OUT_OF_TREE,
-                saving=Saving.ALL,
+                saving=RegisterSaving.ALL,
                 return_hook="instances",
             ),
-            Profile("djprobe-2007", False, strategies=("djprobe",), djprobe=Wait.SYNCHRONIZE_SCHED, **_OLD),
             Profile(
-                "djprobe-2007-preempt", True, strategies=("djprobe",), djprobe=Wait.FREEZE_PROCESSES, **_OLD
+                "djprobe-2007",
+                False,
+                strategies=("djprobe",),
+                djprobe=QuiesceMethod.SYNCHRONIZE_SCHED,
+                **_OLD,
+            ),
+            Profile(
+                "djprobe-2007-preempt",
+                True,
+                strategies=("djprobe",),
+                djprobe=QuiesceMethod.FREEZE_PROCESSES,
+                **_OLD,
             ),
         )
     }

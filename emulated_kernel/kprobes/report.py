@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.image.kallsyms import Kallsyms
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.table import ProbeTable
 
@@ -41,11 +41,11 @@ def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> st
     elif not table.is_armed(kprobe):
         rule = "enabled while all probes were disarmed: disable and enable it again"
     elif kprobe.is_ftrace:
-        return Finding(Reason.FTRACE, kprobe.address).text
+        return Rejection(RejectReason.FTRACE, kprobe.address).text
     elif table.is_patched(kprobe):
         return ""
     else:
-        return str(kprobe.obstacle) or f"0x{kprobe.address:x}: {_passing_rule(table, optimizer, kprobe)}"
+        return str(kprobe.rejection) or f"0x{kprobe.address:x}: {_passing_rule(table, optimizer, kprobe)}"
     return f"0x{kprobe.address:x}: {rule}"
 
 
@@ -53,10 +53,10 @@ def _passing_rule(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe
     """What may change while the armed probe lives."""
     head = table.valid(kprobe)
     if optimizer is None:
-        return str(Reason.NOT_BUILT.value)
+        return str(RejectReason.NOT_BUILT.value)
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
-    if not isinstance(head, AggregatorProbe) or head.detour is None:
+    if not isinstance(head, AggrKprobe) or head.detour is None:
         # Djprobe's alone: the optimizer tries all others.
         return "registered without a length, so it is no djprobe"
     if head.break_handler is not None:
@@ -95,7 +95,7 @@ def bucket_text(probes: Iterable[Kprobe], symbols: Kallsyms, bits: int = 64) -> 
     lines = []
     for probe in probes:
         ways = probe.flags._value_ & _WAYS
-        for member in probe.members if isinstance(probe, AggregatorProbe) else (probe,):
+        for member in probe.members if isinstance(probe, AggrKprobe) else (probe,):
             where = member.place or member.line_head(member.address, symbols.lookup(member.address), bits)
             lines.append(where + _LINE_ENDS[member.flags._value_ & _OWN | ways])
     return "".join(lines)

@@ -1,22 +1,22 @@
-"""Scheduler: the guest's jiffies, tasks, and their text; DelayedWork: what is due at a jiffy."""
+"""GracePeriod: the guest's jiffies, tasks, and their text; DelayedWork: what is due at a jiffy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 
-from emulated_kernel.machine.standing_tasks import StandingTasks
+from emulated_kernel.machine.standing_tasks import TaskStacks
 
 Span = tuple[int, int]
 """Addresses [start, end)."""
 
 
-class Scheduler:
+class GracePeriod:
     """Time as delayed work counts it, and the guest's tasks and stacks; asked only while the guest stands."""
 
     def __init__(
         self,
-        kernel: StandingTasks,
+        kernel: TaskStacks,
         jiffies: Callable[[], int],
         yield_to_tasks: Callable[[], object],
         frozen: Callable[[], AbstractContextManager[bool]],
@@ -28,7 +28,7 @@ class Scheduler:
         """Gives the CPU to each runnable task once."""
         self.frozen = frozen
         """All tasks are in the refrigerator meanwhile; False: not all got there, and none is."""
-        self.occupied: Callable[[Sequence[Span]], Collection[Span]] = kernel.occupied
+        self.in_use_ranges: Callable[[Sequence[Span]], Collection[Span]] = kernel.in_use_ranges
         self.is_quiescent: Callable[[Sequence[Span]], bool] = kernel.is_quiescent
 
     def tasks(self) -> Iterable[int]:
@@ -42,7 +42,7 @@ class DelayedWork:
     Nothing runs by itself: the host calls `run_if_due` between requests. Mirrors: struct delayed_work.
     """
 
-    def __init__(self, function: Callable[[], None], scheduler: Scheduler) -> None:
+    def __init__(self, function: Callable[[], None], scheduler: GracePeriod) -> None:
         self._function = function
         self._scheduler = scheduler
         self.due: int | None = None

@@ -1,4 +1,4 @@
-"""SplitJumps: where a jump or call is two instructions, a CPU may stand between them."""
+"""PartialJumpDetector: where a jump or call is two instructions, a CPU may stand between them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Iterable
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import Verdict
-from emulated_kernel.kprobes.kprobe import AggregatorProbe
+from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.kprobes.kprobe import AggrKprobe
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 
-class SplitJumps:
+class PartialJumpDetector:
     """Finds CPUs that have executed the first of the instructions that are patched as one.
 
     On x86 a jump is one instruction, and nobody is ever within it.
     """
 
     def __init__(
-        self, machine: ProbedMachine, verdict: Verdict[Any], arch: Arch, table: ProbeTable, poker: TextPoker
+        self,
+        machine: ProbedMachine,
+        verdict: ProbeChecker[Any],
+        arch: Arch,
+        table: ProbeTable,
+        poker: TextPoker,
     ) -> None:
         self._machine = machine
         self._verdict = verdict
@@ -35,9 +40,7 @@ class SplitJumps:
         """Whether `ip` is within the jump of an optimized probe, or an fentry site, a call or nops."""
         for distance in self._reach:
             head = self._table.get(ip - distance)
-            if ip - distance in self._verdict.fentry or (
-                isinstance(head, AggregatorProbe) and head.is_optimized
-            ):
+            if ip - distance in self._verdict.fentry or (isinstance(head, AggrKprobe) and head.is_optimized):
                 return True
         return False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 
 KPROBE_HASH_BITS = 6
 """Linux keeps 64 hash buckets, and lists them in their order."""
@@ -60,12 +60,12 @@ class ProbeTable:
     def is_patched(self, kprobe: Kprobe) -> bool:
         """Whether the text has a jump to the probe's detour."""
         head = self.valid(kprobe)
-        return isinstance(head, AggregatorProbe) and head.is_patched
+        return isinstance(head, AggrKprobe) and head.is_patched
 
     def runs_in_detour(self, kprobe: Kprobe) -> bool:
         """Whether hits go on in the probe's detour: by the jump, or by the breakpoint before it."""
         head = self.valid(kprobe)
-        return isinstance(head, AggregatorProbe) and head.is_optimized
+        return isinstance(head, AggrKprobe) and head.is_optimized
 
 
 def hash_address(address: int, bits: int = 64) -> int:

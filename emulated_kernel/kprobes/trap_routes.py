@@ -1,4 +1,4 @@
-"""TrapRoutes: which breakpoint is which step of a hit, and when its handlers become guest code."""
+"""BreakpointDispatch: which breakpoint is which step of a hit, and when its handlers become guest code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
-from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, Regs
+from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 
-class TrapRoutes:
+class BreakpointDispatch:
     """Fills the machine's table of breakpoints.
 
     Of many probes few are ever hit: handlers become guest code at the first hit behind each change.
@@ -31,7 +31,7 @@ class TrapRoutes:
         hits: HitHandling,
         compiler: Compiler,
         poker: TextPoker,
-        split_jumps: SplitJumps,
+        split_jumps: PartialJumpDetector,
         sites: FtraceSites | None,
     ) -> None:
         self.breakpoints = machine.breakpoints
@@ -76,7 +76,7 @@ class TrapRoutes:
                 self._debug_traps[step_end - insn.prepared.length] = _pass
             else:
                 breakpoints[step_end] = on_step_end
-        if not isinstance(kprobe, AggregatorProbe) or kprobe.detour is None:
+        if not isinstance(kprobe, AggrKprobe) or kprobe.detour is None:
             return
         detour = kprobe.detour
         if kprobe.is_disabled:
@@ -89,7 +89,7 @@ class TrapRoutes:
 
     def _leads_to(self, kprobe: Kprobe) -> int | None:
         """Where a hit by a breakpoint goes on behind its handlers; None where only Python can do that."""
-        if isinstance(kprobe, AggregatorProbe) and kprobe.is_optimized:
+        if isinstance(kprobe, AggrKprobe) and kprobe.is_optimized:
             assert kprobe.detour is not None
             return kprobe.detour.copied
         insn = kprobe.insn
@@ -123,7 +123,7 @@ class TrapRoutes:
             if leads_to is None:
                 breakpoints[kprobe.stub.tail] = lambda regs: hits.singlestep(kprobe, insn, regs, False)
 
-    def _first_by_detour(self, kprobe: AggregatorProbe, trap: int, regs: Regs) -> None:
+    def _first_by_detour(self, kprobe: AggrKprobe, trap: int, regs: Regs) -> None:
         if not kprobe.may_compile:
             self.breakpoints[trap] = taken = self.hits.by_detour(kprobe)
             taken(regs)
@@ -140,7 +140,7 @@ class TrapRoutes:
             self._compiler.keep_sample(kprobe, self.hits.frame_at(regs.sp))
             self.compile_detour(kprobe)
 
-    def compile_detour(self, kprobe: AggregatorProbe) -> None:
+    def compile_detour(self, kprobe: AggrKprobe) -> None:
         """Point the jump to a detour with the handlers compiled in, where they can be."""
         code, detour = self._compiler.detour(kprobe), kprobe.detour
         kprobe.compiled = code
@@ -151,8 +151,8 @@ class TrapRoutes:
 
     def drop_code(self, kprobe: Kprobe) -> None:
         """Let Python take the hits again, until the next one: what the handlers do has changed."""
-        if self._compiler.asides:
-            self._compiler.drop_asides(kprobe)
+        if self._compiler.asm_thunks:
+            self._compiler.drop_asm_thunks(kprobe)
         if kprobe.is_ftrace and self._sites is not None:
             self._sites.drop_code(kprobe)
             return
@@ -161,7 +161,7 @@ class TrapRoutes:
         if kprobe.compiled is None:
             return
         code, kprobe.compiled = kprobe.compiled, None
-        if isinstance(kprobe, AggregatorProbe) and kprobe.is_patched:
+        if isinstance(kprobe, AggrKprobe) and kprobe.is_patched:
             assert kprobe.detour is not None
             if not self._poker.is_patching(kprobe.address):
                 self._split_jumps.start_again((kprobe.address,))

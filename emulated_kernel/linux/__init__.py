@@ -13,5 +13,5 @@
 
 From outside: the mounts, start.started() and snapshot.py.
 Everything but reading files of modules is done under the control lock, the mount's. Below that is
-LinuxMount's condition of who waits for activity: nothing is called while it is held.
+NativeMount's condition of who waits for activity: nothing is called while it is held.
 """

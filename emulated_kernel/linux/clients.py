@@ -9,7 +9,7 @@ from time import monotonic
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import EXEC_WITHIN, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
-from emulated_kernel.linux.executions import Executions
+from emulated_kernel.linux.executions import ExecObserver
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
 from emulated_kernel.vfs.core.client import Client
 
@@ -31,7 +31,7 @@ class LinuxClients:
         """`settle`: does what clients have asked for so far, before the guest learns of what came next."""
         self._tasks = tasks
         self._settle = settle
-        self._executions = Executions(tasks)
+        self._executions = ExecObserver(tasks)
         self._watch = watch
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
@@ -52,7 +52,7 @@ class LinuxClients:
         owner = (0, 0) if uid == self._owner else (uid, gid)
         if owner != task.owner:
             self._settle()
-            self._tasks.own(task, *owner)
+            self._tasks.set_creds(task, *owner)
         comm = self._watch.comm(pid)
         if comm and comm != task.comm:
             try:
@@ -78,7 +78,7 @@ class LinuxClients:
         self._unnamed.pop(pid, None)
         program = None if self.is_shared(task) else program_of(self._watch.host_pid(pid), comm)
         if program is None:
-            self._tasks.name(task, comm)
+            self._tasks.set_comm(task, comm)
         else:
             self._executions.execute(task, program, comm)
 
@@ -99,7 +99,7 @@ class LinuxClients:
         task = self._fork(self._tasks.init, pid)
         comm = self._watch.comm(pid)
         if comm:
-            self._tasks.name(task, comm)
+            self._tasks.set_comm(task, comm)
         return task
 
     def _fork(self, parent: LinuxTask, pid: int) -> LinuxTask:

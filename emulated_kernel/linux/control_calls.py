@@ -27,8 +27,8 @@ from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks, Service
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.vfs.core.node import Directory
-from emulated_kernel.vfs.core.pieces import Once
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.pieces import RunOnce
+from emulated_kernel.vfs.core.tree import NodeTree
 
 log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10
@@ -64,7 +64,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(eq=False)
-class GuestPart:
+class GuestFileHandle:
     """The guest's share in an open file of ours."""
 
     path: str
@@ -86,7 +86,7 @@ class ControlCalls:
         tasks: LinuxTasks,
         machine: ProbedLinux,
         kernel: LinuxKernel,
-        files: Filesystem,
+        files: NodeTree,
         *,
         is_tracefs: bool,
         is_refused: bool = False,
@@ -99,7 +99,7 @@ class ControlCalls:
         self._inodes: dict[bool, int] = {}
         """Of a file and of a directory."""
         self._is_ready, self._is_refused = False, is_refused
-        self.released: list[GuestPart] = []
+        self.released: list[GuestFileHandle] = []
         """What is to be closed in the guest."""
         self._asleep: WeakKeyDictionary[LinuxTask, int] = WeakKeyDictionary()
         """Handles of the files for which tasks wait in their calls."""
@@ -113,7 +113,7 @@ class ControlCalls:
 
     # What files of ours do
 
-    def open(self, task: LinuxTask | None, part: GuestPart, once: Once[Any]) -> None:
+    def open(self, task: LinuxTask | None, part: GuestFileHandle, once: RunOnce[Any]) -> None:
         """open(2); `part` has a descriptor afterwards if the guest has its share."""
         part.task = task
         if task is not None and self._can_call(task):
@@ -121,11 +121,11 @@ class ControlCalls:
                 partial(self._opened, task, part, self._service(task, once, partial(self._goes_on, part)))
             )
 
-    def _opened(self, task: LinuxTask, part: GuestPart, service: Service) -> int:
+    def _opened(self, task: LinuxTask, part: GuestFileHandle, service: Service) -> int:
         flags = part.flags & ~(os.O_CREAT | os.O_EXCL)
         return self._syscalls.open(task, self._root + part.path, flags, service=service)
 
-    def open_unseen(self, parts: Iterable[GuestPart]) -> None:
+    def open_unseen(self, parts: Iterable[GuestFileHandle]) -> None:
         """The guest is about to be watched: it takes part in what is open from now on."""
         # A module that arrives has its probes armed by a callback: what is open goes unseen.
         if self._tasks.machine.death or self._tasks.machine.is_running:
@@ -135,10 +135,10 @@ class ControlCalls:
             self._prepare()
             for part in parts:
                 if part.fd is None and self._is_ready:
-                    service = self._service(init, Once(lambda: None), partial(self._goes_on, part))
+                    service = self._service(init, RunOnce(lambda: None), partial(self._goes_on, part))
                     part.fd = self._opened(init, replace(part, flags=part.flags & ~os.O_TRUNC), service)
             if standing is not None:
-                self._tasks.bring(standing)
+                self._tasks.schedule_in(standing)
 
     def list_directory(self, task: LinuxTask | None, path: str) -> None:
         """The client opens a directory and closes it."""
@@ -149,7 +149,7 @@ class ControlCalls:
             self._syscalls.close(task, fd)
 
     def read(
-        self, task: LinuxTask | None, part: GuestPart, handle: int, size: int, once: Once[bytes]
+        self, task: LinuxTask | None, part: GuestFileHandle, handle: int, size: int, once: RunOnce[bytes]
     ) -> None:
         """read(2) of READ_SIZE at most. Raises: WouldBlock (as `once`; the task sleeps then)."""
 
@@ -162,7 +162,7 @@ class ControlCalls:
         self._transfer(task, part, handle, once, begin)
 
     def write(
-        self, task: LinuxTask | None, part: GuestPart, handle: int, data: bytes, once: Once[int]
+        self, task: LinuxTask | None, part: GuestFileHandle, handle: int, data: bytes, once: RunOnce[int]
     ) -> None:
         """write(2). Raises: WouldBlock, as read()."""
 
@@ -175,16 +175,16 @@ class ControlCalls:
     def _transfer(
         self,
         task: LinuxTask | None,
-        part: GuestPart,
+        part: GuestFileHandle,
         handle: int,
-        once: Once[Any],
+        once: RunOnce[Any],
         begin: Callable[[LinuxTask], int],
     ) -> None:
         part.task = task or part.task
         if task is not None and task.waits and self._asleep.get(task) == handle:
             # The same call, which is asked for again.
             task.service = self._service(task, once, self._gets_or_returns)
-            begin = self._tasks.answer
+            begin = self._tasks.wait_for_result
         elif task is None or part.fd is None or not self._can_call(task):
             return
         self._asleep.pop(task, None)
@@ -203,9 +203,9 @@ class ControlCalls:
         if task is not None and task.waits and self._asleep.get(task) == handle:
             del self._asleep[task]
             task.service = lambda: partial(self._returns, task, -error)
-            self._called(partial(self._tasks.answer, task))
+            self._called(partial(self._tasks.wait_for_result, task))
 
-    def release(self, part: GuestPart) -> None:
+    def release(self, part: GuestFileHandle) -> None:
         """The last descriptor was closed; the guest does so in front of the next request."""
         if part.fd is not None:
             self.released.append(part)
@@ -228,7 +228,9 @@ class ControlCalls:
 
     # What the host does in the middle of a call
 
-    def _service(self, task: LinuxTask, once: Once[Any], answer: Callable[[LinuxTask, Any], None]) -> Service:
+    def _service(
+        self, task: LinuxTask, once: RunOnce[Any], answer: Callable[[LinuxTask, Any], None]
+    ) -> Service:
         """Does it; then `answer` puts into the registers what it gave, or its errno is the call's."""
 
         def serve() -> Callable[[], None]:
@@ -244,7 +246,7 @@ class ControlCalls:
 
         return serve
 
-    def _goes_on(self, part: GuestPart, task: LinuxTask, _result: object) -> None:
+    def _goes_on(self, part: GuestFileHandle, task: LinuxTask, _result: object) -> None:
         """A file is open."""
         regs = self._machine.regs
         regs.di, regs.si = self._arguments.pop(task.address)

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from itertools import count
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.linux.control_calls import READ_SIZE, ControlCalls, GuestPart
+from emulated_kernel.linux.control_calls import READ_SIZE, ControlCalls, GuestFileHandle
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.pieces import Once, WriteInPieces, giving_way
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.pieces import ChunkedWrite, RunOnce, retry_yielding_lock
+from emulated_kernel.vfs.core.tree import NodeTree
 
 FIRST_HANDLE = 1 << 41
 """Handles of these files begin there."""
@@ -25,14 +25,14 @@ class ControlFiles:
 
     def __init__(
         self,
-        files: Filesystem,
+        files: NodeTree,
         lock: ControlLock,
         control: Callable[[Client], AbstractContextManager[LinuxTask | None]],
         calls: ControlCalls | None = None,
     ) -> None:
         """`control`: around what a client does with a file, by its task; `calls`: what that makes."""
         self._files, self.lock, self._control, self._in_guest = files, lock, control, calls
-        self._parts: dict[int, GuestPart] = {}
+        self._parts: dict[int, GuestFileHandle] = {}
         """The guest's, by handle."""
         self._opened_files: dict[int, OpenFile | str] = {}
         """By handle; of a directory its path."""
@@ -107,7 +107,7 @@ class ControlFiles:
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open with open(2)'s flags; returns the handle for the calls below."""
         with self._control(client) as task:
-            once, part = Once(lambda: self._files.open(path, flags, client)), GuestPart(path, flags)
+            once, part = RunOnce(lambda: self._files.open(path, flags, client)), GuestFileHandle(path, flags)
             if self._in_guest is not None:
                 self._in_guest.open(task, part, once)
             handle = self._keep(once())
@@ -135,7 +135,7 @@ class ControlFiles:
         """At most `size` bytes; b"" is the end. Raises: WouldBlock."""
         with self._control(client) as task:
             file, size = self._file(handle), min(size, READ_SIZE)
-            once = Once(lambda: file.read(size, offset))
+            once = RunOnce(lambda: file.read(size, offset))
             if self._in_guest is not None:
                 self._in_guest.read(task, self._parts[handle], handle, size, once)
             return once()
@@ -153,7 +153,7 @@ class ControlFiles:
         def write_piece(piece: Piece, at: int) -> int:
             return self._file(handle).write(piece.data, at, commands, is_part=piece.is_part)
 
-        once = Once(WriteInPieces(file, data, offset, write_piece))
+        once = RunOnce(ChunkedWrite(file, data, offset, write_piece))
 
         def write() -> int:
             with self._control(client) as task:
@@ -162,7 +162,7 @@ class ControlFiles:
                     self._in_guest.write(task, self._parts[handle], handle, data, once)
                 return once()
 
-        return giving_way(self.lock, write)
+        return retry_yielding_lock(self.lock, write)
 
     def wait(self, handle: int, timeout: float) -> None:
         """Return once something may have come, or after `timeout` seconds."""
@@ -200,9 +200,9 @@ class ControlFiles:
             raise KernelError(errno.EBADF, f"no handle {handle}")
         raise KernelError(errno.EINVAL, f"handle {handle}")
 
-    def statfs(self, _path: str) -> Room:
+    def statfs(self, _path: str) -> StatFs:
         """There is nothing to count."""
-        return Room()
+        return StatFs()
 
     # Changes of the tree
 

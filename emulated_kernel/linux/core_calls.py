@@ -1,4 +1,4 @@
-"""CoreCalls: functions of a dump's kernel called one at a time, each to its end or as if it hadn't been."""
+"""VmcoreCalls: functions of a dump's kernel called one at a time, each to its end or as if it hadn't been."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments
-from emulated_kernel.linux.core_guest import CoreGuest
+from emulated_kernel.linux.core_guest import VmcoreGuest
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE
-from emulated_kernel.linux.undo import Undo
+from emulated_kernel.linux.undo import MemoryRollback
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 
 BUFFER_SIZE = 256 << 10
@@ -59,7 +59,7 @@ _ENDS = {
 """Where a call can't go on: errno, and what is said of it."""
 
 
-class CoreCalls:
+class VmcoreCalls:
     """Needs the control lock. All raise KernelError, after which memory is as it was in front of the call.
 
     EDEADLK: it can't go on, for nobody else runs; EFAULT: it faulted; EIO: it doesn't come back.
@@ -67,7 +67,7 @@ class CoreCalls:
 
     def __init__(
         self,
-        guest: CoreGuest,
+        guest: VmcoreGuest,
         machine: ProbedLinux,
         kernel: LinuxKernel,
         callers: Callable[[Any], list[int]],
@@ -79,7 +79,7 @@ class CoreCalls:
         self._reached = ""
         """The place at which a run was stopped that can't go on."""
         self._deadline = inf
-        self._undo = Undo(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
+        self._undo = MemoryRollback(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
         """Memory for what functions write."""
         machine.memory.map(
@@ -127,7 +127,7 @@ class CoreCalls:
         machine = self._guest.machine
         if machine.death:
             raise KernelError(EIO, f"the guest has died: {machine.death}")
-        self._undo.keep()
+        self._undo.checkpoint()
         with self._machine.text.recorded() as written:
             try:
                 return self._returned(address, values)
@@ -219,7 +219,7 @@ class CoreCalls:
         if not self._undo.is_possible:
             machine.death = "a call couldn't end, and nothing tells here what it has changed"
             return
-        self._undo.back()
+        self._undo.rollback()
         machine.death = ""
         for va, data in written:
             self._machine.text.substitute(va, data)

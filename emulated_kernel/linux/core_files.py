@@ -1,4 +1,4 @@
-"""CoreFiles: the files of a dump as its kernel sees them, read by calls of that kernel's own functions."""
+"""VmcoreFiles: the files of a dump as its kernel sees them, read by calls of that kernel's own functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
 
 from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
+from emulated_kernel.linux.core_calls import BUFFER_SIZE, VmcoreCalls
 from emulated_kernel.linux.inodes import Inodes, inode_offsets, shown_ino
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -51,13 +51,13 @@ _TRUE_GOES_ON = 6, 1
 """The release since which an actor says by true that it wants more."""
 
 
-class CoreFiles:
+class VmcoreFiles:
     """Files by path, from the root of the dump's first process; nothing can be changed.
 
-    Needs the control lock. All raise KernelError: the kernel's errno, and as CoreCalls.
+    Needs the control lock. All raise KernelError: the kernel's errno, and as VmcoreCalls.
     """
 
-    def __init__(self, calls: CoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
+    def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
         self._calls, self._memory = calls, memory
         self._offset = {path: kernel.btf.offset(path) for path in _MEMBERS}
         self._inodes = Inodes(inode_offsets(kernel.btf), memory.read)

@@ -1,4 +1,4 @@
-"""CoreGuest: a kernel out of a dump of a running machine: its memory, and a CPU for calls of its functions.
+"""VmcoreGuest: a kernel out of a dump of a running machine: its memory, and a CPU for calls of its functions.
 
 Tasks of the dump never go on: each may have been anywhere, on a CPU with what ours lacks.
 """
@@ -15,14 +15,14 @@ from typing import IO
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
-from emulated_kernel.image.linux.kept_kernel import KeptKernel
+from emulated_kernel.image.linux.kept_kernel import CachedKernelTables
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux import snapshot
-from emulated_kernel.linux.core_image import ONLINE, CoreFacts, convert, ram_size
+from emulated_kernel.linux.core_image import ONLINE, VmcoreOffsets, convert, ram_size
 from emulated_kernel.linux.cpu import CpuTables
-from emulated_kernel.linux.facts import checked_facts
+from emulated_kernel.linux.facts import checked_offsets
 from emulated_kernel.linux.machine import LinuxMachine
-from emulated_kernel.linux.room import has_room, unnamed_file
+from emulated_kernel.linux.room import has_space, open_tmpfile
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
@@ -59,7 +59,7 @@ def ensure_core_cached(source: str) -> None:
         core = CoreFile(file.fileno())
         try:
             directory = next(parent for parent in place.parents if parent.exists())
-            if not has_room(str(directory), _size_on_disk(file), ram_size(core)):
+            if not has_space(str(directory), _size_on_disk(file), ram_size(core)):
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             snapshot.keep(place, lambda target: convert(core, source, target, is_kept=True))
         except KernelError:
@@ -73,7 +73,7 @@ def _size_on_disk(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_blocks * 512
 
 
-def started_core(source: str) -> tuple[CoreGuest, LinuxKernel]:
+def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
     """The dump as a machine, and its kernel.
 
     Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (nothing has room for its memory).
@@ -89,7 +89,7 @@ def started_core(source: str) -> tuple[CoreGuest, LinuxKernel]:
             convert(core, source, target, is_kept=False)
 
         try:
-            with unnamed_file(write, _size_on_disk(file), ram_size(core)) as made:
+            with open_tmpfile(write, _size_on_disk(file), ram_size(core)) as made:
                 kept = snapshot.read(made.fileno(), with_parts=True, is_checked=False)
                 if kept is None:
                     raise KernelError(EIO, "what was written of it can't be read")
@@ -98,25 +98,25 @@ def started_core(source: str) -> tuple[CoreGuest, LinuxKernel]:
             raise KernelError(EIO, f"the emulator can't run it: {error}") from error
 
 
-def _started(kept: snapshot.Kept) -> tuple[CoreGuest, LinuxKernel]:
+def _started(kept: snapshot.SnapshotContents) -> tuple[VmcoreGuest, LinuxKernel]:
     """Raises: KeyError, TypeError, ValueError (what nobody has written), HardwareError."""
     cells = snapshot.checked_cells(kept.about)
     machine = LinuxMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)
     try:
-        guest = CoreGuest(machine, CoreFacts(**checked_facts(kept.about["facts"])))
-        return guest, KeptKernel(kept.parts)
+        guest = VmcoreGuest(machine, VmcoreOffsets(**checked_offsets(kept.about["facts"])))
+        return guest, CachedKernelTables(kept.parts)
     except BaseException:
         machine.close()
         raise
 
 
-class CoreGuest(RunningLinux):
+class VmcoreGuest(RunningLinux):
     """The first CPU's view; what stood on the CPUs is left where it was, and never goes on.
 
     Raises: KernelError ENOEXEC (its structures lead nowhere).
     """
 
-    def __init__(self, machine: LinuxMachine, facts: CoreFacts) -> None:
+    def __init__(self, machine: LinuxMachine, facts: VmcoreOffsets) -> None:
         self.machine, self.release, self._facts = machine, facts.release, facts
         super().__init__()
         symbols, memory = facts.symbols, machine.memory

@@ -12,7 +12,7 @@ from typing import IO
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, UnusableFile
 from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
-from emulated_kernel.image.linux.kept_kernel import kept_parts
+from emulated_kernel.image.linux.kept_kernel import cached_parts
 from emulated_kernel.image.linux.vmlinux import LoadSegment
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
@@ -36,7 +36,7 @@ ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 
 
 @dataclass(frozen=True)
-class CoreFacts:
+class VmcoreOffsets:
     """Addresses that calls need; of per-CPU variables those in the area."""
 
     release: str
@@ -72,10 +72,10 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) ->
     except HardwareError as error:
         raise KernelError(EIO, f"the emulator can't run it: {error}") from error
     about = {"source": source, "facts": asdict(facts), "cells": cells}
-    snapshot.finish(target, about, size, kept_parts(kernel), is_kept=is_kept)
+    snapshot.finish(target, about, size, cached_parts(kernel), is_kept=is_kept)
 
 
-def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, CoreFacts]:
+def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, VmcoreOffsets]:
     """Raises: KernelError ENOEXEC."""
     if _number(info, "NUMBER(pgtable_l5_enabled)"):
         raise unusable_core("its kernel has page tables of five levels; boot it with no5lvl")
@@ -121,13 +121,13 @@ def _number(info: Mapping[str, str], name: str) -> int:
     return int(text, 16 if text.startswith("0x") else 10)
 
 
-def _facts(kernel: RunningKernel, root: int) -> CoreFacts:
+def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
     offset = kernel.btf.offset
     symbols = {name: address for name in _SYMBOLS if (address := kernel.per_cpu(name)) is not None}
     for name in _SYMBOLS:
         if name not in symbols:
             raise unusable_core(f"its symbols lack {name}")
-    return CoreFacts(
+    return VmcoreOffsets(
         kernel.release,
         root,
         symbols | _optional(kernel),

@@ -1,4 +1,4 @@
-"""CoreMount: a dump as a mount: our engine over its kernel, calls of its functions, and its files to read."""
+"""VmcoreMount: the kernel in a vmcore as a mount: probes, calls of its functions, and its files to read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import contextmanager, nullcontext
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.control_files import ControlFiles
-from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
-from emulated_kernel.linux.core_files import CoreFiles
-from emulated_kernel.linux.core_guest import CoreGuest
+from emulated_kernel.linux.core_calls import BUFFER_SIZE, VmcoreCalls
+from emulated_kernel.linux.core_files import VmcoreFiles
+from emulated_kernel.linux.core_guest import VmcoreGuest
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.linux.engine_tree import engine_tree
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from emulated_kernel.vfs.core.seq import GuestCommandFile, single
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.calls import Calls
 
 FILES = "/files"
@@ -40,7 +40,7 @@ def _is_in_core(path: str) -> bool:
     return path == FILES or path.startswith(f"{FILES}/")
 
 
-class _BesideDump(Filesystem):
+class _VmcoreControlTree(NodeTree):
     """Files of ours. Raises: KernelError EROFS (the dump's, whose mount asks here for changes alone)."""
 
     def lookup(self, path: str) -> Node:
@@ -54,19 +54,19 @@ class _BesideDump(Filesystem):
         return super()._split(path)
 
 
-class CoreMount(ControlFiles):
+class VmcoreMount(ControlFiles):
     """What a front end serves. Nothing runs but what is called; nothing of the dump's file is changed."""
 
     clients_own = ()
-    """None (LinuxMount's are): what is called removes files, too."""
+    """None (NativeMount's are): what is called removes files, too."""
 
-    def __init__(self, guest: CoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> None:
+    def __init__(self, guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> None:
         """`is_tracefs`: tracefs is the root, and all that is listed."""
         self._guest, self._engine, self._owner = guest, engine, owner
         engine.machine.clock.pass_to(guest.time)
-        stack = engine.parts.tracing.system.stack
-        self._calls = CoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.drop_calls)
-        self._core_files = CoreFiles(self._calls, engine.kernel, engine.machine.memory)
+        stack = engine.components.tracing.system.stack
+        self._calls = VmcoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.drop_calls)
+        self._core_files = VmcoreFiles(self._calls, engine.kernel, engine.machine.memory)
         self._has_files = not is_tracefs
         self._paths: dict[int, str] = {}
         """Of open files of the dump's, by handle."""
@@ -80,7 +80,7 @@ class CoreMount(ControlFiles):
             {FILES[1:]: Directory(0o555, {})},
             is_tracefs=is_tracefs,
         )
-        tree = files if is_tracefs else _BesideDump(files.root, owner)
+        tree = files if is_tracefs else _VmcoreControlTree(files.root, owner)
         super().__init__(tree, engine.lock, self._requested)
 
     @contextmanager

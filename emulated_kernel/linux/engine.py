@@ -20,7 +20,7 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
-from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.linux.kernel_calls import KernelCalls, work_queues
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
@@ -33,7 +33,7 @@ from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.traps.trap import GuestFault
-from emulated_kernel.parts import ProbedParts, ProbeRegistries
+from emulated_kernel.parts import KernelComponents, ProbeRegistries
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
 
 log = logging.getLogger("kprobefs.linux")
@@ -73,11 +73,11 @@ class KernelEngine:
             return nullcontext(True)
 
         # Deviates: no task is frozen; who stands in the way after his turn still does for the caller.
-        scheduler = Scheduler(stacks, clock.jiffies, lambda: guest.idle(_TURN), run_on)
+        scheduler = GracePeriod(stacks, clock.jiffies, lambda: guest.idle(_TURN), run_on)
         self.kprobes = kprobes = Kprobes(machine, live, arch, log.info, scheduler, self.lock, profile)
         self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
         kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(kernel, arch))
-        functions = partial(traceable_functions, kernel, kprobes.verdict)
+        functions = partial(traceable_functions, kernel, kprobes.probe_checker)
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
         tracing, points = linux_tracing(
@@ -88,7 +88,7 @@ class KernelEngine:
         for module in there:
             tracing.functions.module_came(module.name, module.mcount)
             self._module_events.came(module)
-        self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
+        self.components = KernelComponents(arch=arch, machine=machine, engine=registries, tracing=tracing)
         # hook_sets: what a task has pending never returns; the kernel looks for rethooks of its own next.
         for observer in (hook_sets, tracing.guest_records, RequestObserver(clock, kprobes), tracing.arrays):
             guest.events.watch(observer)
@@ -120,7 +120,7 @@ class LinuxEngine(KernelEngine):
     ) -> None:
         super().__init__(tasks, kernel, profile, lock)
         self.tasks = tasks
-        tracing, watch = self.parts.tracing, self._modules
+        tracing, watch = self.components.tracing, self._modules
         notifier = ModuleNotifier(
             watch.read,
             watch.name,
@@ -143,7 +143,7 @@ class LinuxEngine(KernelEngine):
             if found is not None:
                 events.came(found)
 
-        watch.begin(self.parts.arch, first, last)
+        watch.begin(self.components.arch, first, last)
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:

@@ -1,4 +1,4 @@
-"""EngineMount: a distribution's kernel probed by our engine: our control files, and scratch/ of the guest."""
+"""ProbedMount: a distribution's kernel probed by our engine: our control files, and scratch/ of the guest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_tree import engine_tree
 from emulated_kernel.linux.guest_paths import PATHS
 from emulated_kernel.linux.init import DEVICES, PROC, TMPFS
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
@@ -39,7 +39,7 @@ _GUESTS = {TMPFS: 0o1777, DEVICES: 0o755}
 """Directories of the root that are the guest's, where they are in the guest, with their modes."""
 
 
-class EngineMount(LinuxMount):
+class ProbedMount(NativeMount):
     """A request for a file of ours is answered by the host while the client's task is the current one.
 
     Where somebody could see it, it is a system call of that task's. All raise KernelError with Linux's errno.
@@ -85,7 +85,7 @@ class EngineMount(LinuxMount):
         engine.machine.text.before_first_change.append(self._files.open_in_guest)
         if not keeps_tracefs:
             GuestDirectories(
-                engine.parts.tracing.system.events,
+                engine.components.tracing.system.events,
                 self._call_function,
                 self._sees_directories,
                 lambda: self._tasks.machine.is_running,
@@ -123,11 +123,11 @@ class EngineMount(LinuxMount):
         self._request_begun()
         if self._calls.released:
             self._calls.close_released()
-        return LinuxMount.request_begins(self, client, opens)
+        return NativeMount.request_begins(self, client, opens)
 
     def request_ends(self, *, has_failed: bool) -> None:
         try:
-            LinuxMount.request_ends(self, has_failed=has_failed)
+            NativeMount.request_ends(self, has_failed=has_failed)
         finally:
             for tell in self._call_ended:
                 tell()
@@ -147,7 +147,7 @@ class EngineMount(LinuxMount):
                             self._close_released()
                         self._calls.close_released()
                         task = self._clients.task_of(client)
-                        self._tasks.bring(task)
+                        self._tasks.schedule_in(task)
                 yield task
             finally:
                 for tell in self._call_ended:
@@ -158,7 +158,7 @@ class EngineMount(LinuxMount):
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         if self._is_guests(path):
-            return LinuxMount.getattr(self, path, client)
+            return NativeMount.getattr(self, path, client)
         return self._files.getattr(path)
 
     def _shown_ino(self, ino: int) -> int:
@@ -202,7 +202,7 @@ class EngineMount(LinuxMount):
 
     def open(self, client: Client, path: str, flags: int) -> int:
         if self._is_guests(path):
-            return LinuxMount.open(self, client, path, flags)
+            return NativeMount.open(self, client, path, flags)
         return self._files.open(client, path, flags)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
@@ -211,7 +211,7 @@ class EngineMount(LinuxMount):
         return self._files.create(client, path, mode, flags)
 
     def is_stream(self, handle: int) -> bool:
-        return LinuxMount.is_stream(self, handle) if handle < FIRST_HANDLE else self._files.is_stream(handle)
+        return NativeMount.is_stream(self, handle) if handle < FIRST_HANDLE else self._files.is_stream(handle)
 
     def set_status_flags(self, handle: int, flags: int) -> None:
         if handle < FIRST_HANDLE:
@@ -224,7 +224,7 @@ class EngineMount(LinuxMount):
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         if handle < FIRST_HANDLE:
-            return LinuxMount.read(self, client, handle, size, offset)
+            return NativeMount.read(self, client, handle, size, offset)
         return self._files.read(client, handle, size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
@@ -256,7 +256,7 @@ class EngineMount(LinuxMount):
 
     def release(self, handle: int) -> None:
         if handle < FIRST_HANDLE:
-            LinuxMount.release(self, handle)
+            NativeMount.release(self, handle)
         else:
             self._files.release(handle)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.vfs.core.node import Node, Owner
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.root import machine_files, root_tree
 from emulated_kernel.vfs.trees.stats import probes_file
 
@@ -19,7 +19,7 @@ def engine_tree(
     further: Mapping[str, Node],
     *,
     is_tracefs: bool,
-) -> Filesystem:
+) -> NodeTree:
     """`log`: the kernel's; `machine`: further files of machine/; `further`: those of the root.
 
     `is_tracefs`: tracefs is the root, and all that is listed.
@@ -30,5 +30,5 @@ def engine_tree(
         yield log().decode("utf-8", "surrogateescape")
 
     files = machine_files(banner, engine.kernel.kallsyms, shown_log, owner)
-    files |= {"probes": probes_file(engine.parts), **machine}
-    return root_tree(engine.parts, owner, files, further, is_tracefs=is_tracefs)
+    files |= {"probes": probes_file(engine.components), **machine}
+    return root_tree(engine.components, owner, files, further, is_tracefs=is_tracefs)

@@ -1,7 +1,7 @@
-"""Executions: who has executed a program makes that execve(2) in the guest, and becomes init's program again.
+"""ExecObserver: repeats a client's execve(2) in the guest; its task becomes init's program again.
 
-The path is the client's, for all who look at the call; what is opened is the one program that there is.
-The table of open files stays everybody's.
+The call has the client's path, which probes can read. The guest opens init's program, its only one.
+The table of open files stays shared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = 128
 """Bytes between a struct filename of ours and its string."""
 
 
-class Executions:
+class ExecObserver:
     """For a kernel that lacks those two functions, who executes something is renamed."""
 
     def __init__(self, tasks: LinuxTasks) -> None:
@@ -53,13 +53,13 @@ class Executions:
                 self._execve(task, path)
             if not task.alive:
                 raise KernelError(ESRCH, f"task {task.pid} has ended of executing {path}")
-        self._tasks.name(task, comm)
+        self._tasks.set_comm(task, comm)
 
     def _execve(self, task: LinuxTask, path: str) -> None:
         """execve(2). Raises: KernelError (with its errno)."""
         tasks = self._tasks
-        tasks.put(task, BUFFER, os.fsencode(path) + b"\0")
-        tasks.put(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))
+        tasks.copy_to_user(task, BUFFER, os.fsencode(path) + b"\0")
+        tasks.copy_to_user(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))
         self._task = task
         try:
             tasks.call(task, _EXECVE, BUFFER, _ARGUMENTS, 0)

@@ -61,7 +61,7 @@ _DENTRY_FLAGS = {
 
 
 @dataclass(frozen=True)
-class KernelFacts:
+class KernelOffsets:
     """Addresses by symbol, offsets by path; `current_task` is one in the per-CPU area."""
 
     release: str
@@ -72,7 +72,7 @@ class KernelFacts:
     """Flags of dentries whose file system is asked at each lookup."""
 
 
-def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
+def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
     """Raises: KernelError ENOEXEC (a kernel that lacks one of them), ENODATA (one without BTF)."""
     symbols = {name: kernel.required(name) for name in _SYMBOLS}
     for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS):
@@ -88,10 +88,10 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
         raise unusable(error.strerror or "") from None
     if current is None:
         raise unusable("its symbols lack current_task and pcpu_hot")
-    return KernelFacts(kernel.release, symbols, offsets, current, asking_flags(kernel.btf))
+    return KernelOffsets(kernel.release, symbols, offsets, current, dentry_slow_path_flags(kernel.btf))
 
 
-def checked_facts(kept: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a snapshot: a release, and numbers. Raises: KeyError, TypeError, ValueError."""
     numbers = [value for name, value in kept.items() if name != "release"]
     words = (word for each in numbers for word in (each.values() if isinstance(each, dict) else (each,)))
@@ -100,7 +100,7 @@ def checked_facts(kept: Mapping[str, Any]) -> Mapping[str, Any]:
     return kept
 
 
-def asking_flags(btf: Btf) -> int:
+def dentry_slow_path_flags(btf: Btf) -> int:
     """Of dentries that a lookup can't be answered from, in one word.
 
     Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from struct import pack_into, unpack_from
 
 from emulated_kernel.host.wall_time import WallTime
-from emulated_kernel.linux.facts import COARSE_CLOCKS, TIME_READ, TIMEKEEPER, KernelFacts
+from emulated_kernel.linux.facts import COARSE_CLOCKS, TIME_READ, TIMEKEEPER, KernelOffsets
 from emulated_kernel.linux.machine import LinuxMachine
 
 _SECOND = 10**9
@@ -20,7 +20,7 @@ class FileTimes:
     reading of the guest's sees, and is shown what the host's clock said then.
     """
 
-    def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
+    def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
         """Of a kernel whose clock isn't known, or isn't the TSC, files have the guest's own time."""
         self._memory, self._root = machine.memory, machine.cpu.root
         self._ram, self._words, self._pc = machine.memory.ram, machine.memory.words, machine.pc

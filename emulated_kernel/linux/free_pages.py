@@ -1,4 +1,4 @@
-"""FreePages: the host's pages behind the guest's free ones, given back when the guest has freed many.
+"""PageReporting: the host's pages behind the guest's free ones, given back when the guest has freed many.
 
 The guest isn't told: what it allocates it writes before it reads it.
 """
@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import islice
 
 from emulated_kernel.linux.boot import HOST_SIZE
-from emulated_kernel.linux.facts import KEEPING, ORDERS, KernelFacts
+from emulated_kernel.linux.facts import KEEPING, ORDERS, KernelOffsets
 from emulated_kernel.linux.memory import PAGE, LinuxMemory
 
 MANY = 512
@@ -21,14 +21,14 @@ _LIMIT = 4096
 _WORD = (1 << 64) - 1
 
 
-class FreePages:
+class PageReporting:
     """Free pages of a kernel with one node; `most` is out of reach where they are to be left alone.
 
     Needs a CPU that is in no allocation: its tasks are in user mode, or sleep. Mirrors: mm/page_reporting.c:
     page_reporting_process (v6.1)
     """
 
-    def __init__(self, memory: LinuxMemory, root: int, facts: KernelFacts) -> None:
+    def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:
         """`root`: page tables that the kernel's half is in."""
         self._memory, self._root, self._offsets = memory, root, facts.offsets
         self._frames: dict[int, int] = {}

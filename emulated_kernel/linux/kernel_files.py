@@ -10,7 +10,7 @@ import os
 import struct
 from functools import cached_property, lru_cache
 
-from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.facts import KernelOffsets
 from emulated_kernel.linux.init import ROOTS
 from emulated_kernel.linux.inodes import Inodes, layout
 from emulated_kernel.linux.machine import LinuxMachine
@@ -25,10 +25,10 @@ _NAMES = 1000
 """Whose hashes are kept, and paths whose attributes are."""
 
 
-class KernelFiles:
+class DcacheReader:
     """Files by path or descriptor; needs a machine at a synchronous stop."""
 
-    def __init__(self, machine: LinuxMachine, facts: KernelFacts, task: int) -> None:
+    def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
         """`task`: address of one that has the table of open files."""
         self._memory = machine.memory
         self._ram, self._words = machine.memory.ram, machine.memory.words

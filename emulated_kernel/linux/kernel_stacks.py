@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from struct import unpack_from
 
-from emulated_kernel.host.address_ranges import Spans
+from emulated_kernel.host.address_ranges import AddressRanges
 from emulated_kernel.host.guest_data import readable
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.tasks import THREAD_SIZE
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.machine.standing_tasks import StandingTasks
+from emulated_kernel.machine.standing_tasks import TaskStacks
 
 _MEMBERS = (
     "task_struct.tasks", "task_struct.stack", "task_struct.thread.sp", "task_struct.signal",
@@ -22,7 +22,7 @@ _LIMIT = 1 << 22
 """Tasks; a list that is longer leads in circles."""
 
 
-class KernelStacks(StandingTasks):
+class KernelStacks(TaskStacks):
     """Looks for addresses in the CPU's registers and on the live stacks of all tasks.
 
     A word that only looks like an address counts too. The guest must be stopped.
@@ -58,11 +58,11 @@ class KernelStacks(StandingTasks):
             yield node - self._offsets[member]
             node = self._memory.read_word(node)
 
-    def occupied(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """See StandingTasks; all of them while the CPU is on a stack that isn't known."""
+    def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
+        """See TaskStacks; all of them while the CPU is on a stack that isn't known."""
         if not spans:
             return ()
-        wanted = Spans(spans)
+        wanted = AddressRanges(spans)
         with readable("task list"):
             stacks = [*self._stacks()]
             if self._machine.cpu.privilege == 0 and not any(is_used for _, _, is_used in stacks):

@@ -12,22 +12,24 @@ from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.compiled.places import Asking
+from emulated_kernel.trace.compiled.places import NeedResched
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
 _SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
 """By the names of our own image's fields, those of its task_struct that shadow stacks hang on."""
 _WORD = 8
-_NOT_ASKED = 1 << 31
+_PREEMPT_NEED_RESCHED = 1 << 31
 """PREEMPT_NEED_RESCHED, which is clear while the task is asked to give the CPU up."""
 _SOFTIRQ, _HARDIRQ = 0xFF00, 0xF0000
 _FIELDS = ("pid", "comm", "stack", "thread_info.flags")
 
 
-def linux_asking(kernel: LinuxKernel) -> Asking:
+def linux_need_resched(kernel: LinuxKernel) -> NeedResched:
     """How guest code learns whether the current task is asked to give the CPU up."""
-    return Asking(_NOT_ASKED, (kernel.btf.offset("task_struct.thread_info.flags"), NEED_RESCHED))
+    return NeedResched(
+        _PREEMPT_NEED_RESCHED, (kernel.btf.offset("task_struct.thread_info.flags"), NEED_RESCHED)
+    )
 
 
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
@@ -92,7 +94,7 @@ class LinuxContext(HitContext):
 
     def resched_flags(self) -> int:
         task = self._memory.read_word(self._current)
-        flags = 0 if self._need_resched[0] & _NOT_ASKED else int(EntryFlag.PREEMPT_RESCHED)
+        flags = 0 if self._need_resched[0] & _PREEMPT_NEED_RESCHED else int(EntryFlag.PREEMPT_RESCHED)
         if self._memory.read_u32(task + self._task_flags) & NEED_RESCHED:
             flags |= EntryFlag.NEED_RESCHED
         return flags

@@ -1,4 +1,4 @@
-"""LinuxMount: the guest's own tracefs and debugfs as a mount; requests are system calls of its tasks."""
+"""NativeMount: the guest's own tracefs and debugfs as a mount; requests are system calls of its tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.clients import LinuxClients
 from emulated_kernel.linux.file_times import FileTimes
-from emulated_kernel.linux.free_pages import FreePages
+from emulated_kernel.linux.free_pages import PageReporting
 from emulated_kernel.linux.guest_paths import (
     DMESG,
     FORWARDED,
@@ -40,8 +40,8 @@ from emulated_kernel.vfs.core.client import (
     STATUS_FLAGS,
     Client,
     DirEntry,
-    Room,
     Stat,
+    StatFs,
     path_behind,
     still_there,
 )
@@ -80,7 +80,7 @@ class _Guest:
 
     __slots__ = ("_lock", "_mount")
 
-    def __init__(self, mount: LinuxMount) -> None:
+    def __init__(self, mount: NativeMount) -> None:
         self._lock, self._mount = mount.lock, mount
 
     def __enter__(self) -> None:
@@ -100,7 +100,7 @@ class _Request:
 
     __slots__ = ("_client", "_guest", "_mount", "_opens")
 
-    def __init__(self, mount: LinuxMount, guest: _Guest, client: Client, opens: bool = False) -> None:
+    def __init__(self, mount: NativeMount, guest: _Guest, client: Client, opens: bool = False) -> None:
         self._mount, self._guest, self._client, self._opens = mount, guest, client, opens
 
     def __enter__(self) -> LinuxTask:
@@ -123,7 +123,7 @@ class _Request:
             self._mount.wake()
 
 
-class LinuxMount:
+class NativeMount:
     """What a front end serves; the methods are GuestMount's. Takes the control lock.
 
     All raise KernelError with the guest's errno; EIO when the guest has died.
@@ -171,7 +171,7 @@ class LinuxMount:
         self.is_closed = False
         self._known = lru_cache(_KEPT)(self._shown)
         self._times = FileTimes(tasks.machine, tasks.facts)
-        self._free_pages = FreePages(tasks.machine.memory, tasks.root, tasks.facts)
+        self._free_pages = PageReporting(tasks.machine.memory, tasks.root, tasks.facts)
         self._running = _Guest(self)
         """Around all that may run the guest."""
 
@@ -461,7 +461,7 @@ class LinuxMount:
                 result = begin()
             else:
                 # What somebody has done may wake it in some ticks, and nothing else but time itself.
-                result = self._tasks.answer(task, 1 if asked == self._requests else PATIENCE)
+                result = self._tasks.wait_for_result(task, 1 if asked == self._requests else PATIENCE)
         except Blocked:
             self._asleep[client.pid] = self._requests
             raise WouldBlock from None
@@ -596,11 +596,11 @@ class LinuxMount:
             raise KernelError(errno.EPERM, path)
         self._change(client, "mknodat", path, mode, 0)
 
-    def statfs(self, path: str) -> Room:
+    def statfs(self, path: str) -> StatFs:
         """Of scratch/; all else has nothing to count, and nobody is asked."""
         at = self._path(path).at
         if at != TMPFS and not at.startswith(f"{TMPFS}/"):
-            return Room()
+            return StatFs()
         with self._running:
             return self._syscalls.statfs(at)
 

@@ -41,7 +41,7 @@ _TICK_BLOCKS = 5_000
 """Blocks of code that take as long as a tick does, where they are counted: a small part of a real CPU's."""
 
 
-class Stopped(Enum):
+class StopReason(Enum):
     """Why a run has ended."""
 
     AT_STUB = "a process waits for the host"
@@ -50,7 +50,7 @@ class Stopped(Enum):
 
 
 # As names: Python 3.11 calls a function for each member that is looked up in its class.
-AT_STUB, IN_CALL, IDLE = Stopped
+AT_STUB, IN_CALL, IDLE = StopReason
 
 
 class LinuxMachine:
@@ -79,7 +79,7 @@ class LinuxMachine:
         self.hooks = TrapHooks(engine, self.model, self.regs, exceptions, handler_time)
         self.hooks.dispatch = self._exception
         self.hooks.protection_faults[STUB] = self._come_to_stub
-        self._stopped: Stopped | None = None
+        self._stopped: StopReason | None = None
         self.is_running = False
         """The guest runs: what is asked now is asked by a callback, in which nothing else can run."""
         self._is_text_stale = False
@@ -227,7 +227,7 @@ class LinuxMachine:
         if self.death:
             raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, 0), self.death)
 
-    def run(self) -> Stopped:
+    def run(self) -> StopReason:
         """Go on until a process waits for the host, or the guest is idle. Raises: GuestFault (it is dead)."""
         if self.death:
             self.check_alive()

@@ -100,7 +100,7 @@ class ProbedLinux(ProbedMachine):
             raise unusable("its first CPU's area is too far from the end of its memory")
         reserved = {"percpu.reserved": cells, "percpu.reserved_size": _CELLS_SIZE}
         self.records = RecordMemory(memory, self.model.layout, reserved, lambda: self.per_cpu_bases)
-        time = self.records.address(self.records.alloc_cells(CELL_UNIT))
+        time = self.records.address(self.records.alloc_percpu(CELL_UNIT))
         self.clock = LinuxClock(machine.pc, kernel, memory, tasks.per_cpu, time)
 
     def positions(self) -> list[tuple[int, int]]:

@@ -18,14 +18,14 @@ _MARGIN = 64 << 20
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def unnamed_file(write: Callable[[IO[bytes]], None], size: int, whole: int) -> IO[bytes]:
+def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> IO[bytes]:
     """A file that `write` has written, in the first directory with room; it has no name.
 
     `size`: bytes on disk; `whole`: with holes. Raises: KernelError ENOSPC, OSError, whatever `write` raises.
     """
     places = [*_places()]
     for directory in places:
-        if not has_room(directory, size, whole):
+        if not has_space(directory, size, whole):
             continue
         try:
             file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
@@ -49,7 +49,7 @@ def _places() -> Iterator[str]:
     return iter(dict.fromkeys(place for place in places if place.startswith("/")))
 
 
-def has_room(directory: str, size: int, whole: int) -> bool:
+def has_space(directory: str, size: int, whole: int) -> bool:
     """Whether a file and its tables fit there, with its holes where those take room.
 
     `size`: bytes on disk; `whole`: with holes.

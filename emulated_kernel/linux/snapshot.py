@@ -22,7 +22,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux import boot
 from emulated_kernel.linux.exception_cells import STATE_SIZE
-from emulated_kernel.linux.facts import KernelFacts, checked_facts
+from emulated_kernel.linux.facts import KernelOffsets, checked_offsets
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.read_files import (
@@ -121,7 +121,7 @@ def _named(digest: str) -> Path:
 def save(
     target: Path,
     machine: LinuxMachine,
-    facts: KernelFacts,
+    facts: KernelOffsets,
     cells: tuple[int, int],
     source: str,
     parts: Mapping[str, bytes | memoryview],
@@ -199,7 +199,7 @@ def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
     file.flush()
 
 
-class Kept(NamedTuple):
+class SnapshotContents(NamedTuple):
     """What was written: RAM, mapped privately."""
 
     about: dict[str, Any]
@@ -212,7 +212,7 @@ class SavedMachine(NamedTuple):
     """A machine as it was saved, with the parts that were to be kept."""
 
     machine: LinuxMachine
-    facts: KernelFacts
+    facts: KernelOffsets
     parts: dict[str, memoryview]
     """Nothing if they weren't asked for."""
 
@@ -220,13 +220,13 @@ class SavedMachine(NamedTuple):
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
     """What was saved; None where there is none, or a damaged one, which is removed."""
 
-    def machine(kept: Kept) -> SavedMachine:
+    def machine(kept: SnapshotContents) -> SavedMachine:
         return SavedMachine(*_machine(kept.ram, kept.about), kept.parts)
 
     return load_as(source, machine, with_parts=with_parts)
 
 
-def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T | None:
+def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: bool) -> T | None:
     """What `made` makes of what was kept; None where there is none, or a damaged one, which is removed.
 
     Raises: KernelError (of `made`, for what was kept whole and isn't usable).
@@ -256,7 +256,7 @@ def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T |
     return None
 
 
-def _read(source: Path, file: int, *, with_parts: bool) -> Kept | None:
+def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | None:
     if not is_own(file):
         # A CPU state of somebody's making may do anything here.
         return None
@@ -269,7 +269,7 @@ def _read(source: Path, file: int, *, with_parts: bool) -> Kept | None:
     return found
 
 
-def read(file: int, *, with_parts: bool, is_checked: bool = True) -> Kept | None:
+def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
     """What was written; None where it is damaged. Raises: OSError, KeyError, TypeError, ValueError.
 
     `is_checked`: it may have been damaged since it was written, or read whole.
@@ -289,15 +289,15 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> Kept | None
         parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
     access = mmap.PROT_READ | mmap.PROT_WRITE
     ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE | NORESERVE, prot=access, offset=HEADER)
-    return Kept(about, ram, parts)
+    return SnapshotContents(about, ram, parts)
 
 
-def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelFacts]:
+def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelOffsets]:
     machine = LinuxMachine(ram, 0, checked_cells(about), BUDGET)
     try:
         machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
         machine.pc.restore(about["pc"])
-        facts = KernelFacts(**checked_facts(about["facts"]))
+        facts = KernelOffsets(**checked_offsets(about["facts"]))
         machine.watch_text(facts.symbols["do_sync_core"])
     except BaseException:
         machine.close()

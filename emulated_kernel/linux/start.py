@@ -11,13 +11,13 @@ from errno import EIO, ENOEXEC
 from pathlib import Path
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
+from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.source import kernel_file
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import RAM_SIZE, boot, load
 from emulated_kernel.linux.exception_cells import find_exception_cells
-from emulated_kernel.linux.facts import KernelFacts, kernel_facts
+from emulated_kernel.linux.facts import KernelOffsets, kernel_offsets
 from emulated_kernel.linux.init import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.syscalls import LinuxSyscalls
@@ -62,7 +62,7 @@ def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel
     if found:
         tasks, parts = found
         try:
-            return tasks, KeptKernel(parts)
+            return tasks, CachedKernelTables(parts)
         except (KernelError, KeyError, TypeError, ValueError) as error:
             log.warning("%s: not usable: %s", place, error)
             tasks.machine.close()
@@ -94,7 +94,7 @@ def _boot_and_save(
     tasks = LinuxTasks(machine, facts)
     running = as_running(kernel, tasks)
     try:
-        snapshot.save(place, machine, facts, cells, str(path), kept_parts(running))
+        snapshot.save(place, machine, facts, cells, str(path), cached_parts(running))
     except OSError as error:
         log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
     return tasks, running
@@ -111,8 +111,8 @@ def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
 
 def _booted(
     kernel: LinuxKernel, seed: int, cells: tuple[int, int], progress: Callable[[int, int], None]
-) -> tuple[LinuxMachine, KernelFacts]:
-    facts = kernel_facts(kernel)
+) -> tuple[LinuxMachine, KernelOffsets]:
+    facts = kernel_offsets(kernel)
     ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     machine = LinuxMachine(ram, seed, cells, _BOOT_BUDGET)
     try:

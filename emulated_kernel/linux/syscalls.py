@@ -13,7 +13,7 @@ from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.inodes import shown_ino
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks, Service
-from emulated_kernel.vfs.core.client import DirEntry, Room, Stat
+from emulated_kernel.vfs.core.client import DirEntry, Stat, StatFs
 
 DATA_SIZE = 512 << 10
 """Bytes that one call may read or write."""
@@ -71,7 +71,7 @@ class LinuxSyscalls:
         """A file system of that type, by init."""
         init = self._tasks.init
         self._path(init, directory)
-        self._tasks.put(init, _SECOND_PATH, os.fsencode(source) + b"\0")
+        self._tasks.copy_to_user(init, _SECOND_PATH, os.fsencode(source) + b"\0")
         self._call(init, _MOUNT, _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
 
     def unmount(self, directory: str) -> None:
@@ -88,7 +88,7 @@ class LinuxSyscalls:
         """The kernel log as dmesg(1) gets it: lines with level and time."""
         init = self._tasks.init
         size = self._call(init, _SYSLOG, _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
-        return self._tasks.get(init, _DATA, checked_count(size, _LOG_SIZE))
+        return self._tasks.copy_from_user(init, _DATA, checked_count(size, _LOG_SIZE))
 
     def say(self, line: str) -> None:
         """A line for the kernel log, written by init to a device that nobody else sees."""
@@ -121,7 +121,7 @@ class LinuxSyscalls:
         `closed`: one that the task closes first. `service`: of a file of the host's, as in write().
         """
         try:
-            self._tasks.put(task, BUFFER, _c_string(path))
+            self._tasks.copy_to_user(task, BUFFER, _c_string(path))
         except KernelError:
             if closed is not None:
                 self.close(task, closed)
@@ -207,7 +207,7 @@ class LinuxSyscalls:
 
     def read_data(self, task: LinuxTask, count: int, size: int) -> bytes:
         """What a read has read, of `size` bytes that it was asked for."""
-        return self._tasks.get(task, _DATA, checked_count(count, min(size, DATA_SIZE)))
+        return self._tasks.copy_from_user(task, _DATA, checked_count(count, min(size, DATA_SIZE)))
 
     def write(
         self,
@@ -219,7 +219,7 @@ class LinuxSyscalls:
     ) -> int:
         """write(2), or pwrite64(2) with an offset. Raises: Blocked, WouldBlock, as `service`."""
         data = data[:DATA_SIZE]
-        self._tasks.put(task, _DATA, data)
+        self._tasks.copy_to_user(task, _DATA, data)
         if offset is None:
             return self._call(task, _WRITE, fd, _DATA, len(data), patience=_LONG, service=service)
         return self._call(task, _PWRITE, fd, _DATA, len(data), offset, patience=_LONG)
@@ -227,9 +227,9 @@ class LinuxSyscalls:
     def poll(self, fd: int, events: int) -> int:
         """What of `events` is there now, asked by init."""
         init = self._tasks.init
-        self._tasks.put(init, _DATA, _POLLFD.pack(fd, events, 0))
+        self._tasks.copy_to_user(init, _DATA, _POLLFD.pack(fd, events, 0))
         self._call(init, _POLL, _DATA, 1, 0)
-        return int(_POLLFD.unpack(self._tasks.get(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
+        return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
         """Attributes of a file; where its dentry doesn't tell, newfstatat(2), asked by init."""
@@ -248,7 +248,7 @@ class LinuxSyscalls:
         return self._files.fstat(fd)
 
     def _stat(self) -> Stat:
-        data = self._tasks.get(self._tasks.init, _DATA, _STAT.size)
+        data = self._tasks.copy_from_user(self._tasks.init, _DATA, _STAT.size)
         device, ino, nlink, mode, uid, gid, _, size, _, blocks, *times = _STAT.unpack(data)
         atime, mtime, ctime = (times[at] * 10**9 + times[at + 1] for at in (0, 2, 4))
         return Stat(
@@ -272,7 +272,9 @@ class LinuxSyscalls:
         entries: list[DirEntry] = []
         try:
             while size := self._call(init, _GETDENTS, fd, _DATA, _LISTING):
-                entries += _entries(self._tasks.get(init, _DATA, checked_count(size, _LISTING)), device)
+                entries += _entries(
+                    self._tasks.copy_from_user(init, _DATA, checked_count(size, _LISTING)), device
+                )
         finally:
             self.close(init, fd)
         return entries
@@ -281,31 +283,31 @@ class LinuxSyscalls:
         """readlinkat(2), by init."""
         init = self._tasks.init
         size = self.on_path(init, "readlinkat", path, _DATA, 4096)
-        return os.fsdecode(self._tasks.get(init, _DATA, checked_count(size, 4096)))
+        return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
 
     def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
         """A system call on a path from the guest's root, by the name that ends in "at"."""
-        self._tasks.put(task, BUFFER, _c_string(path))
+        self._tasks.copy_to_user(task, BUFFER, _c_string(path))
         return self._call(task, _AT[name], _AT_FDCWD, BUFFER, *arguments)
 
     def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
         """The same on two of them."""
-        self._tasks.put(task, _SECOND_PATH, _c_string(new))
+        self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(new))
         self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
 
     def symlink(self, task: LinuxTask, path: str, target: str) -> None:
         """symlinkat(2): `path` leads to `target` afterwards."""
         self._path(task, path)
-        self._tasks.put(task, _SECOND_PATH, _c_string(target))
+        self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(target))
         self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
 
-    def statfs(self, path: str) -> Room:
+    def statfs(self, path: str) -> StatFs:
         """statfs(2), by init."""
         init = self._tasks.init
         self._path(init, path)
         self._call(init, _STATFS, BUFFER, _DATA)
-        _, *room = _STATFS_HEAD.unpack(self._tasks.get(init, _DATA, _STATFS_HEAD.size))
-        return Room(*room)
+        _, *room = _STATFS_HEAD.unpack(self._tasks.copy_from_user(init, _DATA, _STATFS_HEAD.size))
+        return StatFs(*room)
 
     def truncate(self, task: LinuxTask, path: str, size: int) -> None:
         """truncate(2)."""
@@ -322,11 +324,11 @@ class LinuxSyscalls:
             struct.pack("<qq", 0, _UTIME_OMIT) if time is None else struct.pack("<qq", *divmod(time, 10**9))
             for time in (atime_ns, mtime_ns)
         )
-        self._tasks.put(task, _DATA, times)
+        self._tasks.copy_to_user(task, _DATA, times)
         self.on_path(task, "utimensat", path, _DATA, AT_SYMLINK_NOFOLLOW)
 
     def _path(self, task: LinuxTask, path: str) -> None:
-        self._tasks.put(task, BUFFER, _c_string(path))
+        self._tasks.copy_to_user(task, BUFFER, _c_string(path))
 
 
 @lru_cache(_PATHS)

@@ -15,9 +15,9 @@ from errno import EAGAIN, ESRCH
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.boot import HOST_SIZE
-from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.facts import KernelOffsets
 from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH, TWO_CALLS
-from emulated_kernel.linux.kernel_files import KernelFiles
+from emulated_kernel.linux.kernel_files import DcacheReader
 from emulated_kernel.linux.machine import IDLE, IN_CALL, LinuxMachine
 from emulated_kernel.linux.memory import FRAME, PAGE, PRESENT, WRITABLE
 from emulated_kernel.linux.pc import TSC_KHZ
@@ -97,7 +97,7 @@ class LinuxTasks(RunningLinux):
     Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
     """
 
-    def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
+    def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
         super().__init__()
         self.machine = machine
         self.release = facts.release
@@ -117,7 +117,7 @@ class LinuxTasks(RunningLinux):
         machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
         machine.watch_reset(facts.symbols["emergency_restart"])
         self.init = self._adopt(self.running())
-        self.files = KernelFiles(machine, facts, self.init.address)
+        self.files = DcacheReader(machine, facts, self.init.address)
         self.root = self.init.root
         self.host_room = len(self._ram) - HOST_SIZE + PAGE + _TAKEN, _HOST_DATA + _TAKEN
         """Physical and virtual address of most of a page that the host has in the kernel."""
@@ -134,7 +134,7 @@ class LinuxTasks(RunningLinux):
         """Once, behind a boot: the thunk, and what all forks of init have from it."""
         self._map_thunk()
         self._store("<i", self._physical(self.facts.symbols["pid_max"]), _PID_MAX)
-        self.put(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
+        self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
         self.call(self.init, _RT_SIGACTION, _SIGCHLD, BUFFER, 0, 8)
         self.call(self.init, _MADVISE, BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
 
@@ -199,7 +199,7 @@ class LinuxTasks(RunningLinux):
         self._by_address[address] = task
         return task
 
-    def name(self, task: LinuxTask, comm: str) -> None:
+    def set_comm(self, task: LinuxTask, comm: str) -> None:
         """As its process is called on the host."""
         task.comm = comm
         at = self._physical(task.address + self.facts.offsets["task_struct.comm"])
@@ -207,7 +207,7 @@ class LinuxTasks(RunningLinux):
         for tell in self.events.renamed:
             tell(task.pid, comm)
 
-    def own(self, task: LinuxTask, uid: int, gid: int) -> None:
+    def set_creds(self, task: LinuxTask, uid: int, gid: int) -> None:
         """Its credentials, which a fork has for itself; without root's capabilities for anybody else."""
         offset = self.facts.offsets
         task.owner = uid, gid
@@ -369,7 +369,7 @@ class LinuxTasks(RunningLinux):
         """A system call of the task's. Raises: Blocked, WouldBlock, as `service`, KernelError (its errno)."""
         task.service = service
         self._begin(task, SYSCALL, number, arguments)
-        return self.answer(task, patience)
+        return self.wait_for_result(task, patience)
 
     def call_behind_close(
         self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
@@ -377,9 +377,9 @@ class LinuxTasks(RunningLinux):
         """The same behind its close(2) of a descriptor, in one run; what that returns nobody is told."""
         first, *others = arguments
         self._begin(task, TWO_CALLS, _CLOSE, (closed, *others), kept=(first, number))
-        return self.answer(task, patience)
+        return self.wait_for_result(task, patience)
 
-    def answer(self, task: LinuxTask, patience: int = 0) -> int:
+    def wait_for_result(self, task: LinuxTask, patience: int = 0) -> int:
         """What its call has returned. Raises: Blocked (it sleeps for more than `patience` microseconds).
 
         With 0 it waits for ever, as far as something will ever interrupt the guest. WouldBlock; KernelError.
@@ -440,7 +440,7 @@ class LinuxTasks(RunningLinux):
             else:
                 self.machine.timer()
 
-    def bring(self, task: LinuxTask) -> None:
+    def schedule_in(self, task: LinuxTask) -> None:
         """Let it be the one that stands at the stub; what sleeps in a call stays where it is."""
         if task is self.current or task.pending or not task.alive:
             return
@@ -509,7 +509,7 @@ class LinuxTasks(RunningLinux):
             if found is None or not found[1] & WRITABLE:
                 kept = self._ram[found[0]] if found else 0
                 self._begin(task, TOUCH, kept, (page,), cx=1)
-                self.answer(task)
+                self.wait_for_result(task)
                 found = self._memory.walk(task.root, page)
                 assert found is not None
             first, last = max(page, va), min(page + PAGE, va + size)
@@ -523,7 +523,7 @@ class LinuxTasks(RunningLinux):
         task.entries[page] = slot
         return self._memory.words[slot]
 
-    def put(self, task: LinuxTask, va: int, data: bytes) -> None:
+    def copy_to_user(self, task: LinuxTask, va: int, data: bytes) -> None:
         """Write to its memory."""
         page = va & -PAGE
         slot = task.entries.get(page)
@@ -535,7 +535,7 @@ class LinuxTasks(RunningLinux):
         for at, offset, size in self._places(task, va, len(data)):
             self._ram[at : at + size] = data[offset : offset + size]
 
-    def get(self, task: LinuxTask, va: int, size: int) -> bytes:
+    def copy_from_user(self, task: LinuxTask, va: int, size: int) -> bytes:
         """Read its memory; what isn't there is zeros."""
         start = va & -PAGE
         slot = task.entries.get(start)

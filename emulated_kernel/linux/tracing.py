@@ -13,10 +13,10 @@ from emulated_kernel.image.tables import words
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
-from emulated_kernel.linux.linux_context import LinuxContext, linux_asking
+from emulated_kernel.linux.linux_context import LinuxContext, linux_need_resched
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.parts import ProbeRegistries, TraceParts
+from emulated_kernel.parts import ProbeRegistries, TracingComponents
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
 
@@ -30,7 +30,7 @@ def linux_tracing(
     printk: Callable[[str], None],
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
-) -> tuple[TraceParts, KernelTracepoints]:
+) -> tuple[TracingComponents, KernelTracepoints]:
     """With its tracepoints.
 
     `live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints.
@@ -59,7 +59,7 @@ def linux_tracing(
         syscall_name=lambda number: _syscall_names(kernel).get(number),
         # Those of functions that ran at boot are gone.
         fentry=kernel.mcount.between(*kernel.text),
-        asking=linux_asking(kernel),
+        resched=linux_need_resched(kernel),
         limits=Limits(),
         log=printk,
         release=kernel.release,

@@ -1,4 +1,4 @@
-"""Undo: the guest's memory as it was in front of a call, told by the host's page tables and taken back."""
+"""MemoryRollback: undoes what a call wrote to guest memory, by the dirty bits of the host's page tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REGIONS = 4096
 """Of the request since 6.7, which passes over what nobody has touched. Source: as above."""
 
 
-class Undo:
+class MemoryRollback:
     """For the first `size` bytes of a private mapping of a file.
 
     Where the host shows no /proc/self/pagemap, nothing can be taken back: `is_possible`.
@@ -48,7 +48,7 @@ class Undo:
         """Whether the host tells what was written."""
         return self._file >= 0
 
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         """Keep the pages that have been written so far: back() returns to memory as it is now."""
         if self.is_possible:
             self._kept = {page: self._ram[page : page + PAGE] for page in self._written()}
@@ -75,7 +75,7 @@ class Undo:
             for first, stop, _ in _REGION.iter_unpack(memoryview(self._found)[: count * _REGION.size]):
                 yield from range(first - self._start, stop - self._start, PAGE)
 
-    def back(self) -> None:
+    def rollback(self) -> None:
         """Take all back that was written since."""
         # What was kept may have become the file's.
         for page in {*self._written(), *self._kept}:

@@ -10,7 +10,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.task_events import TaskObserver
-from emulated_kernel.trace.array.system import FUNCTION_TRACER, TraceSystem
+from emulated_kernel.trace.array.system import FUNCTION_TRACER, TracingServices
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters
@@ -46,7 +46,7 @@ class TraceArrays(TaskObserver):
 
     def __init__(
         self,
-        system: TraceSystem,
+        system: TracingServices,
         hists: HistCommand,
         functions: KernelFunctions,
         clock: Callable[[], int],

@@ -25,7 +25,7 @@ def main() -> None:
         for name in FUNCTIONS:
             address = kernel.image.kallsyms.lookup_name(name)
             assert address is not None
-            region = kernel.kprobes.verdict.detoured(address)
+            region = kernel.kprobes.probe_checker.optimized_region(address)
             assert isinstance(region, Region), region
             probe = Kprobe(symbol_name=name, length=region.length, pre_handler=handler)
             kernel.register_kprobe(probe)

@@ -167,11 +167,11 @@ class Interpreter:
         self.memory.write(self._address(op.base, op.offset), op.value, op.size)
 
     @_do.register
-    def _(self, op: ir.LoadCell) -> None:
+    def _(self, op: ir.LoadAbsolute) -> None:
         self._set(op.dst, self.memory.read(op.address, op.size))
 
     @_do.register
-    def _(self, op: ir.AddToCell) -> None:
+    def _(self, op: ir.AddToAbsolute) -> None:
         self.memory.write(op.address, self.memory.read(op.address, 8) + op.value, 8)
 
     @_do.register

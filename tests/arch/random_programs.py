@@ -181,9 +181,9 @@ class Maker:
         elif kind == 1:
             self.ops.append(ir.StorePerCpu(offset, self.vreg(), self.size()))
         elif kind == 2:
-            self.ops.append(ir.LoadCell(self.vreg(), self.shared(), self.size()))
+            self.ops.append(ir.LoadAbsolute(self.vreg(), self.shared(), self.size()))
         elif kind == 3:
-            self.ops.append(ir.AddToCell(self.shared(), number))
+            self.ops.append(ir.AddToAbsolute(self.shared(), number))
         else:
             self.ops.append(ir.AddToPerCpu(offset, number, rng.choice((1, 2, 4, 8))))
 

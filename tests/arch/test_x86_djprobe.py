@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.reason import Reason
+from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
-from emulated_kernel.arch.x86.facts import FactsTable
+from emulated_kernel.arch.x86.facts import DecodeCache
 
 ADDR = 0xC031_2C3E
 
 
-def analyse(code: str, offset: int = 0, bits: int = 32, bug_size: int = 2) -> int | Reason:
+def analyse(code: str, offset: int = 0, bits: int = 32, bug_size: int = 2) -> int | RejectReason:
     """The length of the region, or the rule that forbids it."""
     data = bytes.fromhex(code.replace(" ", ""))
-    analysis = X86FunctionAnalysis(Function("f", ADDR, len(data), data), FactsTable(bits), bug_size=bug_size)
+    analysis = X86FunctionAnalysis(Function("f", ADDR, len(data), data), DecodeCache(bits), bug_size=bug_size)
     found = djprobe.region(analysis, ADDR + offset)
     return found.length if isinstance(found, Region) else found.reason
 
@@ -37,17 +37,17 @@ def test_region_is_whole_instructions(code: str, length: int) -> None:
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("89e5 89e5 89e5", Reason.BEYOND_FUNCTION),
-        ("89e5 89e5", Reason.BEYOND_FUNCTION),
+        ("89e5 89e5 89e5", RejectReason.BEYOND_FUNCTION),
+        ("89e5 89e5", RejectReason.BEYOND_FUNCTION),
         ("89e5 89e5 c3", 5),
         ("89e5 83c001 ffe0", 5),
         ("89e5 90 ffe0", 5),
         ("90 ff2500000000", 7),
         ("ea 00100000 1000", 7),
-        ("89e5 c3", Reason.BEYOND_FUNCTION),
+        ("89e5 c3", RejectReason.BEYOND_FUNCTION),
     ],
 )
-def test_function_bottom_and_its_two_exceptions(code: str, expected: int | Reason) -> None:
+def test_function_bottom_and_its_two_exceptions(code: str, expected: int | RejectReason) -> None:
     assert analyse(code) == expected
 
 
@@ -57,7 +57,7 @@ def test_jumps_and_calls_into_the_prohibited_region(opcode: str, target: int, ha
     size = 4 if opcode in ("e8", "e9", "0f85") else 1
     distance = target - (8 + len(opcode) // 2 + size)
     code = "89e5 89e5 89e5 89e5" + opcode + distance.to_bytes(size, "little", signed=True).hex()
-    assert analyse(code) == (Reason.JUMP_INTO_RANGE if harmful else 6)
+    assert analyse(code) == (RejectReason.JUMP_INTO_RANGE if harmful else 6)
 
 
 def test_long_first_instruction_changes_no_boundary() -> None:
@@ -67,32 +67,32 @@ def test_long_first_instruction_changes_no_boundary() -> None:
 @pytest.mark.parametrize(
     ("insn", "expected"),
     [
-        ("eb10", Reason.RELATIVE_IN_DCR),
-        ("7410", Reason.RELATIVE_IN_DCR),
-        ("e310", Reason.RELATIVE_IN_DCR),
-        ("e910000000", Reason.RELATIVE_IN_DCR),
-        ("e810000000", Reason.PROHIBITED_IN_DCR),
-        ("ffd0", Reason.PROHIBITED_IN_DCR),
-        ("cd80", Reason.PROHIBITED_IN_DCR),
-        ("cc", Reason.PROHIBITED_IN_DCR),
+        ("eb10", RejectReason.RELATIVE_IN_DCR),
+        ("7410", RejectReason.RELATIVE_IN_DCR),
+        ("e310", RejectReason.RELATIVE_IN_DCR),
+        ("e910000000", RejectReason.RELATIVE_IN_DCR),
+        ("e810000000", RejectReason.PROHIBITED_IN_DCR),
+        ("ffd0", RejectReason.PROHIBITED_IN_DCR),
+        ("cd80", RejectReason.PROHIBITED_IN_DCR),
+        ("cc", RejectReason.PROHIBITED_IN_DCR),
     ],
 )
 @pytest.mark.parametrize("before", ["", "40"])
-def test_instructions_that_cannot_move(before: str, insn: str, expected: Reason) -> None:
+def test_instructions_that_cannot_move(before: str, insn: str, expected: RejectReason) -> None:
     assert analyse(before + insn + "90" * 16) == expected
 
 
 def test_rip_relative_addressing_cannot_move() -> None:
-    assert analyse("488b0500000000 c3", bits=64) is Reason.RELATIVE_IN_DCR
+    assert analyse("488b0500000000 c3", bits=64) is RejectReason.RELATIVE_IN_DCR
     assert analyse("8b0500000000 c3", bits=32) == 6
 
 
 def test_not_a_boundary() -> None:
-    assert analyse("b801000000 89e5 89e5 90", offset=1) is Reason.NOT_A_BOUNDARY
+    assert analyse("b801000000 89e5 89e5 90", offset=1) is RejectReason.NOT_A_BOUNDARY
 
 
 def test_decoding_starts_afresh_behind_a_bug() -> None:
     """A line number and a file name stood behind the ud2: here they would swallow the next instruction."""
     code = "0f0b 0102 b8b8b8b8 89e5 89e5 40 c3"
     assert analyse(code, offset=8, bug_size=8) == 5
-    assert analyse(code, offset=8, bug_size=2) is Reason.NOT_A_BOUNDARY
+    assert analyse(code, offset=8, bug_size=2) is RejectReason.NOT_A_BOUNDARY

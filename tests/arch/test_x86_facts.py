@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.arch.x86.facts import Facts, FactsTable
+from emulated_kernel.arch.x86.facts import DecodeCache, InsnAttributes
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 
 HEADS = tuple(map(bytes.fromhex, ("", "0f", "66", "660f", "67", "48", "f30f", "c5", "0f38", "0f3a")))
@@ -12,7 +12,7 @@ MODRM = (0x04, 0x05, 0x07, 0x3F, 0x44, 0x78, 0x85, 0xC0, 0xD0, 0xE5, 0xFF)
 """One of each kind of operands, and more."""
 
 
-def facts(table: FactsTable, code: bytes) -> Facts | None:
+def facts(table: DecodeCache, code: bytes) -> InsnAttributes | None:
     """Of the first instruction."""
     return table.all(code.ljust(MAX_INSN_SIZE, b"\0"), 0, 2).get(0)
 
@@ -22,10 +22,10 @@ def test_what_is_shared_is_what_is_decoded(bits: int) -> None:
     for head in HEADS:
         for opcode in range(256):
             code = head + bytes((opcode,))
-            shared = FactsTable(bits)
+            shared = DecodeCache(bits)
             first = facts(shared, code + b"\xc1")
             if first is None:
                 continue
             for modrm in MODRM:
                 whole = code + bytes((modrm,))
-                assert facts(shared, whole) == facts(FactsTable(bits), whole), whole.hex()
+                assert facts(shared, whole) == facts(DecodeCache(bits), whole), whole.hex()

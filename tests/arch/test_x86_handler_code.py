@@ -8,7 +8,7 @@ import pytest
 import unicorn
 from unicorn import x86_const as const
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Condition, HandlerCode, Label, Program
 from emulated_kernel.arch.x86.arch import X86_64
@@ -118,7 +118,7 @@ def make(rng: random.Random, bits: int) -> Case:
     return make_case(rng, bits, NAMES[bits], others, PER_CPU_BASE[bits])
 
 
-def check(case: Case, handler: HandlerCode, live: Live, frame: RegsFrame | None = None) -> None:
+def check(case: Case, handler: HandlerCode, live: LiveRegisters, frame: RegsFrame | None = None) -> None:
     expected = interpret(case)
     mode = unicorn.UC_MODE_64 if case.bits == 64 else unicorn.UC_MODE_32
     with engines.lent(unicorn.UC_ARCH_X86, mode) as uc:
@@ -147,7 +147,7 @@ def test_programs_between_what_is_live(bits: int, first: int) -> None:
         case = make(rng, bits)
         share = rng.choice((0, 0.3, 0.7, 1))
         registers = frozenset(name for name in NAMES[bits] if rng.random() < share) | {"sp"}
-        live = Live(registers, rng.random() < 0.5)
+        live = LiveRegisters(registers, rng.random() < 0.5)
         handler = save_live(case.program, Encoder(bits), live, {"ip": PROBE + 1})
         check(case, handler, live)
 
@@ -159,7 +159,7 @@ def test_programs_in_a_frame(bits: int, first: int) -> None:
     for seed in range(first, first + 100):
         case = make(random.Random(seed), bits)
         handler = save_all(case.program, frame, {"ip": PROBE + 1, **frame.fixed})
-        check(case, handler, Live(frozenset(NAMES[bits]), True), frame)
+        check(case, handler, LiveRegisters(frozenset(NAMES[bits]), True), frame)
 
 
 CELL = 0x1000
@@ -168,7 +168,7 @@ COUNT = (ir.AddToPerCpu(CELL, 1),)
 ALL_REGISTERS = frozenset(REGISTER_NAMES)
 
 
-def listing(program: Program, live: Live | None, start: int | None = None) -> list[str]:
+def listing(program: Program, live: LiveRegisters | None, start: int | None = None) -> list[str]:
     """The mnemonics of the code, by default from its entry on."""
     arch = X86_64()
     handler = arch.handler_code(program, PROBE, live)
@@ -177,24 +177,24 @@ def listing(program: Program, live: Live | None, start: int | None = None) -> li
 
 
 def test_nothing_to_do_is_no_code() -> None:
-    assert listing((), Live(ALL_REGISTERS, True)) == []
+    assert listing((), LiveRegisters(ALL_REGISTERS, True)) == []
 
 
 def test_counting_takes_one_instruction_where_flags_are_dead() -> None:
-    assert listing(COUNT, Live(ALL_REGISTERS, False)) == ["addq"]
+    assert listing(COUNT, LiveRegisters(ALL_REGISTERS, False)) == ["addq"]
 
 
 def test_counting_leaves_live_flags_alone() -> None:
     """A load, a sum and a store, in a register that is pushed unless one is dead."""
-    assert listing(COUNT, Live(ALL_REGISTERS, True)) == ["pushq", "movq", "leaq", "movq", "popq"]
-    assert listing(COUNT, Live(ALL_REGISTERS - {"r8"}, True)) == ["movq", "leaq", "movq"]
+    assert listing(COUNT, LiveRegisters(ALL_REGISTERS, True)) == ["pushq", "movq", "leaq", "movq", "popq"]
+    assert listing(COUNT, LiveRegisters(ALL_REGISTERS - {"r8"}, True)) == ["movq", "leaq", "movq"]
 
 
 def test_flags_that_are_overwritten_stay_in_a_dead_ax() -> None:
     program = (ir.BranchPerCpu(Condition.NE, CELL, 4, 0, Label(0)), *COUNT, ir.Place(Label(0)))
     saved = ["lahf", "seto", "cmpl", "jne", "addq", "addb", "sahf"]
-    assert listing(program, Live(ALL_REGISTERS - {"ax"}, True)) == saved
-    assert listing(program, Live(ALL_REGISTERS, False)) == ["cmpl", "jne", "addq"]
+    assert listing(program, LiveRegisters(ALL_REGISTERS - {"ax"}, True)) == saved
+    assert listing(program, LiveRegisters(ALL_REGISTERS, False)) == ["cmpl", "jne", "addq"]
 
 
 def test_unlikely_parts_stand_before_the_entry() -> None:
@@ -207,7 +207,7 @@ def test_unlikely_parts_stand_before_the_entry() -> None:
         ir.CallHost(7, end),
         ir.Place(end),
     )
-    live = Live(ALL_REGISTERS, False)
+    live = LiveRegisters(ALL_REGISTERS, False)
     assert listing(program, live) == ["cmpl", "jne", "addq"]
     assert listing(program, live, 0)[:2] == ["int3", "jmp"]
     handler = X86_64().handler_code(program, PROBE, live)
@@ -217,7 +217,7 @@ def test_unlikely_parts_stand_before_the_entry() -> None:
 
 def test_registers_that_are_asked_for_are_used_last() -> None:
     program = (ir.GetRegister(0, "di"), ir.StorePerCpu(CELL, 0, 8))
-    handler = X86_64().handler_code(program, PROBE, Live(ALL_REGISTERS - {"di", "r9"}, False))
+    handler = X86_64().handler_code(program, PROBE, LiveRegisters(ALL_REGISTERS - {"di", "r9"}, False))
     assert handler.code.hex() == "4989f9" + "654c890c2500100000"  # mov %rdi, %r9; mov %r9, cell
 
 

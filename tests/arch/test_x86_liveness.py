@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unicorn import x86_const as const
 
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import Liveness
 from tests.arch import engines
@@ -48,7 +48,7 @@ def run(code: bytes, values: dict[str, int], flags: int) -> tuple[int, ...]:
         return (*(uc.reg_read(number) for number in IDS.values()), flags_now)
 
 
-def live(code: str, offset: int = 0, **fields: object) -> Live:
+def live(code: str, offset: int = 0, **fields: object) -> LiveRegisters:
     data = bytes.fromhex(code.replace(" ", ""))
     return Liveness(Function("f", ADDR, len(data), data, **fields)).at(ADDR + offset)  # type: ignore[arg-type]
 
@@ -84,7 +84,7 @@ def test_flags_stay_live_where_the_write_may_not_happen(code: str) -> None:
 
 @pytest.mark.parametrize("leave", ["c3", "ffe0", "f4", "e800000000", "0f0b", "cc", "e910000000"])
 def test_all_is_live_where_control_leaves(leave: str) -> None:
-    assert live(leave) == Live(frozenset(REGISTER_NAMES), True)
+    assert live(leave) == LiveRegisters(frozenset(REGISTER_NAMES), True)
 
 
 def test_both_ways_of_a_branch_count() -> None:
@@ -106,4 +106,4 @@ def test_fixup_may_see_everything() -> None:
 
 
 def test_unknown_address_is_all_live() -> None:
-    assert live("31c0 c3", 1) == Live(frozenset(REGISTER_NAMES), True)
+    assert live("31c0 c3", 1) == LiveRegisters(frozenset(REGISTER_NAMES), True)

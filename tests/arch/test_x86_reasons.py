@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.arch.analysis.function import Function, Site
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.function import Function, PatchSite
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.image.kallsyms import Symbol
 from tests.arch.sample import Sample
 from tests.oracle.recorded import oracle_directory, recording, versions
@@ -70,16 +70,16 @@ PIECES = tuple(
 )
 
 
-def verdict(sample: Sample, arch: str) -> Verdict[Any]:
+def verdict(sample: Sample, arch: str) -> ProbeChecker[Any]:
     hooks = arch_named(arch)
-    return hooks.verdict(sample, hooks.strategies["optprobe-linux"], ftrace=True)
+    return hooks.probe_checker(sample, hooks.strategies["optprobe-linux"], ftrace=True)
 
 
-def one_by_one(asked: Verdict[Any], symbol: Symbol) -> list[tuple[int, Reason | None]]:
+def one_by_one(asked: ProbeChecker[Any], symbol: Symbol) -> list[tuple[int, RejectReason | None]]:
     found = []
-    for addr, refused, outcome in asked.judged(symbol):
+    for addr, refused, outcome in asked.check_each_insn(symbol):
         finding = refused or outcome
-        found.append((addr, finding.reason if isinstance(finding, Finding) else None))
+        found.append((addr, finding.reason if isinstance(finding, Rejection) else None))
     return found
 
 
@@ -96,11 +96,11 @@ def test_the_same_for_any_code_and_tables(data: st.DataObject, arch: str) -> Non
         addr=start,
         size=len(code),
         code=code,
-        fentry_sites=data.draw(st.sampled_from(((), (Site(start, 5),)))),
+        fentry_sites=data.draw(st.sampled_from(((), (PatchSite(start, 5),)))),
         exception_entries=data.draw(some),
         bug_entries=data.draw(some),
-        jump_labels=tuple(Site(addr, 5) for addr in labels),
-        static_calls=tuple(Site(addr, 5) for addr in calls),
+        jump_labels=tuple(PatchSite(addr, 5) for addr in labels),
+        static_calls=tuple(PatchSite(addr, 5) for addr in calls),
     )
     forbidden = data.draw(st.sampled_from((frozenset[str](), frozenset({"foo"}))))
     text = range(TEXT, TEXT + 0x9000)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Label, Program
 from emulated_kernel.arch.x86.arch import I386, X86, X86_64
@@ -55,7 +55,7 @@ def test_locked_words_between_what_is_live(bits: int) -> None:
     for seed in range(300):
         rng, case = _case(seed, bits)
         registers = frozenset(name for name in NAMES[bits] if rng.random() < 0.5) | {"sp"}
-        live = Live(registers, rng.random() < 0.5)
+        live = LiveRegisters(registers, rng.random() < 0.5)
         check(case, save_live(case.program, Encoder(bits), live, {"ip": PROBE + 1}), live)
 
 
@@ -65,7 +65,7 @@ def test_locked_words_in_a_frame(bits: int) -> None:
     for seed in range(300):
         _, case = _case(seed, bits)
         handler = save_all(case.program, frame, {"ip": PROBE + 1, **frame.fixed})
-        check(case, handler, Live(frozenset(NAMES[bits]), True), frame)
+        check(case, handler, LiveRegisters(frozenset(NAMES[bits]), True), frame)
 
 
 def _mnemonics(arch: X86, code: bytes) -> list[str]:

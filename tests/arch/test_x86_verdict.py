@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.function import Function, Site
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.function import Function, PatchSite
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from tests.arch.sample import Sample
@@ -39,7 +39,7 @@ def sample(*functions: Function, **fields: Any) -> Sample:
 def foo(code: str, at: int = ADDR, **fields: Any) -> Function:
     """A function with an fentry site in front, unless `fields` says otherwise."""
     data = bytes.fromhex(code.replace(" ", ""))
-    fields = {"name": "foo", "size": len(data), "fentry_sites": (Site(at, 5),)} | fields
+    fields = {"name": "foo", "size": len(data), "fentry_sites": (PatchSite(at, 5),)} | fields
     return Function(addr=at, code=data, **fields)
 
 
@@ -59,13 +59,13 @@ def body(*insns: str) -> str:
     return FENTRY + "".join(insns) + RET_INT3
 
 
-def found(answered: Answer) -> Finding | None:
+def found(answered: Answer) -> Rejection | None:
     """The rule that decides."""
     decides = answered.refused or answered.detoured
-    return decides if isinstance(decides, Finding) else None
+    return decides if isinstance(decides, Rejection) else None
 
 
-def reason(answered: Answer) -> Reason | None:
+def reason(answered: Answer) -> RejectReason | None:
     finding = found(answered)
     return finding.reason if finding else None
 
@@ -78,7 +78,7 @@ def test_optimized_with_the_length_of_whole_instructions() -> None:
 
 def test_entry_with_fentry_site_is_ftrace_based() -> None:
     told = verdict(body(MOV_RBP), offset=0)
-    assert (told.errno, told.flags, reason(told)) == ("0", "[FTRACE]", Reason.FTRACE)
+    assert (told.errno, told.flags, reason(told)) == ("0", "[FTRACE]", RejectReason.FTRACE)
 
 
 def test_call_that_ftrace_has_not_yet_replaced_reads_as_its_nop() -> None:
@@ -88,7 +88,7 @@ def test_call_that_ftrace_has_not_yet_replaced_reads_as_its_nop() -> None:
 @pytest.mark.parametrize("offset", [6, 7, 9])
 def test_inside_an_instruction(offset: int) -> None:
     told = verdict(body(MOV_RBP, MOV_RBP), offset=offset)
-    assert (told.errno, reason(told)) == ("EILSEQ", Reason.NOT_A_BOUNDARY)
+    assert (told.errno, reason(told)) == ("EILSEQ", RejectReason.NOT_A_BOUNDARY)
 
 
 def test_boundaries_count_from_the_function_start() -> None:
@@ -98,70 +98,73 @@ def test_boundaries_count_from_the_function_start() -> None:
 
 def test_padding_breakpoint_cannot_be_copied() -> None:
     told = verdict(body(MOV_RBP), offset=9)
-    assert (told.errno, reason(told)) == ("EINVAL", Reason.NOT_COPYABLE)
+    assert (told.errno, reason(told)) == ("EINVAL", RejectReason.NOT_COPYABLE)
 
 
 @pytest.mark.parametrize("insn", ["8ed0", "488ed0"])
 def test_loading_the_stack_segment_masks_the_breakpoint(insn: str) -> None:
-    assert reason(verdict(body(insn, MOV_RBP))) is Reason.NOT_COPYABLE
+    assert reason(verdict(body(insn, MOV_RBP))) is RejectReason.NOT_COPYABLE
 
 
 @pytest.mark.parametrize("insn", ["ff20", "ff10", "ff2c24", "48cf", "0f01c1", "67ffe0"])
 def test_control_transfer_without_emulation(insn: str) -> None:
     told = verdict(body(insn, MOV_RBP))
-    assert (told.errno, reason(told)) == (errno_name(EOPNOTSUPP), Reason.NOT_EMULATED)
+    assert (told.errno, reason(told)) == (errno_name(EOPNOTSUPP), RejectReason.NOT_EMULATED)
 
 
 @pytest.mark.parametrize("insn", ["0f0b78656e" + "89c0", "0f0b6b766d" + "89c0"])
 def test_forced_emulation_prefix(insn: str) -> None:
-    assert reason(verdict(body(insn))) is Reason.NOT_COPYABLE
+    assert reason(verdict(body(insn))) is RejectReason.NOT_COPYABLE
 
 
 def test_bug_is_refused_and_a_plain_ud2_is_not() -> None:
     code = body("0f0b", MOV_RBP, MOV_RBP)
-    assert reason(verdict(code, bug_entries=frozenset({ADDR + 5}))) is Reason.BUG
+    assert reason(verdict(code, bug_entries=frozenset({ADDR + 5}))) is RejectReason.BUG
     assert verdict(code).errno == "0"
 
 
 def test_jump_label_is_refused_on_all_its_bytes() -> None:
-    site = (Site(ADDR + 5, 5),)
+    site = (PatchSite(ADDR + 5, 5),)
     code = body(FENTRY, MOV_RBP, MOV_RBP)
-    assert [reason(verdict(code, at, jump_labels=site)) for at in (5, 6, 9)] == [Reason.JUMP_LABEL] * 3
+    assert [reason(verdict(code, at, jump_labels=site)) for at in (5, 6, 9)] == [RejectReason.JUMP_LABEL] * 3
     assert verdict(code, 10, jump_labels=site).flags == "[OPTIMIZED]"
 
 
 def test_static_call_is_refused() -> None:
-    assert reason(verdict(body("e800000000"), static_calls=(Site(ADDR + 5, 5),))) is Reason.STATIC_CALL
+    assert (
+        reason(verdict(body("e800000000"), static_calls=(PatchSite(ADDR + 5, 5),)))
+        is RejectReason.STATIC_CALL
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "expected"),
     [
-        ("jump_labels", Reason.RESERVED_BY_JUMP_LABEL),
-        ("static_calls", Reason.RESERVED_BY_STATIC_CALL),
+        ("jump_labels", RejectReason.RESERVED_BY_JUMP_LABEL),
+        ("static_calls", RejectReason.RESERVED_BY_STATIC_CALL),
     ],
 )
-def test_patched_site_in_the_replaced_bytes(field: str, expected: Reason) -> None:
+def test_patched_site_in_the_replaced_bytes(field: str, expected: RejectReason) -> None:
     code = body(MOV_RBP, FENTRY, MOV_RBP)
-    told = verdict(code, **{field: (Site(ADDR + 8, 5),)})
+    told = verdict(code, **{field: (PatchSite(ADDR + 8, 5),)})
     assert (told.errno, told.flags, reason(told)) == ("0", "", expected)
-    assert isinstance(told.detoured, Finding)
+    assert isinstance(told.detoured, Rejection)
     assert told.detoured.addr == ADDR + 8
 
 
 def test_second_fentry_site_in_the_replaced_bytes() -> None:
-    sites = (Site(ADDR, 5), Site(ADDR + 8, 5))
-    assert reason(verdict(body(MOV_RBP, FENTRY), fentry_sites=sites)) is Reason.RESERVED_BY_FTRACE
+    sites = (PatchSite(ADDR, 5), PatchSite(ADDR + 8, 5))
+    assert reason(verdict(body(MOV_RBP, FENTRY), fentry_sites=sites)) is RejectReason.RESERVED_BY_FTRACE
 
 
 def test_blacklisted() -> None:
     told = verdict(body(MOV_RBP), blacklisted=("foo",))
-    assert (told.errno, reason(told)) == ("EINVAL", Reason.BLACKLISTED)
+    assert (told.errno, reason(told)) == ("EINVAL", RejectReason.BLACKLISTED)
 
 
 def test_notrace_function_takes_no_event_but_a_kprobe() -> None:
     known = linux_verdict(sample(foo(MOV_RBP * 2 + RET_INT3, fentry_sites=())))
-    assert reason(answer(known, ADDR)) is Reason.NOTRACE
+    assert reason(answer(known, ADDR)) is RejectReason.NOTRACE
     assert probed(known, ADDR).flags == "[OPTIMIZED]"
 
 
@@ -172,9 +175,9 @@ def test_split_off_part_follows_its_function(name: str) -> None:
     cold: dict[str, Any] = {"offset": 0, "name": name, "fentry_sites": ()}
     traced, hidden = foo("00" * 16, at), foo("00" * 16, at, fentry_sites=())
     assert verdict(code, **cold, others=(traced,)).flags == "[OPTIMIZED]"
-    assert reason(verdict(code, **cold, others=(hidden,))) is Reason.NOTRACE
-    assert reason(verdict(code, **cold)) is Reason.NOTRACE
-    assert reason(verdict(code, **cold, others=(traced,), blacklisted=("foo",))) is Reason.BLACKLISTED
+    assert reason(verdict(code, **cold, others=(hidden,))) is RejectReason.NOTRACE
+    assert reason(verdict(code, **cold)) is RejectReason.NOTRACE
+    assert reason(verdict(code, **cold, others=(traced,), blacklisted=("foo",))) is RejectReason.BLACKLISTED
 
 
 def test_sample_of_functions_does_not_guess_about_a_missing_parent() -> None:
@@ -198,32 +201,32 @@ def test_hole_in_text_is_not_guessed() -> None:
 
 def test_entry_text_is_never_optimized() -> None:
     known = linux_verdict(sample(foo(body(MOV_RBP, MOV_RBP), ENTRY_TEXT.start)))
-    assert reason(answer(known, ENTRY_TEXT.start + 5)) is Reason.ENTRY_TEXT
+    assert reason(answer(known, ENTRY_TEXT.start + 5)) is RejectReason.ENTRY_TEXT
 
 
 @pytest.mark.parametrize(("size", "flags"), [(10, "[OPTIMIZED]"), (9, "")])
 def test_room_for_the_jump(size: int, flags: str) -> None:
     told = verdict(FENTRY + "90" * 5, size=size)
     assert told.flags == flags
-    assert reason(told) in (None, Reason.NO_ROOM)
+    assert reason(told) in (None, RejectReason.NO_ROOM)
 
 
 def test_exception_table_entry_anywhere_in_the_function() -> None:
     code = body(MOV_RBP, MOV_RBP, "8b07")
     told = verdict(code, exception_entries=frozenset({ADDR + 11}))
-    assert reason(told) is Reason.EXCEPTION_TABLE
-    assert isinstance(told.detoured, Finding)
+    assert reason(told) is RejectReason.EXCEPTION_TABLE
+    assert isinstance(told.detoured, Rejection)
     assert told.detoured.addr == ADDR + 11
 
 
 def test_undecodable_tail() -> None:
     told = verdict(body(MOV_RBP, MOV_RBP) + "c4e2ffff00")
-    assert (told.errno, reason(told)) == ("0", Reason.UNDECODABLE)
+    assert (told.errno, reason(told)) == ("0", RejectReason.UNDECODABLE)
 
 
 @pytest.mark.parametrize("jump", ["ffe0", "ff24c500000081", "ff2f"])
 def test_indirect_jump_anywhere_in_the_function(jump: str) -> None:
-    assert reason(verdict(body(MOV_RBP, MOV_RBP) + jump + "90" * 8)) is Reason.INDIRECT_JUMP
+    assert reason(verdict(body(MOV_RBP, MOV_RBP) + jump + "90" * 8)) is RejectReason.INDIRECT_JUMP
 
 
 def test_indirect_call_is_harmless() -> None:
@@ -238,7 +241,7 @@ def test_jump_into_the_thunks(target: int, harmful: bool) -> None:
     code = body(MOV_RBP, MOV_RBP)
     distance = target - (ADDR + len(code) // 2 + 5)
     told = verdict(code + "e9" + distance.to_bytes(4, "little", signed=True).hex())
-    assert (reason(told) is Reason.THUNK_JUMP) == harmful
+    assert (reason(told) is RejectReason.THUNK_JUMP) == harmful
 
 
 @pytest.mark.parametrize("opcode", ["70", "7f", "e0", "e2", "e3", "eb", "e9", "0f84"])
@@ -249,7 +252,7 @@ def test_jump_into_the_replaced_bytes(opcode: str, into: int, harmful: bool) -> 
     size = 4 if opcode in ("e9", "0f84") else 1
     distance = 5 + into - (len(code) // 2 + len(opcode) // 2 + size)
     told = verdict(code + opcode + distance.to_bytes(size, "little", signed=True).hex() + "90" * 4)
-    assert (reason(told) is Reason.JUMP_INTO_RANGE) == harmful
+    assert (reason(told) is RejectReason.JUMP_INTO_RANGE) == harmful
 
 
 def test_call_into_the_replaced_bytes_is_no_jump() -> None:
@@ -264,7 +267,7 @@ def test_vex_opcode_70_reads_as_a_conditional_jump() -> None:
     code = body(MOV_RBP, MOV_RBP, MOV_RBP)
     distance = 7 - (len(code) // 2 + 5)
     vpshufd = "c5f970c0" + distance.to_bytes(1, "little", signed=True).hex()
-    assert reason(verdict(code + vpshufd)) is Reason.JUMP_INTO_RANGE
+    assert reason(verdict(code + vpshufd)) is RejectReason.JUMP_INTO_RANGE
 
 
 @pytest.mark.parametrize(
@@ -273,8 +276,8 @@ def test_vex_opcode_70_reads_as_a_conditional_jump() -> None:
 )
 def test_not_boostable(insn: str) -> None:
     told = verdict(body(XOR_EAX, insn, MOV_RBP, MOV_RBP))
-    assert reason(told) is Reason.NOT_BOOSTABLE
-    assert isinstance(told.detoured, Finding)
+    assert reason(told) is RejectReason.NOT_BOOSTABLE
+    assert isinstance(told.detoured, Rejection)
     assert told.detoured.addr == ADDR + 7
 
 
@@ -286,12 +289,12 @@ def test_boostable(insn: str) -> None:
 
 
 def test_breakpoint_in_the_replaced_bytes() -> None:
-    assert reason(verdict(FENTRY + XOR_EAX + RET_INT3)) is Reason.NOT_COPYABLE_TO_DETOUR
+    assert reason(verdict(FENTRY + XOR_EAX + RET_INT3)) is RejectReason.NOT_COPYABLE_TO_DETOUR
 
 
 def test_every_refusal_has_an_errno_and_a_line() -> None:
-    assert len({r.value for r in Reason}) == len(Reason)
-    assert all(r.errno >= 0 for r in Reason)
+    assert len({r.value for r in RejectReason}) == len(RejectReason)
+    assert all(r.errno >= 0 for r in RejectReason)
     told = verdict(body(MOV_RBP), blacklisted=("foo",))
     assert told.refused is not None
     assert told.refused.text == f"{ADDR:#x}: in the kprobe blacklist"

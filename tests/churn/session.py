@@ -11,11 +11,11 @@ from pathlib import Path
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.loads.load import BackgroundLoad, kinds_of
+from emulated_kernel.host.loads.load import BackgroundWorkload, kinds_of
 from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.host.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.fuzz.report import answered_in_time
@@ -85,7 +85,7 @@ class Session:
         memory = self.kernel.machine.memory
         self._memory = memory, self.kernel.image.kallsyms, self.kernel.image.abi
         self._loads = [
-            BackgroundLoad(self.kernel.guest, kind, LOAD_PID + number)
+            BackgroundWorkload(self.kernel.guest, kind, LOAD_PID + number)
             for number, kind in enumerate(kinds_of(self.kernel.guest))
         ]
         self.places = [*islice(places(self, probes), probes)] if probes else []
@@ -192,14 +192,14 @@ class Session:
             seconds=seconds,
             free_pages=info.free,
             objects=sum(cache.objects for cache in read_slabs(*self._memory)),
-            tasks=len(list(kernel.guest.mirror)),
+            tasks=len(list(kernel.guest.processes)),
             host_bytes=kernel.machine.memory.host_pages.used,
             resident=resident_bytes(),
             descriptors=len(os.listdir("/proc/self/fd")),
         )
 
 
-def files_come_and_go(mount: GuestMount | LinuxMount, owner: Client, worker: Client) -> None:
+def files_come_and_go(mount: GuestMount | NativeMount, owner: Client, worker: Client) -> None:
     """A directory of one client with files of another: grown, cut, linked and gone again."""
     mount.mkdir(owner, "/scratch/d", 0o777)
     for number in range(3):

@@ -12,7 +12,7 @@ from typing import Final
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.start import started
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -38,7 +38,7 @@ class _Host(ProcessWatch):
 class Side:
     """One kernel, and what its client does; every answer is text: a file's, or the name of an errno."""
 
-    mount: GuestMount | LinuxMount
+    mount: GuestMount | NativeMount
     close: Callable[[], None]
 
     def do(self, step: Step) -> str:
@@ -161,10 +161,10 @@ VERBS: Final[dict[str, Callable[[Side, str, str], str]]] = {
 def linux(image: str, seed: int = 1) -> Side:
     """The kernel of a vmlinuz, a vmlinux or a package."""
     tasks = started(image, seed)
-    mount = LinuxMount(tasks, _Host(), Owner(0, 0), is_tracefs=False)
-    init, put = tasks.init, tasks.put
+    mount = NativeMount(tasks, _Host(), Owner(0, 0), is_tracefs=False)
+    init, put = tasks.init, tasks.copy_to_user
     # Both: behind what a client wrote its memory holds zero, where else a probe finds what was there before.
-    tasks.put = lambda task, address, data: put(task, address, data + b"\0")
+    tasks.copy_to_user = lambda task, address, data: put(task, address, data + b"\0")
     mount._syscalls.on_path(init, "mkdirat", os.path.dirname(PROBED_FILES[0]), 0o755)
     for path in PROBED_FILES:
         mount._syscalls.close(init, mount._syscalls.open(init, path, os.O_CREAT | os.O_WRONLY, 0o644))

@@ -15,7 +15,7 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.definitions import Loader, read_lines
-from kprobefs.power import LivingKernel
+from kprobefs.power import RebootableKernel
 from tests.endurance import state_writer as writer
 from tests.fuse.harness import ROOT, environment
 
@@ -75,12 +75,12 @@ def _look(directory: Path) -> tuple[int, int]:
         living._state._directory.close()
 
 
-def _check_definitions(living: LivingKernel, directory: Path) -> None:
+def _check_definitions(living: RebootableKernel, directory: Path) -> None:
     found, before = writer.defined(living), (directory / writer.DEFINED).read_text()
     if found == before:
         return
     step = directory / writer.STEP
-    other = LivingKernel(writer.CONFIG, RootLayout.FULL, Owner(os.getuid(), os.getgid()))
+    other = RebootableKernel(writer.CONFIG, RootLayout.FULL, Owner(os.getuid(), os.getgid()))
     with other._kernel.lock:
         Loader(other._all_files(other._kernel)).apply(list(read_lines("before", before)))
     if step.exists():
@@ -92,7 +92,7 @@ def _check_definitions(living: LivingKernel, directory: Path) -> None:
         raise Lost(f"defined is\n{found}and was\n{before}or\n{after}")
 
 
-def _check_records(living: LivingKernel, made: int, taken: int) -> tuple[int, int]:
+def _check_records(living: RebootableKernel, made: int, taken: int) -> tuple[int, int]:
     """`taken`: as many may be gone, since a reader has them."""
     arrays = living._kernel.trace_arrays
     last = arrays.find("last")

@@ -21,8 +21,8 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.bench import FUNCTION
-from kprobefs.power import LivingKernel
-from kprobefs.state import KeptState
+from kprobefs.power import RebootableKernel
+from kprobefs.state import SavedState
 from kprobefs.state_directory import StateDirectory
 
 PROGRESS, DEFINED, STEP, STATE = "progress", "defined", "step", "state"
@@ -45,19 +45,19 @@ MIXED = (
 )
 
 
-def begin(directory: Path) -> LivingKernel:
+def begin(directory: Path) -> RebootableKernel:
     """The kernel, with what an earlier one has left."""
-    state = KeptState(StateDirectory(str(directory / STATE)), "")
-    return LivingKernel(CONFIG, RootLayout.FULL, Owner(os.getuid(), os.getgid()), state=state)
+    state = SavedState(StateDirectory(str(directory / STATE)), "")
+    return RebootableKernel(CONFIG, RootLayout.FULL, Owner(os.getuid(), os.getgid()), state=state)
 
 
-def defined(living: LivingKernel) -> str:
+def defined(living: RebootableKernel) -> str:
     """What is defined and switched on, but for what an earlier kernel has recorded."""
     lines = read(living, "/machine/definitions").splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("instances/last/"))
 
 
-def read(living: LivingKernel, path: str) -> str:
+def read(living: RebootableKernel, path: str) -> str:
     """A file's text."""
     handle, data = living.mount.open(CLIENT, path, os.O_RDONLY), b""
     while part := living.mount.read(CLIENT, handle, 1 << 17, len(data)):
@@ -66,7 +66,7 @@ def read(living: LivingKernel, path: str) -> str:
     return data.decode()
 
 
-def write(living: LivingKernel, path: str, text: str) -> None:
+def write(living: RebootableKernel, path: str, text: str) -> None:
     """Write to a file."""
     handle = living.mount.open(CLIENT, path, os.O_WRONLY)
     try:
@@ -75,7 +75,7 @@ def write(living: LivingKernel, path: str, text: str) -> None:
         living.mount.release(handle)
 
 
-def do(living: LivingKernel, step: Sequence[str]) -> None:
+def do(living: RebootableKernel, step: Sequence[str]) -> None:
     """A step, which may fail."""
     with suppress(OSError):
         write(living, f"/tracing/{step[0]}", f"{step[1]}\n")
@@ -91,7 +91,7 @@ def put(path: Path, text: str) -> None:
 class _Turns:
     """A loop in the guest that calls the probed function with one number after the other."""
 
-    def __init__(self, living: LivingKernel) -> None:
+    def __init__(self, living: RebootableKernel) -> None:
         self._machine = machine = living._kernel.machine
         target = living._kernel.image.kallsyms.lookup_name(FUNCTION)
         assert target is not None

@@ -15,7 +15,7 @@ import pytest
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs import mount
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 from kprobefs.reserve import MemoryReserve
 from tests.fuse.harness import environment
 
@@ -43,7 +43,7 @@ import kprobefs.adapter
         check=False,
     )
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("kprobefs.failure.Failure: ")
+    assert last.startswith("kprobefs.failure.CliError: ")
     assert advice in last
 
 
@@ -86,7 +86,7 @@ def test_a_removed_instance_is_gone() -> None:
     with Kernel() as kernel:
         operations = adapter._Operations(kernel.mount(), threading.Event())
         operations.mkdir("/tracing/instances/mine", 0o755)
-        found = kernel.parts.tracing.arrays.find("mine")
+        found = kernel.components.tracing.arrays.find("mine")
         assert found is not None
         array = weakref.ref(found.array)
         del found
@@ -136,5 +136,5 @@ def test_the_root_is_a_mount_point() -> None:
 
 
 def test_detaching_what_is_not_mounted_fails() -> None:
-    with pytest.raises(Failure, match="can't unmount"):
+    with pytest.raises(CliError, match="can't unmount"):
         mount.detach("/no/such/place")

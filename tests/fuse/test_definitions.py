@@ -17,7 +17,7 @@ import pytest
 
 from emulated_kernel.vfs.core.tree import CONTROL
 from kprobefs import definitions, dropins
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.files import HostFiles
 from kprobefs.mount import MountState, condition
 from tests.fuse.harness import (
@@ -192,7 +192,7 @@ class TestFiles:
         path = places[0] / "a.probes"
         path.touch()
         path.chmod(mode)
-        with pytest.raises(Failure, match="others could have written it"):
+        with pytest.raises(CliError, match="others could have written it"):
             dropins.read(path)
 
     def test_what_others_own_is_not_applied(self, places: list[Path]) -> None:
@@ -201,13 +201,13 @@ class TestFiles:
         path = places[0] / "a.probes"
         path.touch()
         os.chown(path, 65534, 65534)
-        with pytest.raises(Failure, match="others could have written it"):
+        with pytest.raises(CliError, match="others could have written it"):
             dropins.read(path)
 
     def test_only_files_are_applied(self, places: list[Path]) -> None:
         path = places[0] / "a.probes"
         os.mkfifo(path)
-        with pytest.raises(Failure, match="not a regular file"):
+        with pytest.raises(CliError, match="not a regular file"):
             dropins.read(path)
 
     def test_root_applies_nothing_of_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,12 +319,12 @@ def test_the_program_at_a_tracefs(directory: Path) -> None:
 @pytest.mark.mounted
 def test_a_file_of_something_else_is_told_of_shortly(served: Daemon, tmp_path: Path) -> None:
     program = command("apply", served, sys.executable)
-    assert program.returncode == Exit.FAILURE
+    assert program.returncode == ExitStatus.FAILURE
     assert program.stderr == f"kprobefs: {sys.executable}: no file of definitions: it has a NUL\n"
     file = tmp_path / "text"
     file.write_text("".join(f"word {number} {'long' * 1000}\n" for number in range(100)))
     text = command("apply", served, str(file))
-    assert text.returncode == Exit.FAILURE
+    assert text.returncode == ExitStatus.FAILURE
     lines = text.stderr.splitlines()
     assert len(lines) == 2 * 20 + 1
     assert max(map(len, lines)) <= 1024
@@ -337,7 +337,7 @@ def test_wrong_lines_are_told_with_their_place(served: Daemon, tmp_path: Path) -
     file = tmp_path / "wrong.probes"
     file.write_text(WRONG)
     result = command("apply", served, str(file))
-    assert result.returncode == Exit.FAILURE
+    assert result.returncode == ExitStatus.FAILURE
     expected = f"""\
 kprobefs: {file}:1: Invalid register name: Invalid argument
     p:oops vfs_read %nosuch
@@ -394,7 +394,7 @@ def test_a_definition_that_a_trigger_keeps(served: Daemon, tmp_path: Path, place
     assert command("apply", served, str(file)).returncode == 0
     file.write_text("p:kept vfs_write\n")
     result = command("apply", served, str(file))
-    assert result.returncode == Exit.FAILURE
+    assert result.returncode == ExitStatus.FAILURE
     told, line = result.stderr.splitlines()
     busy = f"kprobefs: {file}:1: Device or resource busy: {trigger} has hist:keys=common_pid:vals=hitcount"
     assert told.startswith(busy)
@@ -440,7 +440,7 @@ def test_triggers_that_need_later_ones(served: Daemon, tmp_path: Path) -> None:
         "events/kprobes/first/trigger = hist:keys=nosuch\n"
     )
     result = command("apply", served, str(file))
-    assert result.returncode == Exit.FAILURE
+    assert result.returncode == ExitStatus.FAILURE
     assert [line.split(": ")[1] for line in result.stderr.splitlines() if line.startswith("kprobefs")] == [
         f"{file}:5"
     ]
@@ -525,7 +525,7 @@ def test_which_mount_it_is_for(mounted: Daemon, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("KPROBEFS", str(mounted.directory))
     assert "trace_options = " in kprobefs("save").stdout
     monkeypatch.setenv("KPROBEFS", str(tmp_path))
-    assert kprobefs("save").returncode == Exit.NOT_MOUNTED
+    assert kprobefs("save").returncode == ExitStatus.NOT_MOUNTED
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -553,7 +553,7 @@ def test_where_definitions_are_read_from(served: Daemon, tmp_path: Path) -> None
     fifo = tmp_path / "gf"
     os.mkfifo(fifo)
     refused = command("apply", served, str(fifo), "/dev/zero")
-    assert refused.returncode == Exit.FAILURE
+    assert refused.returncode == ExitStatus.FAILURE
     assert refused.stderr.splitlines() == [
         f"kprobefs: {fifo}: not a regular file",
         "kprobefs: /dev/zero: not a regular file",

@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.image import debug_files
 from kprobefs.cli import main
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from tests.image.dwarf_file import TEXT, dwarf_file
 from tests.image.linux import made
 
@@ -33,7 +33,7 @@ def kernel(tmp_path: Path) -> Path:
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["djprobe-analyze", *arguments]) == Exit.OK
+    assert main(["djprobe-analyze", *arguments]) == ExitStatus.OK
     return capsys.readouterr().out
 
 
@@ -81,14 +81,14 @@ def test_debug_information_in_another_file(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("place", "status", "words"),
     [
-        ("nowhere", Exit.FAILURE, "describes no function nowhere"),
-        ("0x10", Exit.FAILURE, "0x10 is in no function"),
-        ("plain+two", Exit.USAGE, "give an address"),
-        ("0xzz", Exit.USAGE, "give an address"),
+        ("nowhere", ExitStatus.FAILURE, "describes no function nowhere"),
+        ("0x10", ExitStatus.FAILURE, "0x10 is in no function"),
+        ("plain+two", ExitStatus.USAGE, "give an address"),
+        ("0xzz", ExitStatus.USAGE, "give an address"),
     ],
 )
 def test_bad_places(
-    kernel: Path, place: str, status: Exit, words: str, capsys: pytest.CaptureFixture[str]
+    kernel: Path, place: str, status: ExitStatus, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["djprobe-analyze", str(kernel), place]) == status
     error = capsys.readouterr().err
@@ -109,20 +109,20 @@ def test_bad_places(
 def test_bad_files(tmp_path: Path, content: bytes, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "vmlinux"
     path.write_bytes(content)
-    assert main(["djprobe-analyze", str(path), "plain"]) == Exit.FAILURE
+    assert main(["djprobe-analyze", str(path), "plain"]) == ExitStatus.FAILURE
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
 
 
 def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["djprobe-analyze", str(tmp_path / "none"), "plain"]) == Exit.FAILURE
+    assert main(["djprobe-analyze", str(tmp_path / "none"), "plain"]) == ExitStatus.FAILURE
     assert "No such file" in capsys.readouterr().err
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that it ends with."""
-    assert main(["djprobe-analyze", *arguments]) == Exit.FAILURE
+    assert main(["djprobe-analyze", *arguments]) == ExitStatus.FAILURE
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -130,7 +130,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_elf_or_image(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "--image", str(kernel), "plain") == "7\n"
     for both in (["plain"], [str(kernel), "plain", "--image", str(kernel)]):
-        assert main(["djprobe-analyze", *both]) == Exit.USAGE
+        assert main(["djprobe-analyze", *both]) == ExitStatus.USAGE
         assert "ELF PLACE, or --image KERNEL PLACE" in capsys.readouterr().err
 
 

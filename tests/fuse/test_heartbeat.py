@@ -11,20 +11,20 @@ from select import select
 import pytest
 
 from kprobefs import heartbeat as heartbeat_module
-from kprobefs.heartbeat import Heartbeat
+from kprobefs.heartbeat import ServiceWatchdog
 from kprobefs.mount import STATE_LINK
 from tests.fuse.harness import eventually
 
 
 @pytest.fixture
-def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+def heartbeat(tmp_path: Path) -> Iterator[ServiceWatchdog]:
     (tmp_path / STATE_LINK).symlink_to("serving")
-    made = Heartbeat(str(tmp_path), 0.002)
+    made = ServiceWatchdog(str(tmp_path), 0.002)
     yield made
     made.end()
 
 
-def test_the_latest_of_several_answers(heartbeat: Heartbeat, tmp_path: Path) -> None:
+def test_the_latest_of_several_answers(heartbeat: ServiceWatchdog, tmp_path: Path) -> None:
     heartbeat.start()
     time.sleep(0.1)
     assert heartbeat.answer() == "serving"
@@ -77,14 +77,14 @@ class TestBusy:
             eventually(lambda beat=beat: not self.works(beat, 0.5) or not beat.answer())
             gate.unlink()
 
-    def beats(self, directory: Path) -> Iterator[Heartbeat]:
+    def beats(self, directory: Path) -> Iterator[ServiceWatchdog]:
         (directory / STATE_LINK).symlink_to("serving")
-        made = Heartbeat(str(directory), 0.02)
+        made = ServiceWatchdog(str(directory), 0.02)
         made.start()
         yield made
         made.end()
 
-    def works(self, beat: Heartbeat, patience: float = 10) -> bool:
+    def works(self, beat: ServiceWatchdog, patience: float = 10) -> bool:
         """Use the CPU until there is an answer."""
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:

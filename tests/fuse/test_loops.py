@@ -10,13 +10,13 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
-from kprobefs.loops import FAILED, FREE_LOOPS, Loops
+from kprobefs.loops import FAILED, FREE_LOOPS, WorkerThreads
 from tests.fuse.harness import eventually
 
 
 def test_all_loops_have_ended_when_run_returns() -> None:
     ended = []
-    Loops(lambda: ended.append(threading.get_ident())).run()
+    WorkerThreads(lambda: ended.append(threading.get_ident())).run()
     assert len(ended) == FREE_LOOPS
 
 
@@ -37,7 +37,7 @@ def test_a_loop_that_blocks_is_replaced() -> None:
             release.wait(5)
 
     loops_left = [True] * blockers
-    loops = Loops(loop)
+    loops = WorkerThreads(loop)
     runner = threading.Thread(target=loops.run)
     runner.start()
     for _ in range(FREE_LOOPS + blockers):
@@ -61,7 +61,7 @@ def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", scarce)
-    loops = Loops(lambda: None)
+    loops = WorkerThreads(lambda: None)
     loops.run()
     for _ in range(2):
         with ExitStack() as blocked:
@@ -87,7 +87,7 @@ def test_who_waits_long_for_the_kernels_lock_is_replaced() -> None:
             answered.set()
 
     turn, loops_left = threading.Lock(), [True] * FREE_LOOPS
-    loops = Loops(loop)
+    loops = WorkerThreads(loop)
     lock.waiting = loops.waiting
     runner = threading.Thread(target=loops.run)
     with lock:
@@ -101,7 +101,7 @@ def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPa
     def none(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    loops = Loops(lambda: None)
+    loops = WorkerThreads(lambda: None)
     monkeypatch.setattr(loops, "_threads", [threading.current_thread()])
     monkeypatch.setattr(threading.Thread, "start", none)
     with loops.waiting():
@@ -111,7 +111,7 @@ def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPa
 def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
     """A session that is over is freed: nobody may take requests from it any more."""
     begun = []
-    loops = Loops(lambda: begun.append(1))
+    loops = WorkerThreads(lambda: begun.append(1))
     loops.run()
     with loops.waiting(), loops.waiting():
         assert len(begun) == FREE_LOOPS
@@ -122,7 +122,7 @@ def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
 def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kprobefs.loops.MOST_WAITING", 1)
     release = threading.Event()
-    loops = Loops(lambda: release.wait(5))
+    loops = WorkerThreads(lambda: release.wait(5))
     runner = threading.Thread(target=loops.run)
     runner.start()
     try:
@@ -149,7 +149,7 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
         return FAILED
 
     monkeypatch.setattr("kprobefs.loops.RETRY", 60)
-    loops = Loops(loop, free=1)
+    loops = WorkerThreads(loop, free=1)
     runner = threading.Thread(target=loops.run)
     runner.start()
     eventually(lambda: not firsts)

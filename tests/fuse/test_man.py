@@ -13,7 +13,7 @@ from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from kprobefs.arguments import BENCH_OPTIONS
 from kprobefs.cli import main
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from tests.fuse.harness import ROOT
 
 PAGES = ROOT / "docs" / "man"
@@ -77,7 +77,7 @@ def test_every_tracer_is_described() -> None:
 
 def test_every_exit_status_is_described() -> None:
     section = text("kprobefs.1").partition(".SH EXIT STATUS")[2].partition(".SH ")[0]
-    for status in Exit:
+    for status in ExitStatus:
         assert re.search(rf"\b{int(status)}\b", section), status
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kprobefs import mount_helper
 from kprobefs.cli import main
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from tests.fuse.harness import PROGRAM, ROOT, environment, kprobefs, needs_fuse
 
 
@@ -83,7 +83,7 @@ def test_mount_fuse_calls_the_program_itself(
 
 @pytest.mark.parametrize("words", ["munt /x", "munt /x -o noexec", "munt /x -o dev", "munt -o dev,suid"])
 def test_a_mistyped_command_is_one(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == Exit.USAGE
+    assert main(words.split()) == ExitStatus.USAGE
     assert "invalid choice: 'munt'" in capsys.readouterr().err
 
 

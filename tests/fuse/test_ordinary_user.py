@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from tests.fuse.ordinary_user import NOBODY, OrdinaryUser, ordinary_user
 
 pytestmark = pytest.mark.mounted
@@ -43,7 +43,7 @@ def test_mount_and_umount(user: OrdinaryUser) -> None:
     assert (root.returncode, root.stdout) == (2, "")
     assert "Permission denied" in root.stderr
     assert user.kprobefs("umount", str(directory)).returncode == 0
-    assert user.kprobefs("status", str(directory)).returncode == Exit.NOT_MOUNTED
+    assert user.kprobefs("status", str(directory)).returncode == ExitStatus.NOT_MOUNTED
     assert user.run("sh", "-c", f"ls {daemons}").stdout == ""
 
 
@@ -52,7 +52,7 @@ def test_others_stay_out_where_the_machine_says_so(user: OrdinaryUser, text: str
     user.configure(text)
     for words in (["mount", "--mkdir", "--allow-other", "closed"], ["run", "--allow-other", "--", "true"]):
         refused = user.kprobefs(*words)
-        assert refused.returncode == (Exit.USAGE if words[0] == "mount" else Exit.RUN_FAILED)
+        assert refused.returncode == (ExitStatus.USAGE if words[0] == "mount" else ExitStatus.RUN_FAILED)
         assert refused.stdout == ""
         assert refused.stderr == (
             "kprobefs: --allow-other: /etc/fuse.conf doesn't say user_allow_other: root may add that line\n"
@@ -103,7 +103,7 @@ def test_run_as_system(user: OrdinaryUser) -> None:
 
 def test_what_run_as_system_fails_of_is_told(user: OrdinaryUser) -> None:
     failed = user.kprobefs("run", "--as-system", "--image", "/etc/hostname", "--", "true")
-    assert failed.returncode == Exit.RUN_FAILED
+    assert failed.returncode == ExitStatus.RUN_FAILED
     assert failed.stderr.startswith("kprobefs: /etc/hostname: ")
     assert failed.stderr.count("\n") == 1
 

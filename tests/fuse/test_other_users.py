@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kprobefs import as_system, control, registry
-from kprobefs.failure import Exit, Failure, shown
+from kprobefs.failure import CliError, ExitStatus, escape_for_terminal
 from kprobefs.registry import Daemon, Registration, running
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, is_mounted, kprobefs, needs_fuse
 from tests.fuse.harness import Daemon as Served
@@ -110,7 +110,10 @@ def test_commands_beside_an_attacker(runtime_path: Path, directory: Path) -> Non
                     assert (done.returncode, done.stderr) == (0, ""), command
                 assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == 0
                 assert not is_mounted(directory)
-                assert kprobefs("status", str(directory), program=REAL_PROGRAM).returncode == Exit.NOT_MOUNTED
+                assert (
+                    kprobefs("status", str(directory), program=REAL_PROGRAM).returncode
+                    == ExitStatus.NOT_MOUNTED
+                )
 
 
 def _commands(directory: Path) -> Iterator[Sequence[str]]:
@@ -146,7 +149,7 @@ def test_a_record_that_others_could_lock_or_write_is_not_trusted(runtime_path: P
     record.chmod(mode)
     with record.open() as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)
-        with pytest.raises(Failure, match="not a file for you alone"):
+        with pytest.raises(CliError, match="not a file for you alone"):
             Registration(Daemon(os.getpid(), "/x", "x86_64", "full", "0", "now"))
 
 
@@ -169,7 +172,7 @@ def test_a_squatted_runtime_directory(runtime_path: Path, squat: str) -> None:
     else:
         place.mkdir(parents=True)
         os.chown(place, NOBODY, NOBODY)
-    with pytest.raises(Failure, match="belongs to somebody else"):
+    with pytest.raises(CliError, match="belongs to somebody else"):
         registry.runtime_directory()
 
 
@@ -182,7 +185,7 @@ def test_commands_where_the_runtime_directory_is_squatted(runtime_path: Path, di
     runtime_path.mkdir()
     os.chown(runtime_path, NOBODY, NOBODY)
     refused = kprobefs("mount", str(directory), program=REAL_PROGRAM)
-    assert (refused.returncode, is_mounted(directory)) == (Exit.FAILURE, False)
+    assert (refused.returncode, is_mounted(directory)) == (ExitStatus.FAILURE, False)
     assert "belongs to somebody else" in _only_line(refused)
     assert "isn't mounted there" in _only_line(kprobefs("status", str(directory), program=REAL_PROGRAM))
     # One whose daemon looks elsewhere is there, and can't be told from somebody else's.
@@ -194,7 +197,7 @@ def test_commands_where_the_runtime_directory_is_squatted(runtime_path: Path, di
         assert "mounted there already" in _only_line(kprobefs("mount", str(directory), program=REAL_PROGRAM))
         for arguments in (("status",), ("status", str(directory)), ("umount", str(directory))):
             refused = kprobefs(*arguments, program=REAL_PROGRAM)
-            assert refused.returncode == Exit.FAILURE
+            assert refused.returncode == ExitStatus.FAILURE
             assert "belongs to somebody else" in _only_line(refused)
         assert is_mounted(directory)
 
@@ -230,7 +233,7 @@ def test_records_of_a_user_who_is_root_in_a_namespace(
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
         try:
             as_system.enter_namespace()
-        except Failure as failure:
+        except CliError as failure:
             return f"no namespace: {failure}"
         return os.geteuid(), str(registry.runtime_directory())
 
@@ -293,7 +296,7 @@ def test_a_mount_of_root_is_not_for_others_to_unmount(mounted: Served) -> None:
     def unmount() -> object:
         try:
             return control.unmount(str(mounted.directory))
-        except Failure as failure:
+        except CliError as failure:
             return failure
 
     expected = f"{mounted.directory}: root has mounted it: only root can unmount it"
@@ -321,5 +324,5 @@ def test_names_reach_terminals_escaped(directory: Path) -> None:
 
 
 def test_what_is_shown() -> None:
-    assert shown("plain, caf\u00e9 \u65e5\u672c") == "plain, caf\u00e9 \u65e5\u672c"
-    assert shown("\0\a\x7f\x9b\u200b\U000e0001") == "\\x00\\x07\\x7f\\x9b\\u200b\\U000e0001"
+    assert escape_for_terminal("plain, caf\u00e9 \u65e5\u672c") == "plain, caf\u00e9 \u65e5\u672c"
+    assert escape_for_terminal("\0\a\x7f\x9b\u200b\U000e0001") == "\\x00\\x07\\x7f\\x9b\\u200b\\U000e0001"

@@ -14,7 +14,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.trace.array.past import PastRecords
+from emulated_kernel.trace.array.past import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -22,9 +22,9 @@ from emulated_kernel.vfs.core.seq import HostReadingFile
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.definitions import Loader, read_lines, saved
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from kprobefs.mount import MountState, condition
-from kprobefs.power import PLACE, LivingKernel
+from kprobefs.power import PLACE, RebootableKernel
 from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, kprobefs, needs_fuse
 from tests.fuse.test_definitions import ALL, OUTSIDE
 from tests.kprobes.test_many_at_one_place import calls_of
@@ -65,7 +65,7 @@ class User:
     def reboot(self) -> None:
         self.write("/machine/power", "reboot\n")
 
-    def apply(self, living: LivingKernel, text: str) -> None:
+    def apply(self, living: RebootableKernel, text: str) -> None:
         with living.mount.lock:
             loader = Loader(living._all_files(living._kernel))
             failed = loader.apply(list(read_lines("f", text)))
@@ -74,8 +74,8 @@ class User:
 
 
 @pytest.fixture(params=["x86_64", "riscv64"])
-def living(request: pytest.FixtureRequest) -> Iterator[LivingKernel]:
-    found = LivingKernel(MachineConfig(arch=request.param, cpus=2), RootLayout.FULL, Owner(0, 0))
+def living(request: pytest.FixtureRequest) -> Iterator[RebootableKernel]:
+    found = RebootableKernel(MachineConfig(arch=request.param, cpus=2), RootLayout.FULL, Owner(0, 0))
     yield found
     found.mount.close()
     found._kernel.close()
@@ -85,7 +85,7 @@ def records(trace: str) -> list[str]:
     return [line for line in trace.splitlines() if line and not line.startswith("#")]
 
 
-def test_what_is_defined_is_there_again(living: LivingKernel) -> None:
+def test_what_is_defined_is_there_again(living: RebootableKernel) -> None:
     user = User(living.mount)
     user.apply(living, ALL + OUTSIDE)
     before = user.read("/machine/definitions")
@@ -109,7 +109,7 @@ FILTERS = {
 @pytest.mark.parametrize(
     ("living", "written"), zip(["x86_64", "riscv64"] * 2, FILTERS, strict=True), indirect=["living"]
 )
-def test_filters_are_kept_or_were_none(living: LivingKernel, written: str) -> None:
+def test_filters_are_kept_or_were_none(living: RebootableKernel, written: str) -> None:
     user, kept = User(living.mount), FILTERS[written]
     user.write("/kprobe_events", "p:reads vfs_read count=$arg3\n")
     directory = "/tracing/events/kprobes/reads"
@@ -137,7 +137,7 @@ def test_filters_are_kept_or_were_none(living: LivingKernel, written: str) -> No
     assert PLACE not in user.read("/machine/dmesg")
 
 
-def test_a_string_with_a_newline_is_told_of(living: LivingKernel) -> None:
+def test_a_string_with_a_newline_is_told_of(living: RebootableKernel) -> None:
     """Left out: its second line would be one of the definitions."""
     user = User(living.mount)
     user.write("/kprobe_events", "p:reads vfs_read\n")
@@ -152,7 +152,7 @@ def test_a_string_with_a_newline_is_told_of(living: LivingKernel) -> None:
     assert PLACE not in user.read("/machine/dmesg")
 
 
-def test_records_and_ids_are_kept(living: LivingKernel) -> None:
+def test_records_and_ids_are_kept(living: RebootableKernel) -> None:
     user = User(living.mount)
     user.write("/kprobe_events", "p:gone vfs_write\np:reads vfs_read count=$arg3\n")
     living.mount.mkdir(CLIENT, "/tracing/instances/slow", 0o755)
@@ -181,7 +181,7 @@ def test_records_and_ids_are_kept(living: LivingKernel) -> None:
     assert any(line.endswith(": there") for line in records(user.read("/tracing/trace")))
 
 
-def test_open_files_go_on_or_say_why_not(living: LivingKernel) -> None:
+def test_open_files_go_on_or_say_why_not(living: RebootableKernel) -> None:
     user, mount = User(living.mount), living.mount
     user.write("/kprobe_events", "p:reads vfs_read count=$arg3\n")
     definitions, version = user.open("/kprobe_events"), user.open("/machine/version")
@@ -212,7 +212,7 @@ def test_open_files_go_on_or_say_why_not(living: LivingKernel) -> None:
     assert "count=0x4d" in user.read("/tracing/instances/slow/trace")
 
 
-def test_a_panicked_kernel_comes_back(living: LivingKernel) -> None:
+def test_a_panicked_kernel_comes_back(living: RebootableKernel) -> None:
     user = User(living.mount)
     user.write("/kprobe_events", "p:reads vfs_read\n")
     user.write("/tracing/events/kprobes/reads/enable", "1")
@@ -231,7 +231,7 @@ def test_a_panicked_kernel_comes_back(living: LivingKernel) -> None:
 
 def test_what_cannot_be_booted_changes_nothing(tmp_path: Path) -> None:
     image = tmp_path / "image"
-    living = LivingKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
+    living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
     user = User(living.mount)
     kernel = living._kernel
     kernel.config = MachineConfig(image=image)
@@ -258,12 +258,12 @@ def test_the_command(directory: Path) -> None:
             assert (result.stderr, result.returncode) == ("", 0)
             eventually(lambda: condition(str(directory)) is MountState.SERVING)
         assert Path(running.path("kprobe_events")).read_text() == "p:kprobes/reads vfs_read\n"
-    assert kprobefs("reboot", str(directory), program=REAL_PROGRAM).returncode == Exit.NOT_MOUNTED
+    assert kprobefs("reboot", str(directory), program=REAL_PROGRAM).returncode == ExitStatus.NOT_MOUNTED
 
 
 @pytest.mark.parametrize("refused", ["allocate", "image", "files"])
 def test_a_reboot_that_fails_changes_nothing(
-    living: LivingKernel, monkeypatch: pytest.MonkeyPatch, refused: str
+    living: RebootableKernel, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     user, mount = User(living.mount), living.mount
     living.mount.mkdir(CLIENT, "/tracing/instances/slow", 0o755)
@@ -275,7 +275,7 @@ def test_a_reboot_that_fails_changes_nothing(
     def fail(*_args: object, **_named: object) -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, "gone")
 
-    def no_second(mine: TraceArray, theirs: PastRecords) -> object:
+    def no_second(mine: TraceArray, theirs: PreviousBootRecords) -> object:
         asked.append(theirs)
         if len(asked) == 2:
             raise MemoryError
@@ -287,7 +287,7 @@ def test_a_reboot_that_fails_changes_nothing(
         elif refused == "image":
             patch.setattr("kprobefs.power.Kernel", fail)
         else:
-            patch.setattr(LivingKernel, "_files", fail)
+            patch.setattr(RebootableKernel, "_files", fail)
         with pytest.raises(MemoryError if refused == "allocate" else KernelError):
             user.reboot()
     assert living._kernel is old
@@ -298,7 +298,7 @@ def test_a_reboot_that_fails_changes_nothing(
 
 
 def test_what_was_prepared_for_another_kernel_isnt_done(
-    living: LivingKernel, monkeypatch: pytest.MonkeyPatch
+    living: RebootableKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user, mount = User(living.mount), living.mount
     handle = user.open("/machine/modules", os.O_WRONLY)
@@ -318,7 +318,7 @@ def test_what_was_prepared_for_another_kernel_isnt_done(
         mount.write(CLIENT, handle, b"unload nothing\n", 0)
 
 
-def test_one_write_boots_once_or_not_at_all(living: LivingKernel) -> None:
+def test_one_write_boots_once_or_not_at_all(living: RebootableKernel) -> None:
     user = User(living.mount)
     with assert_errno(errno.EINVAL):
         user.write("/machine/power", "reboot\nnonsense\n")
@@ -326,7 +326,7 @@ def test_one_write_boots_once_or_not_at_all(living: LivingKernel) -> None:
     assert user.read("/machine/power") == "running\nboots 2\n"
 
 
-def test_counts_switches_modules_and_loads_go_on(living: LivingKernel) -> None:
+def test_counts_switches_modules_and_loads_go_on(living: RebootableKernel) -> None:
     user = User(living.mount)
     user.write("/machine/modules", "load counter_user\n")
     user.write("/kprobe_events", "p:reads vfs_read\np:writes vfs_write\n")
@@ -351,7 +351,7 @@ def test_counts_switches_modules_and_loads_go_on(living: LivingKernel) -> None:
 
 
 @pytest.mark.parametrize("living", ["x86_64"], indirect=True)
-def test_what_is_known_of_probes_is_what_their_files_say(living: LivingKernel) -> None:
+def test_what_is_known_of_probes_is_what_their_files_say(living: RebootableKernel) -> None:
     user = User(living.mount)
     lines = ["p:b/one lcm", "p:a/two gcd+5", "r:a/three gcd", "p:a/four gcd+5", "p:later no:where"]
     user.write("/tracing/kprobe_events", "\n".join([*lines, "p:a/five int_sqrt+5", "p:a/five gcd+5"]))
@@ -381,7 +381,7 @@ def test_what_is_known_of_probes_is_what_their_files_say(living: LivingKernel) -
     ]
 
 
-def test_what_was_disarmed_is_armed_again_behind_a_reboot(living: LivingKernel) -> None:
+def test_what_was_disarmed_is_armed_again_behind_a_reboot(living: RebootableKernel) -> None:
     user = User(living.mount)
     user.write("/kprobes/return_hook", "instances\n")
     behind = 5 if living._kernel.config.arch == "x86_64" else 8
@@ -411,7 +411,7 @@ HIDES = ("/tracing/events/enable", "/kprobes/enabled", "/kprobes/optimization")
 def test_a_jump_that_was_asked_for_or_kept_out_still_is(profile: str, hidden_by: str) -> None:
     """Also while something else keeps it out, which is then what `optimized` and `reason` say."""
     config = MachineConfig(profile=profile)
-    living = LivingKernel(config, RootLayout.FULL, Owner(0, 0))
+    living = RebootableKernel(config, RootLayout.FULL, Owner(0, 0))
     user, asked = User(living.mount), "0" if profile == "linux-6.1" else "1"
     user.write("/kprobe_events", "p:wanted ksys_read+0x5\np:other ksys_write+0x5\n")
     user.write("/tracing/events/kprobes/enable", "1")
@@ -434,7 +434,7 @@ def test_a_jump_that_was_asked_for_or_kept_out_still_is(profile: str, hidden_by:
 @pytest.mark.parametrize("line", ["p:mine/k{} vfs_read+0x5", "r:mine/k{} vfs_read $retval"])
 def test_each_definition_is_work_for_one(line: str) -> None:
     """A reboot defines each again, and what that takes doesn't grow with the others."""
-    living = LivingKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
+    living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
     user, calls, defined = User(living.mount), [], 0
     for number in (50, 100, 200):
         lines = [f"{line.format(each)}\n" for each in range(defined, number)]

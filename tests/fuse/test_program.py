@@ -18,7 +18,7 @@ import pytest
 from kprobefs import __version__
 from kprobefs.arguments import program_parser
 from kprobefs.cli import main
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -99,7 +99,7 @@ class TestWithoutMount:
         [[], ["nonsense"], ["mount"], ["mount", "--cpus", "0", "/x"], ["mount", ""], ["run"], ["run", "--"]],
     )
     def test_wrong_usage(self, arguments: list[str]) -> None:
-        assert kprobefs(*arguments).returncode == Exit.USAGE
+        assert kprobefs(*arguments).returncode == ExitStatus.USAGE
 
     @pytest.mark.parametrize(
         ("arguments", "told"),
@@ -130,7 +130,9 @@ class TestWithoutMount:
     def test_it_is_told_what_is_wrong(
         self, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(arguments.split()) == (Exit.FAILURE if arguments.startswith("mount") else Exit.USAGE)
+        assert main(arguments.split()) == (
+            ExitStatus.FAILURE if arguments.startswith("mount") else ExitStatus.USAGE
+        )
         error = capsys.readouterr().err
         assert (error.startswith("kprobefs: "), error.count("\n"), told in error) == (True, 1, True)
 
@@ -149,7 +151,7 @@ class TestWithoutMount:
     def test_a_log_or_state_in_the_mount_is_wrong_usage(self, directory: Path) -> None:
         for option in ("--log", "--state"):
             result = kprobefs("mount", option, str(directory / "x"), str(directory))
-            assert result.returncode == Exit.USAGE
+            assert result.returncode == ExitStatus.USAGE
             assert one_line(result).endswith(f"{option} {directory}/x: inside a mount point\n")
 
     def test_an_interrupt_while_it_is_imported(self) -> None:
@@ -179,7 +181,7 @@ sys.exit(main())
         for data, why in ((b"\x7fELF", "truncated ELF identification"), (b"text", "no ELF magic")):
             image.write_bytes(data)
             result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
-            assert result.returncode in (Exit.USAGE, Exit.RUN_FAILED)
+            assert result.returncode in (ExitStatus.USAGE, ExitStatus.RUN_FAILED)
             assert one_line(result).endswith(f"{image}: not a usable kernel image: {why}\n")
         image.unlink()
         result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
@@ -189,12 +191,12 @@ sys.exit(main())
     def test_nothing_mounted(self, tmp_path: Path) -> None:
         for command in ("umount", "status"):
             result = kprobefs(command, str(tmp_path))
-            assert result.returncode == Exit.NOT_MOUNTED
+            assert result.returncode == ExitStatus.NOT_MOUNTED
             assert "isn't mounted there" in one_line(result)
 
     def test_where_it_cannot_mount(self, tmp_path: Path) -> None:
         result = kprobefs("mount", str(tmp_path / "none"))
-        assert (result.returncode, "mkdir -p" in one_line(result)) == (Exit.FAILURE, True)
+        assert (result.returncode, "mkdir -p" in one_line(result)) == (ExitStatus.FAILURE, True)
         (tmp_path / "file").write_text("")
         assert "not empty" in one_line(kprobefs("mount", str(tmp_path)))
         message = one_line(kprobefs("mount", str(tmp_path / "file")))
@@ -231,11 +233,11 @@ class TestMount:
 
     def test_not_twice(self, mounted: Daemon) -> None:
         result = kprobefs("mount", str(mounted.directory))
-        assert (result.returncode, "mounted there already" in one_line(result)) == (Exit.FAILURE, True)
+        assert (result.returncode, "mounted there already" in one_line(result)) == (ExitStatus.FAILURE, True)
 
     def test_a_failing_start_is_told(self, directory: Path) -> None:
         result = kprobefs("mount", "--seed", "666", str(directory))
-        assert result.returncode == Exit.FAILURE
+        assert result.returncode == ExitStatus.FAILURE
         assert "RuntimeError: this kernel can't be built" in one_line(result)
         log = Path(one_line(result).rpartition("see ")[2].strip())
         assert "this kernel can't be built" in log.read_text()
@@ -334,8 +336,8 @@ class TestRun:
     @pytest.mark.parametrize(
         ("command", "status"),
         [
-            (["/no/such/command"], Exit.NOT_FOUND),
-            (["/etc/passwd"], Exit.NOT_EXECUTABLE),
+            (["/no/such/command"], ExitStatus.NOT_FOUND),
+            (["/etc/passwd"], ExitStatus.NOT_EXECUTABLE),
             (["sh", "-c", "kill -9 $$"], 128 + 9),
             (["true"], 0),
         ],
@@ -344,7 +346,7 @@ class TestRun:
         assert kprobefs("run", "--", *command).returncode == status
 
     def test_a_mount_that_fails(self) -> None:
-        assert kprobefs("run", "--seed", "666", "--", "true").returncode == Exit.RUN_FAILED
+        assert kprobefs("run", "--seed", "666", "--", "true").returncode == ExitStatus.RUN_FAILED
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     def test_cleans_up_after_signals(self, number: signal.Signals) -> None:

@@ -26,8 +26,8 @@ _STARVED = """
 import resource, time
 from kprobefs.reserve import RESERVE, MemoryReserve
 reserve = MemoryReserve()
-reserve.look()
-assert reserve.admits(b"1") and not reserve.is_scarce
+reserve.check()
+assert reserve.allows(b"1") and not reserve.is_scarce
 soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 20, hard))
 def pieces(size):
@@ -41,13 +41,13 @@ def pieces(size):
 held = [pieces(size) for size in (60_000, 1000)]
 before = len(pieces(60_000))
 time.sleep(0.02)
-reserve.look()
+reserve.check()
 assert reserve.is_scarce
 print(before * 60_000, len(pieces(60_000)) * 60_000)
-assert not reserve.admits(b"1") and reserve.admits(b"0\\n") and reserve.admits(b"\\n")
+assert not reserve.allows(b"1") and reserve.allows(b"0\\n") and reserve.allows(b"\\n")
 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-reserve.look()
-assert reserve.admits(b"1") and not reserve.is_scarce
+reserve.check()
+assert reserve.allows(b"1") and not reserve.is_scarce
 """
 
 
@@ -144,7 +144,7 @@ def test_what_is_kept_is_there_when_nothing_else_is() -> None:
 def test_what_takes_something_away_may_be_written_without_memory(data: bytes) -> None:
     reserve = MemoryReserve()
     reserve.give_back()
-    assert reserve.admits(data)
+    assert reserve.allows(data)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_what_takes_something_away_may_be_written_without_memory(data: bytes) ->
 )
 def test_what_makes_something_may_not(data: bytes) -> None:
     reserve = MemoryReserve()
-    assert reserve.admits(data)
+    assert reserve.allows(data)
     reserve.give_back()
-    assert not reserve.admits(data)
+    assert not reserve.allows(data)
 
 
 def in_threads(action: Callable[[], None]) -> list[BaseException]:
@@ -185,8 +185,8 @@ def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(5):
-            assert not in_threads(reserve.look)
-            reserve.look()
+            assert not in_threads(reserve.check)
+            reserve.check()
             assert len(reserve._pieces) == RESERVE // 100_000 + 1
             assert not in_threads(reserve.give_back)
             assert len(reserve._pieces) == 1
@@ -205,12 +205,12 @@ def test_a_reserve_that_is_not_whole_is_filled_later(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(reserve_module, "_map", no_room)
-        reserve.look()
+        reserve.check()
     assert reserve.is_scarce
     with monkeypatch.context() as patch:
         patch.setattr(reserve, "_libc", SimpleNamespace(malloc=lambda _size: None, free=reserve._libc.free))
-        reserve.look()
+        reserve.check()
     assert reserve.is_scarce
-    reserve.look()
+    reserve.check()
     assert not reserve.is_scarce
     assert len(reserve._pieces) == RESERVE // 100_000 + 1

@@ -23,7 +23,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import Client, Room, Stat
+from emulated_kernel.vfs.core.client import Client, Stat, StatFs
 from kprobefs.adapter import FuseOptions, Server
 from kprobefs.session_loop import SessionLoop
 from tests.fuse.harness import eventually, is_mounted
@@ -142,8 +142,8 @@ class _Recorded:
         self._asked("release", handle)
         raise KernelError(errno.EIO)
 
-    def statfs(self, _path: str) -> Room:
-        return Room()
+    def statfs(self, _path: str) -> StatFs:
+        return StatFs()
 
 
 @contextmanager

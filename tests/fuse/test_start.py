@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.failure import ADDRESS_SPACE, FILES, Exit
+from kprobefs.failure import ADDRESS_SPACE, FILES, ExitStatus
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -30,7 +30,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 def refusal(*arguments: str) -> str:
     """Why the program refuses; nothing is left of the start."""
     result = kprobefs(*arguments)
-    assert result.returncode in (Exit.FAILURE, Exit.USAGE, Exit.RUN_FAILED)
+    assert result.returncode in (ExitStatus.FAILURE, ExitStatus.USAGE, ExitStatus.RUN_FAILED)
     assert (result.stdout, result.stderr.count("\n")) == ("", 1), result.stderr
     return result.stderr.removeprefix("kprobefs: ").rstrip("\n")
 
@@ -57,7 +57,7 @@ def test_images_are_files_of_some_size(command: str, kind: str, directory: Path,
         why = "40960 MiB; a kernel image has at most 1024"
     target = "true" if command == "run" else str(directory)
     result = kprobefs(*command.split(), "--image", str(image), target, program=REAL_PROGRAM)
-    assert result.returncode == (Exit.RUN_FAILED if command == "run" else Exit.USAGE)
+    assert result.returncode == (ExitStatus.RUN_FAILED if command == "run" else ExitStatus.USAGE)
     assert result.stderr == f"kprobefs: {image}: {why}\n"
     assert not is_mounted(directory)
     assert logs() == []
@@ -239,7 +239,7 @@ def test_logs_do_not_pile_up(directory: Path) -> None:
     for number in range(3):
         other = directory / str(number)
         other.mkdir()
-        assert kprobefs("mount", "--seed", "666", str(other)).returncode == Exit.FAILURE
+        assert kprobefs("mount", "--seed", "666", str(other)).returncode == ExitStatus.FAILURE
         other.rmdir()
     assert 5 < len(logs()) < 15
 
@@ -310,7 +310,7 @@ def test_what_a_mount_needs(limit: str, needed: str, directory: Path) -> None:
         check=False,
     )
     if needed:
-        assert (result.returncode, is_mounted(directory)) == (Exit.FAILURE, False)
+        assert (result.returncode, is_mounted(directory)) == (ExitStatus.FAILURE, False)
         assert (needed in result.stderr, result.stderr.count("\n")) == (True, 1), result.stderr
     else:
         assert (result.returncode, result.stderr) == (0, "")

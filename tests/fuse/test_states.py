@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kprobefs import mount
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from kprobefs.mount import MountState
 from kprobefs.registry import log_path, running, runtime_directory
 from tests.fuse.harness import (
@@ -68,16 +68,16 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
         with ThreadPoolExecutor() as at_once:
             results = list(at_once.map(lambda words: kprobefs(*words), [*mounts, *others]))
         for result in results[:2]:
-            assert (result.returncode, "hangs" in result.stderr) == (Exit.HUNG, True)
+            assert (result.returncode, "hangs" in result.stderr) == (ExitStatus.HUNG, True)
         assert "inside a mount" in results[2].stderr
         for result in results[3:]:
-            assert result.returncode == Exit.HUNG
+            assert result.returncode == ExitStatus.HUNG
             assert (
                 f"is stopped (kill -CONT {mounted.process.pid}); or kprobefs umount --force" in result.stderr
             )
         link.unlink()
         result = kprobefs("umount", directory)
-        assert (result.returncode, "is stopped" in result.stderr) == (Exit.HUNG, True)
+        assert (result.returncode, "is stopped" in result.stderr) == (ExitStatus.HUNG, True)
         assert f"kill -CONT {mounted.process.pid})" in result.stderr
         assert is_mounted(mounted.directory)
         # What was asked for before happens when it goes on.
@@ -112,7 +112,7 @@ def test_a_stopped_daemon_that_nobody_knows(
     with daemon(directory) as running, stopped(running):
         monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "another"))
         result = kprobefs("umount", str(directory))
-        assert (result.returncode, is_mounted(directory)) == (Exit.HUNG, False)
+        assert (result.returncode, is_mounted(directory)) == (ExitStatus.HUNG, False)
         assert "unmounted, but its daemon hangs, and still runs" in result.stderr
 
 
@@ -161,7 +161,7 @@ def test_a_stale_mount(directory: Path) -> None:
     with daemon(directory) as killed:
         killed.stop(signal.SIGKILL)
         assert condition(directory) == "stale"
-        assert kprobefs("status").returncode >= Exit.STALE
+        assert kprobefs("status").returncode >= ExitStatus.STALE
         assert kprobefs("umount", "--stale", str(directory)).returncode == 0
         assert not is_mounted(directory)
 

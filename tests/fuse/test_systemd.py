@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from kprobefs import install_service
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 from tests.fuse.harness import REAL_PROGRAM, ROOT, daemon, eventually, kprobefs, needs_fuse
 
 UNITS = ROOT / "systemd"
@@ -454,15 +454,15 @@ class TestInstallService:
             tmp_path / f"etc/systemd/{scope}",
             {"system": ": --user, or as root", "user": ""}[scope],
         )
-        with pytest.raises(Failure, match=f"^{directory}: Permission denied{way}$"):
+        with pytest.raises(CliError, match=f"^{directory}: Permission denied{way}$"):
             install_service.install(str(tmp_path), user=scope == "user")
         monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
-        with pytest.raises(Failure, match=f"^{directory}: Read-only file system$"):
+        with pytest.raises(CliError, match=f"^{directory}: Read-only file system$"):
             install_service.install(str(tmp_path), user=scope == "user")
 
     def test_a_file_where_a_directory_belongs(self, tmp_path: Path) -> None:
         (tmp_path / "etc").touch()
-        with pytest.raises(Failure, match=r"^.*/etc/systemd/system: (Not a directory|File exists)$"):
+        with pytest.raises(CliError, match=r"^.*/etc/systemd/system: (Not a directory|File exists)$"):
             install_service.install(str(tmp_path), user=False)
 
     def test_the_command(self, tmp_path: Path) -> None:

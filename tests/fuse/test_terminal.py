@@ -25,8 +25,8 @@ from rich.console import Console
 from kprobefs import mount, terminal, tour
 from kprobefs import trace as tracing
 from kprobefs.cli import main
-from kprobefs.control import State
-from kprobefs.failure import Exit, Failure
+from kprobefs.control import MountStatus
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.mount import MountState, our_mounts
 from kprobefs.registry import Daemon as Record
 from kprobefs.status_table import print_table
@@ -226,7 +226,7 @@ def test_input_that_ends_within_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stale_mount_is_asked_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mount, "conditions", lambda asked: {next(iter(asked)): states.pop()})
     states = [MountState.SERVING, MountState.STALE]
-    with pytest.raises(Failure, match="its daemon is gone"):
+    with pytest.raises(CliError, match="its daemon is gone"):
         watched.probes.condition()
     assert states == [MountState.SERVING]
 
@@ -283,7 +283,9 @@ def test_status_table_cuts_no_directory(width: int, monkeypatch: pytest.MonkeyPa
     record = Record(77, directory, "x86_64", "full", "1", "2026-01-02T03:04:05+00:00")
     console = Console(width=width, file=io.StringIO(), no_color=True)
     monkeypatch.setattr(terminal, "console", lambda: console)
-    print_table([State(directory, MountState.SERVING, record), State("/b", MountState.STALE, None)])
+    print_table(
+        [MountStatus(directory, MountState.SERVING, record), MountStatus("/b", MountState.STALE, None)]
+    )
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width
@@ -300,7 +302,7 @@ def test_probes_of_a_one_liner() -> None:
     assert definitions == ["p:g/vfs_read vfs_read n=$arg3", "r8:g/vfs_read_1 vfs_read", "p:g/f_4 m:f+4"]
     assert events == ["g/vfs_read", "g/vfs_read_1", "sched/sched_switch", "g/f_4"]
     for wrong in ("vfs_read", "p vfs_read", "p:", "t:sched", "x:y"):
-        with pytest.raises(Failure, match="no probe"):
+        with pytest.raises(CliError, match="no probe"):
             tracing.named([wrong], "g")
 
 
@@ -311,13 +313,13 @@ def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
     monkeypatch.delenv("KPROBEFS", raising=False)
     points = [mount.MountPoint(f"/mnt/{name}", "0:1", mount.FSTYPE, "debugfs", 0) for name in "ab"]
     monkeypatch.setattr(mount, "our_mounts", lambda: points)
-    assert main(words.split()) == Exit.NOT_MOUNTED
+    assert main(words.split()) == ExitStatus.NOT_MOUNTED
     assert capsys.readouterr().err == f"kprobefs: which mount? {way}\n"
 
 
 @pytest.mark.parametrize("words", ["p:vfs_read", "p:vfs_read --", "nonsense -- true"])
 def test_wrong_one_liners(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", *words.split()]) == Exit.USAGE
+    assert main(["trace", *words.split()]) == ExitStatus.USAGE
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -401,7 +403,7 @@ def test_what_an_event_says_is_no_other_record(said: str) -> None:
 def test_a_record_is_a_line_whatever_is_in_it() -> None:
     output = io.StringIO()
     shown = '    a-77      [002] d..1.    12.000345: ev: s="a\x0c\x85\u2028b"\n'
-    tracing.OneLiner(["p:vfs_read"], "", output, as_json=True)._show(shown * 2)
+    tracing.TraceSession(["p:vfs_read"], "", output, as_json=True)._show(shown * 2)
     assert [json.loads(line)["fields"] for line in output.getvalue().splitlines()] == [
         {"s": "a\x0c\x85\u2028b"}
     ] * 2
@@ -469,9 +471,9 @@ class TestTrace:
             unknown = kprobefs("trace", "t:nope:nope", *on, "true", program=REAL_PROGRAM)
             saved = kprobefs("save", "-m", str(directory), "/dev/full", program=REAL_PROGRAM)
         assert nothing.stderr.startswith("kprobefs: nothing was recorded: this mount has no scratch/")
-        assert unknown.returncode == Exit.FAILURE
+        assert unknown.returncode == ExitStatus.FAILURE
         assert unknown.stderr.startswith("kprobefs: nope:nope: no such event, the command wasn't run")
-        assert saved.returncode == Exit.FAILURE
+        assert saved.returncode == ExitStatus.FAILURE
         assert saved.stderr == "kprobefs: /dev/full: No space left on device\n"
 
     def test_a_full_disk_is_told_of(self, tmp_path: Path) -> None:
@@ -520,7 +522,7 @@ class TestTrace:
             wrong = kprobefs(
                 "trace", "p:vfs_read %nosuch", "-m", str(directory), "--", "true", program=REAL_PROGRAM
             )
-            assert wrong.returncode == Exit.FAILURE
+            assert wrong.returncode == ExitStatus.FAILURE
             assert wrong.stderr.splitlines()[:3] == [
                 "trace: Invalid register name: Invalid argument",
                 "    p:vfs_read %nosuch",
@@ -528,7 +530,7 @@ class TestTrace:
             ]
             command = ("trace", "-f", "foo > 1", "p:vfs_read", "t:sched:sched_switch", "-m", str(directory))
             wrong = kprobefs(*command, "--", "true", program=REAL_PROGRAM)
-            assert wrong.returncode == Exit.FAILURE
+            assert wrong.returncode == ExitStatus.FAILURE
             assert wrong.stderr.splitlines()[:6] == [
                 "filter of vfs_read: Field not found: Invalid argument",
                 "    foo > 1",
@@ -758,9 +760,9 @@ def test_top_of_a_daemon_that_stops_and_of_one_that_ends(directory: Path) -> Non
         top.until("enabled 0: the mount doesn't answer")
         running.process.send_signal(signal.SIGCONT)
         top.until(r"kprobes/reads  ftrace  \d")
-        assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == Exit.OK
+        assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == ExitStatus.OK
         top.until("isn't mounted there any more")
-        assert top.end() == Exit.NOT_MOUNTED
+        assert top.end() == ExitStatus.NOT_MOUNTED
 
 
 @needs_fuse

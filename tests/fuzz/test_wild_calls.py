@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.host.executive.executive import Executive
+from emulated_kernel.host.executive.executive import GuestRunner
 from tests.fuzz.wild_calls import WildCalls
 
 SAMPLE = 20
@@ -35,6 +35,6 @@ def test_control_files_answer_whatever_is_called(calls: WildCalls) -> None:
 def test_a_guest_that_ends_without_a_word_is_a_finding(
     calls: WildCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Executive, "note", lambda *_: None)
+    monkeypatch.setattr(GuestRunner, "note", lambda *_: None)
     calls.run(calls.names.index("cpu_startup_entry"))
     assert "doesn't say why" in calls.findings.all[0].error

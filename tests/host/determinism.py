@@ -43,7 +43,7 @@ class Session:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
         self.kernel = Kernel(MachineConfig(arch=arch, seed=seed, cpus=cpus), self.watch)
         # Its process is a part of the session like any other.
-        self.kernel.guest.mirror._own_pid = 400
+        self.kernel.guest.processes._own_pid = 400
         self.mount: GuestMount = self.kernel.mount()
 
     def write(self, path: str, text: str, client: Client = SHELL) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
-from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, GuestTask, RunElsewhere
+from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, DeferToGuest, GuestTask
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.host.conftest import FIRST_PID, dmesg, tasks
@@ -21,7 +21,7 @@ from tests.host.conftest import FIRST_PID, dmesg, tasks
 
 @pytest.fixture
 def task(kernel: Kernel) -> GuestTask:
-    return kernel.guest.mirror.task_of(FIRST_PID, 0, 0)
+    return kernel.guest.processes.task_of(FIRST_PID, 0, 0)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_results_and_errnos_of_system_calls(kernel: Kernel, task: GuestTask) -> 
     with pytest.raises(KernelError) as caught:
         calls.call(task, "close", 999)
     assert caught.value.errno == errno.EBADF
-    assert kernel.guest.executive.syscall(task, 9999) == (1 << 64) - errno.ENOSYS
+    assert kernel.guest.runner.syscall(task, 9999) == (1 << 64) - errno.ENOSYS
 
 
 def test_a_blocked_read_is_one_system_call(
@@ -72,7 +72,7 @@ def test_a_blocked_read_is_one_system_call(
         block_in(kernel, task, fd)
         assert tasks(kernel)[FIRST_PID].state == "S"
     assert kernel.call("gcd", 12, 18) == 6
-    other = kernel.guest.mirror.task_of(FIRST_PID + 1, 0, 0)
+    other = kernel.guest.processes.task_of(FIRST_PID + 1, 0, 0)
     assert kernel.guest.syscalls.call(other, "getpid") == FIRST_PID + 1
     assert kernel.guest.read_file(task, fd, 100, lambda: b"data") == b"data"
     assert entries["vfs_read"] == 1
@@ -97,20 +97,20 @@ def test_another_call_interrupts_a_blocked_one(kernel: Kernel, task: GuestTask, 
         assert kernel.guest.syscalls.call(task, "getpid") == FIRST_PID
         assert task.request is None
     block_in(kernel, task, fd)
-    kernel.guest.executive.interrupt(task)
+    kernel.guest.runner.interrupt(task)
     assert task.request is None
 
 
 def test_a_process_ends_while_its_read_blocks(kernel: Kernel, task: GuestTask, fd: int) -> None:
     block_in(kernel, task, fd)
-    kernel.guest.mirror.exit(FIRST_PID)
-    assert FIRST_PID not in [t.pid for t in kernel.guest.mirror]
+    kernel.guest.processes.exit(FIRST_PID)
+    assert FIRST_PID not in [t.pid for t in kernel.guest.processes]
     assert kernel.call("gcd", 12, 18) == 6
 
 
 def elsewhere(action: Callable[[], int]) -> Callable[[], int]:
     def consume() -> int:
-        raise RunElsewhere(action)
+        raise DeferToGuest(action)
 
     return consume
 
@@ -156,7 +156,7 @@ def test_a_panic_ends_blocked_calls(kernel: Kernel, task: GuestTask, fd: int) ->
             kernel.guest.read_file(task, fd, 100, lambda: b"data")
         assert caught.value.errno == errno.EIO
     with pytest.raises(KernelError) as caught:
-        kernel.guest.mirror.exit(FIRST_PID)
+        kernel.guest.processes.exit(FIRST_PID)
     assert caught.value.errno == errno.EIO
 
 
@@ -194,7 +194,7 @@ def test_a_stack_that_takes_no_interrupt_is_the_guests_end(kernel: Kernel, task:
 def test_an_observer_that_raises_leaves_no_call_under_way(
     kernel: Kernel, task: GuestTask, event: str
 ) -> None:
-    executive = kernel.guest.executive
+    executive = kernel.guest.runner
     told = getattr(executive.events, event)
 
     def fail() -> None:
@@ -206,6 +206,6 @@ def test_an_observer_that_raises_leaves_no_call_under_way(
         kernel.guest.syscalls.call(task, "getpid")
     assert not executive.is_busy
     assert task.request is None
-    other = kernel.guest.mirror.task_of(FIRST_PID + 1, 0, 0)
+    other = kernel.guest.processes.task_of(FIRST_PID + 1, 0, 0)
     assert kernel.guest.syscalls.call(other, "getpid") == FIRST_PID + 1
     assert kernel.guest.syscalls.call(task, "getpid") == FIRST_PID

@@ -20,7 +20,7 @@ from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq import PIECE_SIZE
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.trees.layout import RootLayout
-from kprobefs.power import LivingKernel
+from kprobefs.power import RebootableKernel
 
 WRITER, OTHER = Client(os.getppid(), 0, 0), Client(1, 0, 0)
 FILES = ["/kprobe_events", "/tracing/dynamic_events"]
@@ -45,12 +45,12 @@ def between(monkeypatch: pytest.MonkeyPatch) -> Between:
     def install(action: Callable[[], object]) -> list[int]:
         times: list[int] = []
 
-        def give_way(lock: ControlLock) -> None:
+        def yield_lock(lock: ControlLock) -> None:
             assert not lock._depth
             times.append(1)
             action()
 
-        monkeypatch.setattr(ControlLock, "give_way", give_way)
+        monkeypatch.setattr(ControlLock, "yield_lock", yield_lock)
         return times
 
     return install
@@ -140,7 +140,7 @@ def test_the_guest_is_lost_meanwhile(kernel: Kernel, between: Between, probed: b
     if probed:
         write(mount, "/kprobe_events", "p:calls vfs_write\n")
         write(mount, "/tracing/events/kprobes/enable", "1")
-    between(lambda: kernel.guest.executive._die("lost"))
+    between(lambda: kernel.guest.runner._die("lost"))
     assert write(mount, "/kprobe_events", TEXT, WRITER) == len(TEXT)
     assert kernel.guest.is_dead
     assert read(mount, "/kprobe_events").count("long/") == NUMBER
@@ -149,7 +149,7 @@ def test_the_guest_is_lost_meanwhile(kernel: Kernel, between: Between, probed: b
 @pytest.mark.parametrize("probed", [False, True])
 def test_a_reboot_meanwhile_ends_it(between: Between, probed: bool) -> None:
     """With what it has done so far."""
-    living = LivingKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
+    living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
     mount = living.mount
     if probed:
         write(mount, "/kprobe_events", "p:calls vfs_write\n")
@@ -228,7 +228,7 @@ def test_who_was_served_and_waits_again_is_not_waited_for(monkeypatch: pytest.Mo
         monkeypatch.setattr(locks, "sleep", look)
         monkeypatch.setattr(locks, "monotonic", lambda: 0.0)
         # Whoever was quicker has it by then: here that is this thread.
-        lock.give_way()
+        lock.yield_lock()
     waiter.join()
     assert looks
 
@@ -238,7 +238,7 @@ def test_its_data_stay_while_others_write(kernel: Kernel, between: Between) -> N
     mount, buffers = kernel.mount(), kernel.guest.buffers
     write(mount, "/kprobe_events", "p:calls vfs_write\n")
     write(mount, "/tracing/events/kprobes/enable", "1")
-    task = kernel.guest.mirror.task_of(WRITER.pid, 0, 0)
+    task = kernel.guest.processes.task_of(WRITER.pid, 0, 0)
     seen: list[bytes] = []
 
     def others() -> None:
@@ -277,7 +277,7 @@ def test_what_would_block_gives_no_way(
         write(mount, "/kprobe_events", TEXT, WRITER)
     assert len(times) == 1
     # Nor is a call left asleep in the guest.
-    assert kernel.guest.mirror.task_of(WRITER.pid, 0, 0).request is None
+    assert kernel.guest.processes.task_of(WRITER.pid, 0, 0).request is None
     monkeypatch.undo()
     assert write(kernel.mount(), "/kprobe_events", "p:again gcd\n", WRITER) > 0
 

@@ -71,7 +71,7 @@ def test_buffers_come_back_from_calls_that_die(kernel: Kernel) -> None:
 
 def test_a_panic_is_eio_for_ever(kernel: Kernel) -> None:
     assert failed(kernel, "panic", "by a test") == "EFAULT"
-    assert kernel.guest.executive.is_dead
+    assert kernel.guest.runner.is_dead
     for _ in range(2):
         assert failed(kernel, "gcd", 12, 18) == "EIO"
     assert "Kernel panic - not syncing: by a test" in dmesg(kernel)

@@ -94,14 +94,14 @@ def test_reads_given_up_keep_no_buffers(kernel: Kernel, watched: GuestMount, err
             watched.read(client, pipe, 100, 0)
         assert tasks(kernel)[pid].state == "S"
         watched.give_up(client, pipe, error)
-        assert kernel.guest.mirror.known(pid).request is None
+        assert kernel.guest.processes.known(pid).request is None
 
 
 def test_a_read_given_up_ends_in_the_guest_with_its_errno(kernel: Kernel, watched: GuestMount) -> None:
     pipe = watched.open(FIRST, PIPE, os.O_RDONLY)
     with pytest.raises(WouldBlock):
         watched.read(FIRST, pipe, 100, 0)
-    ended = kernel.guest.mirror.known(FIRST.pid).request
+    ended = kernel.guest.processes.known(FIRST.pid).request
     assert ended is not None
     watched.give_up(FIRST, pipe, errno.EAGAIN)
     assert ended.result == (1 << 64) - errno.EAGAIN

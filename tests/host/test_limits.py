@@ -17,9 +17,9 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.trees.layout import RootLayout
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.options import parsed_limits
-from kprobefs.power import LivingKernel
+from kprobefs.power import RebootableKernel
 from tests.host.conftest import FIRST_PID, dmesg
 
 CLIENT = Client(FIRST_PID, 0, 0)
@@ -204,7 +204,7 @@ def test_lowered_below_what_is_in_use(mount: GuestMount) -> None:
 
 def test_a_reboot_keeps_them() -> None:
     config = MachineConfig(limits=Limits({Limit.PROBES: 1}), run_budget=0.3)
-    living = LivingKernel(config, RootLayout.FULL, Owner())
+    living = RebootableKernel(config, RootLayout.FULL, Owner())
     write(living.mount, EVENTS, "p:one vfs_read\n")
     write(living.mount, LIMITS, "run_budget_ms 40\nscratch_bytes 8192")
     living.reboot()
@@ -220,6 +220,6 @@ def test_options_of_a_mount() -> None:
     limits, budget = parsed_limits(["probes=5", "instances=max", "run_budget_ms=250"])
     assert (limits[Limit.PROBES], budget) == (5, 0.25)
     for wrong in ("probes", "probes=", "nosuch=1", "run_budget_ms=1"):
-        with pytest.raises(Failure) as caught:
+        with pytest.raises(CliError) as caught:
             parsed_limits([wrong])
-        assert caught.value.status == Exit.USAGE
+        assert caught.value.status == ExitStatus.USAGE

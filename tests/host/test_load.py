@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.loads.load import BackgroundLoad, LoadKind
-from emulated_kernel.host.loads.loads import LoadOrder
+from emulated_kernel.host.loads.load import BackgroundWorkload, WorkloadKind
+from emulated_kernel.host.loads.loads import WorkloadOrder
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.host.conftest import dmesg, tasks
@@ -19,8 +19,8 @@ from tests.host.conftest import dmesg, tasks
 PID = 77_777
 
 
-def load_of(kernel: Kernel, kind: LoadKind) -> BackgroundLoad:
-    return BackgroundLoad(kernel.guest, kind, PID)
+def load_of(kernel: Kernel, kind: WorkloadKind) -> BackgroundWorkload:
+    return BackgroundWorkload(kernel.guest, kind, PID)
 
 
 def count(kernel: Kernel, symbol: str) -> list[int]:
@@ -52,16 +52,16 @@ def refusal(action: Callable[[], object]) -> int:
 
 
 ENTRIES = {
-    LoadKind.FORK: "kernel_clone",
-    LoadKind.FILES: "vfs_rename",
-    LoadKind.PIPE: "pipe_read",
-    LoadKind.TCP: "tcp_v4_rcv",
-    LoadKind.TIMERS: "__x64_sys_nanosleep",
+    WorkloadKind.FORK: "kernel_clone",
+    WorkloadKind.FILES: "vfs_rename",
+    WorkloadKind.PIPE: "pipe_read",
+    WorkloadKind.TCP: "tcp_v4_rcv",
+    WorkloadKind.TIMERS: "__x64_sys_nanosleep",
 }
 
 
-@pytest.mark.parametrize("kind", list(LoadKind))
-def test_rounds_are_system_calls(kind: LoadKind, kernel: Kernel) -> None:
+@pytest.mark.parametrize("kind", list(WorkloadKind))
+def test_rounds_are_system_calls(kind: WorkloadKind, kernel: Kernel) -> None:
     load = load_of(kernel, kind)
     load.round()
     hits = count(kernel, ENTRIES[kind])
@@ -74,8 +74,8 @@ def test_rounds_are_system_calls(kind: LoadKind, kernel: Kernel) -> None:
     assert not list(kernel.guest.syscalls.look_entries("/scratch"))
 
 
-@pytest.mark.parametrize("kind", list(LoadKind))
-def test_memory_is_flat(kind: LoadKind, kernel: Kernel) -> None:
+@pytest.mark.parametrize("kind", list(WorkloadKind))
+def test_memory_is_flat(kind: WorkloadKind, kernel: Kernel) -> None:
     def used_after(rounds: int) -> int:
         load = load_of(kernel, kind)
         for _ in range(rounds):
@@ -88,7 +88,7 @@ def test_memory_is_flat(kind: LoadKind, kernel: Kernel) -> None:
 
 
 def test_a_killed_task_is_replaced(kernel: Kernel) -> None:
-    load = load_of(kernel, LoadKind.FILES)
+    load = load_of(kernel, WorkloadKind.FILES)
     load.round()
 
     def wild(_kprobe: Kprobe, regs: object) -> None:
@@ -104,7 +104,7 @@ def test_a_killed_task_is_replaced(kernel: Kernel) -> None:
 
 def test_ends_by_itself(kernel: Kernel) -> None:
     with kernel.lock:
-        kernel.loads.start(LoadOrder(LoadKind.FORK, rate=100, duration=0.3))
+        kernel.loads.start(WorkloadOrder(WorkloadKind.FORK, rate=100, duration=0.3))
     text = await_state(kernel, "done")
     rounds = int(text.split("rounds=")[1].split()[0])
     assert 1 <= rounds <= 30
@@ -128,7 +128,7 @@ def test_is_stopped(kernel: Kernel) -> None:
 
 def test_ends_with_a_guest_that_panics(kernel: Kernel) -> None:
     with kernel.lock:
-        kernel.loads.start(LoadOrder(LoadKind.FILES, rate=1000, duration=60))
+        kernel.loads.start(WorkloadOrder(WorkloadKind.FILES, rate=1000, duration=60))
     time.sleep(0.05)
     with kernel.lock:
         assert refusal(lambda: kernel.call("panic", "why")) == errno.EFAULT
@@ -166,7 +166,7 @@ def test_malformed(line: str, number: int, kernel: Kernel) -> None:
 def test_a_closed_kernel_has_none() -> None:
     with Kernel() as kernel:
         with kernel.lock:
-            kernel.loads.start(LoadOrder(LoadKind.FORK, rate=1000, duration=60))
+            kernel.loads.start(WorkloadOrder(WorkloadKind.FORK, rate=1000, duration=60))
         time.sleep(0.05)
         assert "oops" not in dmesg(kernel).lower()
     assert "state=stopped" in "".join(kernel.loads.text())

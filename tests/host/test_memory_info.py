@@ -46,7 +46,7 @@ def test_pages_are_the_allocators(kernel: Kernel) -> None:
 
 
 def test_files_and_stacks_are_counted(kernel: Kernel) -> None:
-    system, init = kernel.guest.syscalls, kernel.guest.mirror.init
+    system, init = kernel.guest.syscalls, kernel.guest.processes.init
     before = info(kernel)
     fd = system.open(init, "/scratch/file", os.O_CREAT | os.O_WRONLY, 0o600)
     system.write(init, fd, bytes(10 * PAGE_SIZE))
@@ -78,7 +78,7 @@ def test_the_form_is_linuxs(kernel: Kernel) -> None:
 
 def test_a_file_cannot_starve_the_kernel(kernel: Kernel) -> None:
     """What the last pages are for must go on when scratch/ is full."""
-    system, init = kernel.guest.syscalls, kernel.guest.mirror.init
+    system, init = kernel.guest.syscalls, kernel.guest.processes.init
     fd = system.open(init, "/scratch/big", os.O_CREAT | os.O_WRONLY, 0o600)
     no_space(repeat(lambda: system.write(init, fd, bytes(64 << 10))))
     full = info(kernel)
@@ -97,7 +97,7 @@ def test_a_file_cannot_starve_the_kernel(kernel: Kernel) -> None:
 
 def test_a_sparse_file_cannot_either(kernel: Kernel) -> None:
     """Its table of pages grows with its size."""
-    system, init = kernel.guest.syscalls, kernel.guest.mirror.init
+    system, init = kernel.guest.syscalls, kernel.guest.processes.init
 
     def write_far(number: int) -> None:
         fd = system.open(init, f"/scratch/{number}", os.O_CREAT | os.O_WRONLY, 0o600)
@@ -111,15 +111,15 @@ def test_a_cpu_counts_switches_and_interrupts(kernel: Kernel) -> None:
     areas = [kernel.image.abi["percpu.base"]]
     (before,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
     for _ in range(3):
-        kernel.guest.mirror.resident(600, "other")
-        kernel.guest.syscalls.call(kernel.guest.mirror.resident(600, "other"), "getpid")
-        kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
+        kernel.guest.processes.resident(600, "other")
+        kernel.guest.syscalls.call(kernel.guest.processes.resident(600, "other"), "getpid")
+        kernel.guest.syscalls.call(kernel.guest.processes.init, "getpid")
     (after,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
     assert after.switches >= before.switches + 6
     assert (after.task.comm, after.is_idle) == ("init", False)
     with kernel.guest.buffers.borrowed() as request:
         kernel.machine.memory.write(request, (0).to_bytes(8, "little") + (10**8).to_bytes(8, "little"))
-        kernel.guest.syscalls.call(kernel.guest.mirror.init, "nanosleep", request, 0)
+        kernel.guest.syscalls.call(kernel.guest.processes.init, "nanosleep", request, 0)
     (slept,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
     assert slept.interrupts >= after.interrupts + 25
 

@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror import mirror as mirror_module
-from emulated_kernel.host.mirror.mirror import TaskMirror
+from emulated_kernel.host.mirror.mirror import ProcessTracker
 from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -41,17 +41,17 @@ def counted(kernel: Kernel) -> Counter[str]:
 def test_adopted_process(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
     """A process seen first at its request was forked in the past: no fork is shown."""
     watch.comms[SHELL] = "bash"
-    task = kernel.guest.mirror.task_of(SHELL, 1000, 1000)
+    task = kernel.guest.processes.task_of(SHELL, 1000, 1000)
     info = tasks(kernel)[SHELL]
     assert (info.addr, info.comm, info.uid, info.parent) == (task.addr, "bash", 1000, 1)
-    assert kernel.guest.mirror.task_of(SHELL, 1000, 1000) is task
+    assert kernel.guest.processes.task_of(SHELL, 1000, 1000) is task
     assert watch.followed == [SHELL]
     assert counted["kernel_clone"] == 0
-    assert kernel.guest.executive.syscall(task, kernel.guest.syscalls.number("getpid")) == SHELL
+    assert kernel.guest.runner.syscall(task, kernel.guest.syscalls.number("getpid")) == SHELL
 
 
 def test_requests_without_a_process_are_inits(kernel: Kernel) -> None:
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     assert mirror.task_of(0, 0, 0) is mirror.task_of(1, 0, 0) is mirror.init
     mirror.exit(1)
     assert mirror.init.pid in tasks(kernel)
@@ -59,7 +59,7 @@ def test_requests_without_a_process_are_inits(kernel: Kernel) -> None:
 
 def test_a_fork_is_made_in_the_parent(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
     watch.comms = {SHELL: "bash", CHILD: "bash"}
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     mirror.task_of(SHELL, 1000, 1000)
     watch.pending_forks = [fork(CHILD, SHELL, "bash")]
     mirror.catch_up()
@@ -76,7 +76,7 @@ def test_a_fork_is_made_in_the_parent(kernel: Kernel, watch: ScriptedWatch, coun
 
 def test_a_fork_that_is_over_already(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
     watch.comms[SHELL] = "bash"
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     mirror.task_of(SHELL, 1000, 1000)
     watch.pending_forks = [fork(CHILD, SHELL, "", alive=False), fork(CHILD + 1, SHELL, alive=False)]
     mirror.task_of(SHELL, 1000, 1000)
@@ -85,7 +85,7 @@ def test_a_fork_that_is_over_already(kernel: Kernel, watch: ScriptedWatch, count
 
 
 def test_exec_renames(kernel: Kernel, watch: ScriptedWatch) -> None:
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     watch.comms[SHELL] = "bash"
     mirror.task_of(SHELL, 0, 0)
     watch.comms[SHELL] = "a name of more than fifteen bytes"
@@ -99,7 +99,7 @@ def test_exec_renames(kernel: Kernel, watch: ScriptedWatch) -> None:
 def test_who_executes_and_forks_in_one_breath_has_done_so_in_this_order(
     kernel: Kernel, watch: ScriptedWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     watch.comms[SHELL] = watch.comms[CHILD] = "bash"
     mirror.task_of(SHELL, 0, 0)
     watch.pending_forks = [fork(CHILD, SHELL, "bash")]
@@ -113,7 +113,7 @@ def test_who_executes_and_forks_in_one_breath_has_done_so_in_this_order(
 
 
 def test_a_pid_that_is_used_again(kernel: Kernel, watch: ScriptedWatch) -> None:
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     first = mirror.task_of(SHELL, 0, 0)
     for _ in range(3):
         watch.pending_exits = [SHELL]
@@ -125,7 +125,7 @@ def test_a_pid_that_is_used_again(kernel: Kernel, watch: ScriptedWatch) -> None:
 
 
 def test_unknown_and_repeated_news(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     watch.pending_exits = [4242]
     watch.comms = {SHELL: "bash"}
     watch.pending_forks = [fork(CHILD, SHELL), fork(CHILD, SHELL)]
@@ -140,7 +140,7 @@ def test_a_fork_by_nobody_knows_whom(
 ) -> None:
     """It isn't the last client's, nor init's: it isn't told, and the child is adopted if it ever asks."""
     watch.comms[SHELL] = "bash"
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     mirror.task_of(SHELL, 1000, 1000)
     watch.pending_forks = [fork(CHILD, parent), fork(CHILD + 1, parent, alive=False)]
     mirror.task_of(SHELL, 1000, 1000)
@@ -152,7 +152,7 @@ def test_a_fork_by_nobody_knows_whom(
 
 
 def test_many_processes_come_and_go(kernel: Kernel, watch: ScriptedWatch) -> None:
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     before = tasks(kernel).keys()
     mirror.task_of(SHELL, 0, 0)
     for pid in range(1000, 1300):
@@ -169,9 +169,9 @@ def test_strangers_have_a_share_of_a_request(
     """Clients' forks and the asking process's own ancestors are told; exits wait, and none is lost."""
     stranger, grandchild = 4242, 4250
     watch.comms = {SHELL: "bash", stranger: "cc"}
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     mirror.task_of(SHELL, 0, 0)
-    monkeypatch.setattr("emulated_kernel.host.mirror.mirror.STRANGERS_MOST", 0.0)
+    monkeypatch.setattr("emulated_kernel.host.mirror.mirror.UNRELATED_MOST", 0.0)
     watch.pending_forks = [
         *(fork(4300 + number, stranger) for number in range(5)),
         *(fork(CHILD, SHELL), fork(4249, stranger), fork(grandchild, 4249), fork(4400, grandchild)),
@@ -196,13 +196,13 @@ def test_strangers_have_a_share_of_the_time(
     """Requests that come one behind the other don't have as many forks of others each."""
     clock = [1000.0, 0.0]
     module = "emulated_kernel.host.mirror.mirror"
-    mirror, fork_one = kernel.guest.mirror, TaskMirror._fork
+    mirror, fork_one = kernel.guest.processes, ProcessTracker._fork
 
-    def slow_fork(mirror: TaskMirror, told: Fork) -> None:
+    def slow_fork(mirror: ProcessTracker, told: Fork) -> None:
         fork_one(mirror, told)
         clock[1] += 0.03
 
-    monkeypatch.setattr(TaskMirror, "_fork", slow_fork)
+    monkeypatch.setattr(ProcessTracker, "_fork", slow_fork)
     monkeypatch.setattr(f"{module}.monotonic", lambda: clock[0])
     monkeypatch.setattr(f"{module}.thread_time", lambda: clock[1])
     watch.comms = {SHELL: "bash", 4242: "cc"}
@@ -217,7 +217,7 @@ def test_strangers_have_a_share_of_the_time(
 
 
 def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
-    mirror = kernel.guest.mirror
+    mirror = kernel.guest.processes
     worker = mirror.worker()
     assert (worker.pid, tasks(kernel)[worker.pid].comm) == (os.getpid(), "kprobefs")
     with pytest.raises(KernelError):
@@ -229,10 +229,10 @@ def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
 def test_names_of_any_bytes(kernel: Kernel, watch: ScriptedWatch) -> None:
     """A name has 15 bytes, which need not be UTF-8: the guest's task has the same ones."""
     watch.comms[SHELL] = b"\xff\xfe 0123456789abcdef".decode("utf-8", "surrogateescape")
-    kernel.guest.mirror.task_of(SHELL, 0, 0)
+    kernel.guest.processes.task_of(SHELL, 0, 0)
     assert os.fsencode(tasks(kernel)[SHELL].comm) == b"\xff\xfe 0123456789ab"
     watch.comms[SHELL] = "\udcff"
-    kernel.guest.mirror.task_of(SHELL, 0, 0)
+    kernel.guest.processes.task_of(SHELL, 0, 0)
     assert os.fsencode(tasks(kernel)[SHELL].comm) == b"\xff"
 
 
@@ -240,7 +240,7 @@ def test_a_pinned_process_runs_on_its_cpu(watch: ScriptedWatch) -> None:
     """Modulo the guest's CPUs; its children inherit that, until they may go anywhere."""
     watch.comms = {SHELL: "bash", CHILD: "bash"}
     with Kernel(MachineConfig(cpus=2), watch) as kernel:
-        mirror, abi = kernel.guest.mirror, kernel.image.abi
+        mirror, abi = kernel.guest.processes, kernel.image.abi
 
         def cpu_of(pid: int) -> int:
             task = mirror.task_of(pid, 0, 0)

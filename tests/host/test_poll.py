@@ -26,7 +26,7 @@ def kernel(request: Any) -> Iterator[Kernel]:
 
 def test_ppoll(kernel: Kernel) -> None:
     """What is ready, nothing in the time given, and times that are none."""
-    task, memory = kernel.guest.mirror.task_of(PID, 0, 0), kernel.machine.memory
+    task, memory = kernel.guest.processes.task_of(PID, 0, 0), kernel.machine.memory
     with kernel.guest.buffers.borrowed() as buffer:
         timeout, fds = buffer + 64, buffer + 128
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel import regular
-from emulated_kernel.regular import ForeignFiles, open_regular, read_given, read_named, read_regular
+from emulated_kernel.regular import BoundedFileReader, open_regular, read_given, read_named, read_regular
 from tests.fuse.harness import eventually
 
 LIMIT = 100
@@ -116,7 +116,7 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
         assert answers.wait(20)
         return read_regular(path, limit)
 
-    foreign = ForeignFiles()
+    foreign = BoundedFileReader()
     with monkeypatch.context() as patched:
         patched.setattr(regular, "read_regular", slow)
         for number in range(regular.MOST_LATE + 2):

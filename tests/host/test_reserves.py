@@ -86,7 +86,7 @@ def test_a_thousand_readers_that_sleep_keep_nobody_waiting(
     everything_answers(mount, "meanwhile")
     for client in READERS[::2]:
         mount.give_up(client, pipe, errno.EINTR)
-        assert kernel.guest.mirror.known(client.pid).request is None
+        assert kernel.guest.processes.known(client.pid).request is None
     watch.pending_exits += [client.pid for client in READERS]
     everything_answers(mount, "afterwards")
     assert set(tasks(kernel)) == before
@@ -100,7 +100,7 @@ def test_sleeping_readers_get_what_is_theirs(kernel: Kernel) -> None:
     def sleep() -> bytes:
         raise WouldBlock
 
-    readers = [guest.mirror.task_of(client.pid, 0, 0) for client in READERS[:9]]
+    readers = [guest.processes.task_of(client.pid, 0, 0) for client in READERS[:9]]
     fds = [guest.syscalls.open(reader, "/ours", os.O_RDWR, hostfs=lambda *_: 0) for reader in readers]
     for reader, fd in zip(readers, fds, strict=True):
         with pytest.raises(WouldBlock):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.host.readers.task_list import read_tasks
-from emulated_kernel.host.task_stacks import TaskStacks
+from emulated_kernel.host.task_stacks import StackScanner
 from emulated_kernel.kernel import Kernel
 
 NOWHERE = (0x1000, 0x1001)
@@ -20,12 +20,12 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def stacks(kernel: Kernel) -> TaskStacks:
+def stacks(kernel: Kernel) -> StackScanner:
     machine, image = kernel.machine, kernel.image
-    return TaskStacks(machine.memory, image.kallsyms, image.abi, machine)
+    return StackScanner(machine.memory, image.kallsyms, image.abi, machine)
 
 
-def _with_stack(kernel: Kernel, stacks: TaskStacks, base: int) -> set[tuple[int, int]]:
+def _with_stack(kernel: Kernel, stacks: StackScanner, base: int) -> set[tuple[int, int]]:
     """What is occupied when the last task's stack is said to be there."""
     memory, image = kernel.machine.memory, kernel.image
     *_, task = read_tasks(memory, image.kallsyms, image.abi)
@@ -33,15 +33,17 @@ def _with_stack(kernel: Kernel, stacks: TaskStacks, base: int) -> set[tuple[int,
     saved = memory.read_word(field)
     memory.write_word(field, base)
     try:
-        return stacks.occupied([NOWHERE])
+        return stacks.in_use_ranges([NOWHERE])
     finally:
         memory.write_word(field, saved)
 
 
-def test_a_task_that_has_given_its_stack_back_comes_back_nowhere(kernel: Kernel, stacks: TaskStacks) -> None:
-    assert stacks.occupied([NOWHERE]) == set()
+def test_a_task_that_has_given_its_stack_back_comes_back_nowhere(
+    kernel: Kernel, stacks: StackScanner
+) -> None:
+    assert stacks.in_use_ranges([NOWHERE]) == set()
     assert _with_stack(kernel, stacks, 0) == set()
 
 
-def test_what_cant_be_read_may_be_anywhere(kernel: Kernel, stacks: TaskStacks) -> None:
+def test_what_cant_be_read_may_be_anywhere(kernel: Kernel, stacks: StackScanner) -> None:
     assert _with_stack(kernel, stacks, 0x1234_5000) == {NOWHERE}

@@ -20,7 +20,7 @@ def kernel() -> Iterator[Kernel]:
 def test_what_a_clock_switch_leaves_out_stays(kernel: Kernel) -> None:
     clock, before = kernel.machine.clock, kernel.machine.clock.now_ns()
     for kind, seed, found in ((None, 7, ("virtual", 7)), ("real", None, ("real", 7))):
-        kernel.parts.clock.select(kind, seed)
+        kernel.components.clock.select(kind, seed)
         assert (clock.kind, clock.seed) == found
     assert clock.now_ns() >= before
 
@@ -36,7 +36,7 @@ def test_a_clock_switch_drops_code_that_reads_the_old_clock(kernel: Kernel) -> N
     head = kernel.kprobes.table.valid(probe)
     assert head is not None
     assert head.compiled is not None
-    kernel.parts.clock.select("real", None)
+    kernel.components.clock.select("real", None)
     assert head.compiled is None
 
 
@@ -86,4 +86,4 @@ def test_a_module_is_known_to_symbols_and_probes_while_it_is_there(kernel: Kerne
     assert kernel.kprobes.table.valid(probe) is not None
     kernel.unload_module("ktgt")
     assert probe.is_gone
-    assert kernel.parts.live.kallsyms.lookup_name("ktgt_add") is None
+    assert kernel.components.live.kallsyms.lookup_name("ktgt_add") is None

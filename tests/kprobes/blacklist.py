@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.analysis.reason import Reason
+from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.kernel import Kernel
 
 
 def is_blacklisted(kernel: Kernel, addr: int) -> bool:
-    finding = kernel.kprobes.verdict.may_probe(addr)
-    return finding is not None and finding.reason is Reason.BLACKLISTED
+    finding = kernel.kprobes.probe_checker.may_probe(addr)
+    return finding is not None and finding.reason is RejectReason.BLACKLISTED

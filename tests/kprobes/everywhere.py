@@ -43,7 +43,7 @@ class Probed:
 
 def places(kernel: Kernel) -> list[int]:
     """Addresses of all instructions on which an event registers."""
-    verdict = kernel.kprobes.verdict
+    verdict = kernel.kprobes.probe_checker
     text = [range(*part) for part in kernel.image.text_ranges]
     symbols = kernel.image.kallsyms.symbols
     starts = {symbol.address for symbol in symbols if symbol.size}
@@ -53,7 +53,7 @@ def places(kernel: Kernel) -> list[int]:
             continue
         where = kernel.image.kallsyms.lookup(start)
         assert where is not None
-        found += [addr for addr, refused, _ in verdict.judged(where.symbol) if refused is None]
+        found += [addr for addr, refused, _ in verdict.check_each_insn(where.symbol) if refused is None]
     return sorted(set(found))
 
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.scheduler import Scheduler, Span
+from emulated_kernel.kprobes.scheduler import GracePeriod, Span
 
 
-class ScriptedScheduler(Scheduler):
+class ScriptedGracePeriod(GracePeriod):
     """Nobody stands anywhere, and time stands still, until a test says otherwise."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class ScriptedScheduler(Scheduler):
     def tasks(self) -> Iterable[int]:
         return ()
 
-    def occupied(self, spans: Sequence[Span]) -> Collection[Span]:
+    def in_use_ranges(self, spans: Sequence[Span]) -> Collection[Span]:
         return self.occupied_of(spans)
 
     def is_quiescent(self, spans: Sequence[Span]) -> bool:
@@ -39,14 +39,14 @@ class ScriptedScheduler(Scheduler):
         return nullcontext(True)
 
 
-class _InPart(ScriptedScheduler):
+class _InPart(ScriptedGracePeriod):
     """Beside a kernel's own scheduler, which has answered until now."""
 
-    def __init__(self, real: Scheduler) -> None:
+    def __init__(self, real: GracePeriod) -> None:
         super().__init__()
         self._real = real
         self.now = -1
-        self.occupied_of, self.quiescent_in = real.occupied, real.is_quiescent
+        self.occupied_of, self.quiescent_in = real.in_use_ranges, real.is_quiescent
 
     def jiffies(self) -> int:
         return self._real.jiffies() if self.now < 0 else self.now
@@ -59,7 +59,7 @@ class _InPart(ScriptedScheduler):
         return self._real.frozen()
 
 
-def script(kernel: Kernel) -> ScriptedScheduler:
+def script(kernel: Kernel) -> ScriptedGracePeriod:
     """Let a test say what the optimizer and the garbage of a kernel are told; until then as it was."""
     kprobes = kernel.kprobes
     scripted = _InPart(kprobes.garbage._scheduler)

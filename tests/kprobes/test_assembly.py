@@ -14,7 +14,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving, Stepper
+from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, RegisterSaving, Stepper
 from emulated_kernel.machine.traps.trap import HardwareError
 from tests.kprobes.test_compiled_code import traps
 from tests.ledger import ledger_mismatches
@@ -27,9 +27,9 @@ WAYS = {
     "stepped by TF": replace(PLAIN, stepper=Stepper.TRAP_FLAG),
     "boosted": replace(PLAIN, preemption=False),
     "optimized": OPTIMIZED,
-    "optimized, all registers": replace(OPTIMIZED, saving=Saving.ALL),
+    "optimized, all registers": replace(OPTIMIZED, saving=RegisterSaving.ALL),
     "called": Profile("called"),
-    "called, all registers": Profile("called", saving=Saving.ALL),
+    "called, all registers": Profile("called", saving=RegisterSaving.ALL),
     "stepped, nothing compiled": replace(PLAIN, compiled=False),
     "optimized, nothing compiled": replace(OPTIMIZED, compiled=False),
     "called, nothing compiled": Profile("called", compiled=False),
@@ -335,11 +335,11 @@ def test_more_cells_than_there_is_room_for(plain: Kernel) -> None:
     for size in (4096, 8):
         with suppress(HardwareError):
             while True:
-                taken.append(records.alloc_cells(size))
+                taken.append(records.alloc_percpu(size))
     with pytest.raises(KernelError) as raised:
         plain.register_kprobe(probe)
     for offset in taken:
-        records.free_cells(offset)
+        records.free_percpu(offset)
     assert raised.value.name == "ENOMEM"
 
 

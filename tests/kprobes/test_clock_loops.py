@@ -14,7 +14,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from tests.vfs.files import read, write
 
 NOTRACE = ("sched_clock", "local_clock")
@@ -29,7 +29,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def tree(kernel: Kernel) -> Filesystem:
+def tree(kernel: Kernel) -> NodeTree:
     return kernel.filesystem()
 
 
@@ -59,7 +59,7 @@ def read_clocks(kernel: Kernel) -> None:
         assert kernel.call("ktime_get") > before
 
 
-def test_each_address_of_the_clocks_readers(kernel: Kernel, tree: Filesystem) -> None:
+def test_each_address_of_the_clocks_readers(kernel: Kernel, tree: NodeTree) -> None:
     addresses = boundaries(kernel)
     assert sum(address in loop for loop in kernel.machine.clock_loops for address in addresses) > 20
     for address in addresses:
@@ -71,7 +71,7 @@ def test_each_address_of_the_clocks_readers(kernel: Kernel, tree: Filesystem) ->
     assert "Oops" not in read(tree, "/machine/dmesg")
 
 
-def test_all_addresses_of_the_clocks_readers_at_once(kernel: Kernel, tree: Filesystem) -> None:
+def test_all_addresses_of_the_clocks_readers_at_once(kernel: Kernel, tree: NodeTree) -> None:
     lines = [f"p:at{address:x} {address:#x}\n" for address in boundaries(kernel)]
     write(tree, "/kprobe_events", "".join(lines))
     write(tree, "/tracing/events/kprobes/enable", "1")

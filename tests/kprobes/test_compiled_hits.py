@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.profile import PROFILES, Profile, Saving, Stepper
+from emulated_kernel.kprobes.profile import PROFILES, Profile, RegisterSaving, Stepper
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from tests.sample import share
 
@@ -21,7 +21,7 @@ WAYS = {
     "stepped by TF": replace(PLAIN, stepper=Stepper.TRAP_FLAG),
     "boosted": replace(PLAIN, preemption=False),
     "optimized": Profile("optimized", ftrace=False),
-    "optimized, all registers": Profile("optimized", ftrace=False, saving=Saving.ALL),
+    "optimized, all registers": Profile("optimized", ftrace=False, saving=RegisterSaving.ALL),
     **PROFILES,
 }
 ARGUMENTS = (

@@ -13,7 +13,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
-from emulated_kernel.kprobes.profile import Wait
+from emulated_kernel.kprobes.profile import QuiesceMethod
 from tests.kprobes.scripted import script
 from tests.ledger import ledger_mismatches
 
@@ -72,7 +72,7 @@ def slots_used(kernel: Kernel) -> int:
 def test_the_jump_comes_with_the_commit(gcd: Gcd) -> None:
     kprobe = gcd.probe()
     assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xcc", ["hit"])
-    gcd.kernel.parts.requests.request_begins(by_program=True)
+    gcd.kernel.components.requests.request_begins(by_program=True)
     assert gcd.text(kprobe)[:1] == b"\xcc"
     gcd.kernel.commit_kprobes()
     assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xe9", ["hit"])
@@ -175,7 +175,7 @@ class TestWaiting:
         """A preemptible kernel freezes all tasks; on the other one each CPU goes through the scheduler."""
         djprobes = gcd.kernel.kprobes.optimizer
         assert isinstance(djprobes, Djprobes)
-        scheduler, freezes = script(gcd.kernel), djprobes._profile.djprobe is Wait.FREEZE_PROCESSES
+        scheduler, freezes = script(gcd.kernel), djprobes._profile.djprobe is QuiesceMethod.FREEZE_PROCESSES
         scheduler.quiescent_in = lambda _spans: False
         kprobe = gcd.probe()
         refused(errno.EBUSY, gcd.kernel.commit_kprobes)

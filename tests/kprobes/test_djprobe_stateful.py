@@ -17,7 +17,7 @@ from iced_x86 import Decoder, FlowControl, Instruction
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
-from emulated_kernel.kprobes.profile import PROFILES, Wait
+from emulated_kernel.kprobes.profile import PROFILES, QuiesceMethod
 from tests.kprobes.modelled import MOSTLY, PLACES, SELDOM, Modelled, run
 from tests.kprobes.scripted import script
 
@@ -170,7 +170,7 @@ class Djprobing(Modelled):
         """Source: section 3.4; a task that stays in the way is an EBUSY that changes nothing."""
         self.standing = None if number is None else self.place(number) + 1
         waiting = self.optimized() - self.jumps
-        never_freezes = self.sleeper and self.profile.djprobe is Wait.FREEZE_PROCESSES
+        never_freezes = self.sleeper and self.profile.djprobe is QuiesceMethod.FREEZE_PROCESSES
         if never_freezes or any(self.standing in self.covered_bytes(addr) for addr in waiting):
             with pytest.raises(KernelError) as caught:
                 self.kernel.commit_kprobes()

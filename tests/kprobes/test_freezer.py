@@ -53,12 +53,12 @@ class Freezing:
     def regions(self) -> list[tuple[int, int]]:
         """Offset and length of the regions of the loop in crc32_le() that have an inner boundary."""
         verdict, entry = (
-            self.kernel.kprobes.verdict,
+            self.kernel.kprobes.probe_checker,
             self.kernel.image.kallsyms.by_name("crc32_le")[0].address,
         )
         found = []
         for offset in range(0x10, 0x40):
-            region = verdict.detoured(entry + offset)
+            region = verdict.optimized_region(entry + offset)
             if isinstance(region, Region):
                 found.append((offset, region.length))
         return found
@@ -166,7 +166,7 @@ def test_clients_go_on_behind_the_commit(freezing: Freezing) -> None:
     kernel = freezing.kernel
     guest = kernel.guest
     with kernel.lock:
-        tasks = [guest.mirror.resident(pid, "client") for pid in CLIENTS]
+        tasks = [guest.processes.resident(pid, "client") for pid in CLIENTS]
         with guest.frozen() as all_frozen:
             assert all_frozen
             states = {task.comm: task.state for task in guest.kernel.tasks()}
@@ -179,7 +179,7 @@ def test_a_call_of_the_freezer_leaves_nobody_frozen(freezing: Freezing) -> None:
     """As whoever writes to machine/call may wish for."""
     kernel = freezing.kernel
     with kernel.lock:
-        client = kernel.guest.mirror.resident(CLIENTS[0], "client")
+        client = kernel.guest.processes.resident(CLIENTS[0], "client")
     assert kernel.call("freeze_processes") == 0
     with kernel.lock:
         assert kernel.guest.syscalls.call(client, "getpid") == client.pid
@@ -210,7 +210,7 @@ def test_a_freezer_that_is_stopped_leaves_nobody_frozen(
     freezing, kernel = undisturbed, undisturbed.kernel
     guest = kernel.guest
     with kernel.lock:
-        client = guest.mirror.resident(CLIENTS[0], "client")
+        client = guest.processes.resident(CLIENTS[0], "client")
     kprobe = freezing.register(freezing.places[0])
     passed = 0
 
@@ -273,7 +273,7 @@ def rebooted(old: Kernel) -> Kernel:
     """A kernel in its place, as power makes it."""
     with old.lock:
         new = Kernel(old.config, lock=old.lock)
-        new.succeed(old, lambda: None)
+        new.replace_kernel(old, lambda: None)
         return new
 
 
@@ -285,7 +285,7 @@ def committed_anew(kernel: Kernel) -> None:
     kernel.commit_kprobes()
     assert kernel.kprobes.mode(kprobe) == "optimized"
     with kernel.lock:
-        client = kernel.guest.mirror.resident(CLIENTS[0], "client")
+        client = kernel.guest.processes.resident(CLIENTS[0], "client")
         assert kernel.guest.syscalls.call(client, "getpid") == client.pid
 
 
@@ -386,7 +386,7 @@ def test_several_cpus(arch: str) -> None:
     with Kernel(MachineConfig(arch=arch, cpus=4, profile="djprobe-2007-preempt")) as kernel:
         freezing, guest = Freezing(kernel), kernel.guest
         with kernel.lock:
-            tasks = [guest.mirror.task_of(pid, 0, 0) for pid in CLIENTS]
+            tasks = [guest.processes.task_of(pid, 0, 0) for pid in CLIENTS]
         for cpu, task in enumerate(tasks):
             task.cpu = cpu
         for _ in range(3):

@@ -15,11 +15,11 @@ import pytest
 
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import Profile, Saving, Stepper
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving, Stepper
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from tests.kprobes.boundaries import Boundary, all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS
@@ -41,10 +41,10 @@ WAYS = {
     "breakpoints, compiled": BREAKPOINTS,
     "optimized": replace(OPTIMIZED, compiled=False),
     "optimized, live registers": OPTIMIZED,
-    "optimized, all registers": replace(OPTIMIZED, saving=Saving.ALL),
+    "optimized, all registers": replace(OPTIMIZED, saving=RegisterSaving.ALL),
     "called": replace(CALLED, compiled=False),
     "called, live registers": CALLED,
-    "called, all registers": replace(CALLED, saving=Saving.ALL),
+    "called, all registers": replace(CALLED, saving=RegisterSaving.ALL),
 }
 IN_PYTHON = {"boosted", "stepped by TF"}
 
@@ -119,7 +119,7 @@ class Bench:
     def _hit(self, kprobe: Kprobe, _regs: object) -> None:
         self.hits[kprobe.address] += 1
 
-    def _emit(self, builder: ProgramBuilder, _way: HitWay) -> bool:
+    def _emit(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
         noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
         builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1), ir.AddToPerCpu(self.cell_offset, 1))
         return True
@@ -144,7 +144,7 @@ def _disjoint(boundaries: list[Boundary], kernel: Kernel) -> Iterator[int]:
     assert kernel.kprobes.optimizer is not None
     rng, free = Random(SEED), 0
     for boundary in boundaries:
-        region = kernel.kprobes.verdict.detoured(boundary.addr)
+        region = kernel.kprobes.probe_checker.optimized_region(boundary.addr)
         if isinstance(region, Region) and boundary.addr >= free and rng.random() < 0.5:
             yield boundary.addr
             free = region.end

@@ -124,7 +124,7 @@ def _session(kernel: Kernel) -> list[object]:
     """What a process does in the guest's file system, bad user pointers included; the results."""
     guest, calls = kernel.guest, kernel.guest.syscalls
     results: list[object] = []
-    task = guest.mirror.task_of(500, 1000, 1000)
+    task = guest.processes.task_of(500, 1000, 1000)
     calls.with_path(task, "mkdir", "/scratch/dir", 0o755)
     fd = calls.open(task, "/scratch/dir/file", 0o102, 0o644)
     results.append(calls.write(task, fd, b"data that is longer than a page\n" * 300))
@@ -136,14 +136,14 @@ def _session(kernel: Kernel) -> list[object]:
     calls.call(task, "close", fd)
     calls.with_paths(task, "rename", "/scratch/dir/file", "/scratch/moved")
     calls.with_path(task, "unlink", "/scratch/moved")
-    results.append(guest.executive.syscall(task, calls.number("clone"), 17))
-    guest.mirror.exit(500)
+    results.append(guest.runner.syscall(task, calls.number("clone"), 17))
+    guest.processes.exit(500)
     results.append([entry.name for entry in calls.look_entries("/scratch")])
     return results
 
 
 def _raw(kernel: Kernel, task: GuestTask, name: str, *args: int) -> int:
-    return _as_signed(kernel, kernel.guest.executive.syscall(task, kernel.guest.syscalls.number(name), *args))
+    return _as_signed(kernel, kernel.guest.runner.syscall(task, kernel.guest.syscalls.number(name), *args))
 
 
 def _as_signed(kernel: Kernel, word: int) -> int:

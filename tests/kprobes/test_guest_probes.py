@@ -58,7 +58,7 @@ class Probing:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.executive = kernel.parts.guest.executive
+        self.executive = kernel.components.guest.runner
 
     def register(self, which: Which) -> int:
         """0 or -errno."""

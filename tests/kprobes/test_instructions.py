@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
 from tests.kprobes.conftest import BREAKPOINTS
-from tests.kprobes.scripted import ScriptedScheduler
+from tests.kprobes.scripted import ScriptedGracePeriod
 from tests.kprobes.states import build_arena, generate, image_and_arena
 from tests.kprobes.transparency import Stepper, differences
 from tests.machine import guests
@@ -103,7 +103,7 @@ def _kprobes(machine: Machine, code: bytes) -> Kprobes:
         read=machine.text.original,
         arch="x86_64",
     )
-    kprobes = Kprobes(machine, image, X86_64(), print, ScriptedScheduler(), ControlLock(), BREAKPOINTS)
+    kprobes = Kprobes(machine, image, X86_64(), print, ScriptedGracePeriod(), ControlLock(), BREAKPOINTS)
     machine.on_leave.append(kprobes.hits.ctlblk.abandon)
     return kprobes
 

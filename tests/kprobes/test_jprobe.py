@@ -30,10 +30,13 @@ def mirror(kernel: Kernel, source: str) -> int:
     """A guest function; `{cells}` in its source is memory of its own, `{jprobe_return}` its way out."""
     from keystone import KS_ARCH_X86, KS_MODE_32, KS_MODE_64, Ks
 
-    assert kernel.parts.engine.jprobes is not None
+    assert kernel.components.engine.jprobes is not None
     text = kernel.machine.text
     at = text.alloc_text(128)
-    names = {"cells": hex(cells(kernel)), "jprobe_return": hex(kernel.parts.engine.jprobes.jprobe_return)}
+    names = {
+        "cells": hex(cells(kernel)),
+        "jprobe_return": hex(kernel.components.engine.jprobes.jprobe_return),
+    }
     mode = KS_MODE_64 if kernel.machine.model.bits == 64 else KS_MODE_32
     code, _ = Ks(KS_ARCH_X86, mode).asm(source.format(**names), at)
     text.poke(at, bytes(code))

@@ -101,11 +101,11 @@ class Jprobing(Modelled):
     def jprobe(self, function: str, *, disabled: bool = False, calls: bool = False) -> Jprobe:
         """A jprobe with a mirror of its own."""
         machine, number = self.kernel.machine, len(self.numbers)
-        assert self.kernel.parts.engine.jprobes is not None
+        assert self.kernel.components.engine.jprobes is not None
         cells = self.cells + number * CELLS_SIZE
         names = NAMES[self.arch] | {
             "cells": cells,
-            "jprobe_return": self.kernel.parts.engine.jprobes.jprobe_return,
+            "jprobe_return": self.kernel.components.engine.jprobes.jprobe_return,
             "inner": self.entry(INNER),
             "argument": CALLS[INNER][0],
         }

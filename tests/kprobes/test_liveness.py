@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Finding
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.reason import Rejection
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Arithmetic, Condition, Label, Program
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
@@ -48,7 +48,7 @@ class Calls:
         self.boundaries = [b for b in boundaries if b.refusal is None]
         self.arch = kernel.arch
         self.names = {name for name in self.arch.pt_regs if name in REGISTER_NAMES}
-        self.verdict = self.arch.verdict(kernel.image, self.arch.strategies["optprobe"], ftrace=False)
+        self.verdict = self.arch.probe_checker(kernel.image, self.arch.strategies["optprobe"], ftrace=False)
         machine, rng = kernel.machine, Random(SEED)
         self.pad = machine.model.layout.host_text
         self.counter, self.counter_offset = counter_cell(machine)
@@ -127,7 +127,7 @@ class Overwriting:
         self.done: Counter[str] = Counter()
         self._left = MAX_HITS
 
-    def probe(self, addr: int, live: Live) -> Kprobe:
+    def probe(self, addr: int, live: LiveRegisters) -> Kprobe:
         dead = sorted(self._names - live.registers)
 
         def overwrite(_kprobe: Kprobe, regs: Any) -> bool:
@@ -189,8 +189,8 @@ def test_compiled_detours_are_transparent(calls: Calls, saves_all: bool) -> None
     free = 0
     for boundary in calls.boundaries:
         addr = boundary.addr
-        region = calls.verdict.detoured(addr)
-        if addr < free or isinstance(region, Finding) or rng.random() < 0.5:
+        region = calls.verdict.optimized_region(addr)
+        if addr < free or isinstance(region, Rejection) or rng.random() < 0.5:
             continue
         free = region.end
         live = None if saves_all else calls.verdict.live_at(addr)

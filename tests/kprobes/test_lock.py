@@ -56,7 +56,7 @@ OTHER_CHANGES: dict[str, Callable[[Kernel], object]] = {
     "buffers": lambda kernel: kernel.trace.resize_buffer(64),
     "current tracer": lambda kernel: kernel.trace.set_tracer("function"),
     "files opened": lambda kernel: kernel.mount().open_in_guest(),
-    "clock": lambda kernel: kernel.parts.clock.select("virtual", None),
+    "clock": lambda kernel: kernel.components.clock.select("virtual", None),
     "start load": lambda kernel: kernel.loads.parsed("fork")(),
     "stop load": lambda kernel: kernel.loads.parsed("stop")(),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.riscv.insn import Handling, RiscvInsn, RiscvOpcode, decode_all
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
@@ -160,8 +160,8 @@ def test_each_place_that_can_be_optimized(
     for addr, insn in instructions(patched, function):
         hits: list[int] = []
 
-        def emit(builder: ProgramBuilder, _way: HitWay) -> bool:
-            builder.emit(ir.AddToCell(cell, 1))
+        def emit(builder: ProgramBuilder, _way: EntryKind) -> bool:
+            builder.emit(ir.AddToAbsolute(cell, 1))
             return True
 
         probe = Kprobe(addr=addr, pre_handler=lambda _, regs: hits.append(regs.ip))  # noqa: B023

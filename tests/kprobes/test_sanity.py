@@ -183,9 +183,9 @@ def defined(kernel: Kernel, symbol: str) -> dict[int, KprobeTraceEvent]:
     assert start is not None
     where = kernel.image.kallsyms.lookup(start)
     assert where is not None
-    boundaries = kernel.kprobes.verdict.boundaries(where.symbol)
+    boundaries = kernel.kprobes.probe_checker.boundaries(where.symbol)
     for offset in range(where.symbol.size):
-        refused = kernel.kprobes.verdict.may_probe(start + offset)
+        refused = kernel.kprobes.probe_checker.may_probe(start + offset)
         definition = f"p:symoffs/at_{offset} {symbol}+{offset}\n".encode()
         if refused is None:
             events.write(definition)
@@ -226,8 +226,8 @@ def test_a_probe_at_each_offset(arch: str, profile: str, symbol: str) -> None:
                 event.enable(kernel.trace)
                 settle(kernel)
                 probe = handle(event)
-                outcome = kprobes.verdict.detoured(probe.address)
-                fentry = probe.address in kprobes.verdict.fentry
+                outcome = kprobes.probe_checker.optimized_region(probe.address)
+                fentry = probe.address in kprobes.probe_checker.fentry
                 has_jump = isinstance(outcome, Region)
                 optimized += has_jump
                 assert kprobes.mode(probe) == ("ftrace" if fentry else "optimized" if has_jump else "int3")

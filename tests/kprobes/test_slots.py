@@ -9,11 +9,11 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.handlers.slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.traps.trap import HardwareError
-from tests.kprobes.scripted import ScriptedScheduler
+from tests.kprobes.scripted import ScriptedGracePeriod
 
 
 class Text:
@@ -43,17 +43,17 @@ def text() -> Text:
 
 
 @pytest.fixture
-def scheduler() -> ScriptedScheduler:
-    return ScriptedScheduler()
+def scheduler() -> ScriptedGracePeriod:
+    return ScriptedGracePeriod()
 
 
 @pytest.fixture
-def garbage(scheduler: ScriptedScheduler) -> TextGarbage:
-    return TextGarbage(scheduler)
+def garbage(scheduler: ScriptedGracePeriod) -> DeferredFree:
+    return DeferredFree(scheduler)
 
 
 @pytest.fixture
-def slots(text: Text, garbage: TextGarbage) -> InsnSlots:
+def slots(text: Text, garbage: DeferredFree) -> InsnSlots:
     return InsnSlots(text, 15, b"\xcc", garbage)
 
 
@@ -100,7 +100,7 @@ class TestGarbage:
         assert slots.get() == taken[5]
 
     def test_not_while_somebody_is_in_it(
-        self, slots: InsnSlots, garbage: TextGarbage, scheduler: ScriptedScheduler
+        self, slots: InsnSlots, garbage: DeferredFree, scheduler: ScriptedGracePeriod
     ) -> None:
         one, other = slots.get(), slots.get()
         occupied = [(one, one + 16)]
@@ -117,7 +117,7 @@ class TestGarbage:
         assert garbage.work.due is None
 
     def test_not_while_somebody_is_on_the_way(
-        self, slots: InsnSlots, garbage: TextGarbage, scheduler: ScriptedScheduler
+        self, slots: InsnSlots, garbage: DeferredFree, scheduler: ScriptedGracePeriod
     ) -> None:
         occupied = [(1, 2)]
         scheduler.occupied_of = lambda _spans: occupied

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import About, Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from tests.kprobes.blacklist import is_blacklisted
 from tests.sample import share
 
@@ -80,9 +80,9 @@ def test_registry_and_optimizer_agree_with_it(profile: str, image: str) -> None:
 
 def agree(kernel: Kernel, symbols: list[Symbol]) -> int:
     """How many instructions were looked at."""
-    verdict, seen, wrong = kernel.kprobes.verdict, 0, []
+    verdict, seen, wrong = kernel.kprobes.probe_checker, 0, []
     for symbol in symbols:
-        for addr, refused, outcome in verdict.judged(symbol):
+        for addr, refused, outcome in verdict.check_each_insn(symbol):
             seen += 1
             found, head = registered(kernel, addr)
             if found != (refused.errno if refused else 0) or refused != verdict.may_probe(addr):
@@ -96,25 +96,25 @@ def agree(kernel: Kernel, symbols: list[Symbol]) -> int:
     return seen
 
 
-def _is_taken(kernel: Kernel, head: Kprobe | None, outcome: Region | Finding) -> bool:
+def _is_taken(kernel: Kernel, head: Kprobe | None, outcome: Region | Rejection) -> bool:
     """Whether the optimizer made of a place what the verdict says; a djprobe wasn't asked for."""
     if kernel.kprobes.profile.djprobe is not None or kernel.kprobes.optimizer is None:
-        return not isinstance(head, AggregatorProbe)
+        return not isinstance(head, AggrKprobe)
     if isinstance(outcome, Region):
-        return isinstance(head, AggregatorProbe) and head.detour is None
-    return head is not None and (head.obstacle == outcome or outcome.reason is Reason.FTRACE)
+        return isinstance(head, AggrKprobe) and head.detour is None
+    return head is not None and (head.rejection == outcome or outcome.reason is RejectReason.FTRACE)
 
 
 def test_djprobes_get_the_length_of_the_region() -> None:
     with booted("djprobe-2007", "i386") as kernel:
-        verdict, agreed = kernel.kprobes.verdict, 0
+        verdict, agreed = kernel.kprobes.probe_checker, 0
         for symbol in [*functions(kernel)][::19]:
-            for addr, refused, outcome in verdict.judged(symbol):
+            for addr, refused, outcome in verdict.check_each_insn(symbol):
                 if refused is not None:
                     continue
                 length = outcome.length if isinstance(outcome, Region) else 5
                 probe = Kprobe(addr=addr, disabled=True, length=length)
-                if isinstance(outcome, Finding):
+                if isinstance(outcome, Rejection):
                     with pytest.raises(KernelError, match=re.escape(outcome.reason.value)):
                         kernel.register_kprobe(probe)
                     continue
@@ -151,45 +151,49 @@ def test_a_cold_part_is_as_blacklisted_as_its_function(image: str) -> None:
 )
 def test_the_text_of_a_finding_names_the_instruction_or_the_register(profile: str, image: str) -> None:
     with booted(profile, image) as kernel:
-        verdict, told = kernel.kprobes.verdict, set[Reason]()
+        verdict, told = kernel.kprobes.probe_checker, set[RejectReason]()
         for symbol in functions(kernel):
-            for addr, refused, outcome in verdict.judged(symbol):
-                if refused is not None or not isinstance(outcome, Finding) or outcome.reason in told:
+            for addr, refused, outcome in verdict.check_each_insn(symbol):
+                if refused is not None or not isinstance(outcome, Rejection) or outcome.reason in told:
                     continue
-                found = verdict.detoured(addr)
+                found = verdict.optimized_region(addr)
                 assert found == outcome
-                assert isinstance(found, Finding)
+                assert isinstance(found, Rejection)
                 told.add(found.reason)
                 names(kernel, found)
         assert told >= TOLD[profile]
         about_none = {reason for reason in told if reason.about is None}
-        assert about_none <= {Reason.FTRACE, Reason.ENTRY_TEXT} | NO_INSTRUCTION
+        assert about_none <= {RejectReason.FTRACE, RejectReason.ENTRY_TEXT} | NO_INSTRUCTION
 
 
 TOLD = {
-    "linux-6.1": {Reason.NOT_BOOSTABLE, Reason.JUMP_INTO_RANGE, Reason.NO_ROOM},
-    "djprobe-2007": {Reason.PROHIBITED_IN_DCR, Reason.RELATIVE_IN_DCR, Reason.JUMP_INTO_RANGE},
+    "linux-6.1": {RejectReason.NOT_BOOSTABLE, RejectReason.JUMP_INTO_RANGE, RejectReason.NO_ROOM},
+    "djprobe-2007": {
+        RejectReason.PROHIBITED_IN_DCR,
+        RejectReason.RELATIVE_IN_DCR,
+        RejectReason.JUMP_INTO_RANGE,
+    },
     "riscv-optprobes-2023": {
-        Reason.NOT_BOOSTABLE,
-        Reason.JUMP_INTO_RANGE,
-        Reason.NO_FREE_REGISTER,
-        Reason.NO_FREE_REGISTER_BEHIND,
+        RejectReason.NOT_BOOSTABLE,
+        RejectReason.JUMP_INTO_RANGE,
+        RejectReason.NO_FREE_REGISTER,
+        RejectReason.NO_FREE_REGISTER_BEHIND,
     },
 }
-NO_INSTRUCTION = {Reason.BEYOND_FUNCTION, Reason.POINTER_INTO_RANGE}
+NO_INSTRUCTION = {RejectReason.BEYOND_FUNCTION, RejectReason.POINTER_INTO_RANGE}
 
 
-def names(kernel: Kernel, found: Finding) -> None:
+def names(kernel: Kernel, found: Rejection) -> None:
     """Check the end of a finding's text against a disassembly of that place."""
-    if found.reason.about is About.INSN:
+    if found.reason.about is RejectSubject.INSN:
         assert found.text == f"{found.addr:#x}: {found.reason.value}: {disassembled(kernel, found.addr)}"
-    if found.reason.about is not About.REGISTER:
+    if found.reason.about is not RejectSubject.REGISTER:
         return
     matched = re.search(r": (\w+) may be needed by (0x[0-9a-f]+): (.*)", found.text)
     assert matched is not None, found.text
     register, at, text = matched[1], int(matched[2], 16), matched[3]
-    assert register in kernel.kprobes.verdict.live_at(found.addr).registers
-    assert register in kernel.kprobes.verdict.live_at(at).registers
+    assert register in kernel.kprobes.probe_checker.live_at(found.addr).registers
+    assert register in kernel.kprobes.probe_checker.live_at(at).registers
     assert text == disassembled(kernel, at)
     # It reads the register, or leaves the function with it.
     assert re.search(rf"\b{register}\b|^(c\.)?(ret|j|jr|jal|jalr|tail)\b", text), text

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from emulated_kernel.host.mirror.processes import Fork
-from emulated_kernel.linux.engine_mount import EngineMount
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.engine_mount import ProbedMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.options import KERNEL_KPROBES, KPROBES
@@ -61,11 +61,11 @@ class Session:
         owner = Owner(0, 0)
         modules = debian_kernel.modules(self.tasks.release)
         if self.has_kernel_kprobes:
-            self.mount: LinuxMount = LinuxMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
+            self.mount: NativeMount = NativeMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
         else:
             probing = engine(MODES["ftrace"])
             self.tasks = probing.tasks
-            self.mount = EngineMount(probing, self.watch, owner, modules, is_tracefs=False)
+            self.mount = ProbedMount(probing, self.watch, owner, modules, is_tracefs=False)
         self.shell, self.worker = Files(self.mount, SHELL), Files(self.mount, WORKER)
         self._written = Rewind(self.tasks.machine.memory.ram, bool)
 

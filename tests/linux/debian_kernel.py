@@ -12,7 +12,7 @@ from pathlib import Path
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.start import ensure_cached, started, started_with_kernel
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.vfs.core.node import Owner
@@ -51,8 +51,8 @@ def modules(release: str, meta: str = META, suite: str = SUITE) -> ModuleFiles:
 
 def mount(
     watch: ProcessWatch | None = None, meta: str = META, suite: str = SUITE, *, is_tracefs: bool = False
-) -> LinuxMount:
+) -> NativeMount:
     """Its files, root's."""
     guest = tasks(meta, suite)
     files = modules(guest.release, meta, suite)
-    return LinuxMount(guest, watch or ProcessWatch(), Owner(0, 0), files, is_tracefs=is_tracefs)
+    return NativeMount(guest, watch or ProcessWatch(), Owner(0, 0), files, is_tracefs=is_tracefs)

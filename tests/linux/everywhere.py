@@ -90,7 +90,7 @@ def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
     probing = engine(MODES[mode])
     addresses = boundaries(probing, starts)
     if mode == "ftrace":
-        verdict = probing.kprobes.verdict
+        verdict = probing.kprobes.probe_checker
         places = [site for site in addresses if site in verdict.fentry and verdict.may_probe(site) is None]
     else:
         places = [*chosen(probing, addresses)]

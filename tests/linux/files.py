@@ -7,14 +7,14 @@ import os
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 
 
 class Files:
     """A mount as a process sees it."""
 
-    def __init__(self, mount: LinuxMount, client: Client) -> None:
+    def __init__(self, mount: NativeMount, client: Client) -> None:
         self.mount = mount
         self.client = client
 

@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
+from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.kernel import open_kernel
 from emulated_kernel.image.linux.source import open_elf
 from emulated_kernel.linux import snapshot
-from emulated_kernel.linux.facts import kernel_facts
+from emulated_kernel.linux.facts import kernel_offsets
 from kprobefs.cli import main as kprobefs
 from tests.image.linux import made
 from tests.linux.test_snapshot import header, rewritten, save
@@ -88,12 +88,12 @@ class Mutated:
         """All that a mount does with it but for the boot."""
         try:
             kernel = open_kernel(str(file))
-            parts = {part: memoryview(data) for part, data in kept_parts(kernel).items()}
-            assert KeptKernel(parts).kallsyms.symbols
+            parts = {part: memoryview(data) for part, data in cached_parts(kernel).items()}
+            assert CachedKernelTables(parts).kallsyms.symbols
         except (KernelError, OSError) as error:
             return self._refused(error)
         try:
-            kernel_facts(kernel)
+            kernel_offsets(kernel)
         except KernelError as error:
             self._refused(error)
             return "no kernel to boot"

@@ -10,10 +10,10 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.syscalls import LinuxSyscalls
@@ -62,7 +62,7 @@ def boundaries(engine: LinuxEngine, starts: Iterable[int]) -> Iterator[int]:
 
 def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
     """All but x87 instructions where a probe can be; with the optimizer, where its jump meets no other."""
-    verdict, end = engine.kprobes.verdict, 0
+    verdict, end = engine.kprobes.probe_checker, 0
     for address in addresses:
         # Linux: fxsave tells where the last x87 instruction ran, which is its slot.
         if (
@@ -75,15 +75,18 @@ def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
         if engine.kprobes.optimizer is None:
             yield address
             continue
-        region = verdict.detoured(address)
-        if address >= end and not isinstance(region, Finding):
+        region = verdict.optimized_region(address)
+        if address >= end and not isinstance(region, Rejection):
             yield address
             end = region.end
 
 
 def _is_pad(engine: LinuxEngine, address: int) -> bool:
     where = engine.kernel.kallsyms.lookup(address)
-    return where is not None and engine.kprobes.verdict.function_entry(where, address) not in (None, address)
+    return where is not None and engine.kprobes.probe_checker.function_entry(where, address) not in (
+        None,
+        address,
+    )
 
 
 def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], Counter[int]]:
@@ -99,7 +102,7 @@ def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], 
         if engine.kprobes.optimizer is not None:
             engine.kprobes.optimizer.work.flush()
             heads = [probe.aggregator for probe in probes if not probe.is_ftrace]
-            assert all(isinstance(head, AggregatorProbe) and head.is_patched for head in heads)
+            assert all(isinstance(head, AggrKprobe) and head.is_patched for head in heads)
     return probes, hits
 
 

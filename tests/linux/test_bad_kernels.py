@@ -15,7 +15,7 @@ import pytest
 
 from emulated_kernel.linux import start
 from emulated_kernel.linux.exception_cells import find_exception_cells
-from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.facts import KernelOffsets
 from emulated_kernel.linux.machine import LinuxMachine
 from kprobefs.cli import main
 from kprobefs.options import KERNEL_KPROBES, KPROBES
@@ -90,8 +90,8 @@ def test_what_is_no_kernel(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kernel is taken for a whole one, and a boot may not take long."""
-    facts = KernelFacts("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0, 0)
-    monkeypatch.setattr(start, "kernel_facts", lambda _kernel: facts)
+    facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0, 0)
+    monkeypatch.setattr(start, "kernel_offsets", lambda _kernel: facts)
     monkeypatch.setattr(start, "_BOOT_BUDGET", 0.2)
 
 
@@ -133,9 +133,11 @@ def no_room() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelFacts]:
+def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets]:
     """In place of a booted kernel."""
-    return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelFacts("", {}, {}, 0, 0)
+    return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelOffsets(
+        "", {}, {}, 0, 0
+    )
 
 
 @pytest.mark.parametrize("place", ["full", "read-only", "a file"])
@@ -158,7 +160,7 @@ def test_a_cache_that_takes_nothing(
     monkeypatch.setattr(start, "_booted", small_machine)
     monkeypatch.setattr(start, "LinuxTasks", lambda machine, _facts: SimpleNamespace(machine=machine))
     monkeypatch.setattr(start, "as_running", lambda kernel, _tasks: kernel)
-    monkeypatch.setattr(start, "kept_parts", lambda _kernel: {})
+    monkeypatch.setattr(start, "cached_parts", lambda _kernel: {})
     with caplog.at_level(logging.WARNING, "kprobefs.linux"):
         start.ensure_cached(str(tmp_path / "image"), 1, lambda _done, _total: None)
     (record,) = caplog.records

@@ -11,8 +11,8 @@ import pytest
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.engine_mount import ProbedMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux.probing import PLAIN, boundaries, engine
@@ -27,14 +27,14 @@ class Both(NamedTuple):
     """Two trees over one guest."""
 
     engine: LinuxEngine
-    ours: LinuxMount
-    native: LinuxMount
+    ours: NativeMount
+    native: NativeMount
 
-    def define(self, mount: LinuxMount, *lines: str) -> list[str]:
+    def define(self, mount: NativeMount, *lines: str) -> list[str]:
         """The errno of each, or nothing."""
         return [write(mount, "/tracing/kprobe_events", line, os.O_APPEND) for line in lines]
 
-    def enable(self, mount: LinuxMount, *, on: bool = True) -> str:
+    def enable(self, mount: NativeMount, *, on: bool = True) -> str:
         if mount is self.native and on:
             error = write(mount, "/tracing/events/kprobes/enable", "1")
             # Its optimizer has its turn.
@@ -57,12 +57,12 @@ class Both(NamedTuple):
                 assert calls.write(init, fd, bytes([number]) * 100, None) == 100
             calls.close(init, fd)
 
-    def hits(self, mount: LinuxMount) -> dict[str, tuple[int, int]]:
+    def hits(self, mount: NativeMount) -> dict[str, tuple[int, int]]:
         """Hits and misses by event."""
         rows = map(str.split, read(mount, "/kprobe_profile").splitlines())
         return {name: (int(hits), int(missed)) for name, hits, missed in rows}
 
-    def modes(self, mount: LinuxMount) -> dict[str, str]:
+    def modes(self, mount: NativeMount) -> dict[str, str]:
         """Flags in kprobes/list, by place."""
         rows = (line.split() for line in read(mount, "/kprobes/list").splitlines())
         return {words[2]: "".join(words[3:]) for words in rows}
@@ -71,8 +71,8 @@ class Both(NamedTuple):
 @pytest.fixture(params=[PROFILES[DEFAULT], PLAIN], ids=["optimized", "stepped"])
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     guest = engine(request.param)
-    native = LinuxMount(guest.tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
-    ours = EngineMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    native = NativeMount(guest.tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
+    ours = ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
     found = Both(guest, ours, native)
     yield found
     log = read(native, "/machine/dmesg")
@@ -149,7 +149,7 @@ def test_the_kernel_patches_its_text_around_our_probes(both: Both) -> None:
     """Its own events switch jump labels and static calls of functions that we have probed all over."""
     guest = both.engine
     labels = {label.code for label in guest.kernel.jump_labels}
-    verdict, lines = guest.kprobes.verdict, []
+    verdict, lines = guest.kprobes.probe_checker, []
     for name in ("vfs_write", "kmem_cache_alloc", "kmem_cache_free"):
         for number, place in enumerate(both.places(name)[1::3]):
             if verdict.may_probe(place) is None:

@@ -11,8 +11,8 @@ import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
-from emulated_kernel.linux.engine_mount import EngineMount
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.engine_mount import ProbedMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
@@ -36,12 +36,12 @@ RETURNS = "wrote", "got"
 RECORD = re.compile(r"-(\d+) +\[000\].*?: (\w+): \((.*?)\) ?(.*)")
 
 
-def ours_mount(*, is_tracefs: bool = False) -> EngineMount:
-    return EngineMount(engine(MODES["ftrace"]), ProcessWatch(), Owner(0, 0), is_tracefs=is_tracefs)
+def ours_mount(*, is_tracefs: bool = False) -> ProbedMount:
+    return ProbedMount(engine(MODES["ftrace"]), ProcessWatch(), Owner(0, 0), is_tracefs=is_tracefs)
 
 
 @pytest.fixture
-def ours() -> Iterator[EngineMount]:
+def ours() -> Iterator[ProbedMount]:
     mount = ours_mount()
     yield mount
     assert not mount._tasks.machine.death
@@ -51,7 +51,7 @@ def ours() -> Iterator[EngineMount]:
     mount.close()
 
 
-def watched(mount: LinuxMount, definitions: str = DEFINITIONS) -> Files:
+def watched(mount: NativeMount, definitions: str = DEFINITIONS) -> Files:
     shell = Files(mount, SHELL)
     shell.write("/kprobe_events", definitions, os.O_WRONLY | os.O_APPEND)
     shell.write(f"{EVENTS}/enable", "1")
@@ -72,7 +72,7 @@ def session(files: Files) -> None:
     files.read(f"{EVENTS}/opened/enable")
 
 
-def recorded(mount: LinuxMount, pid: int) -> list[tuple[str, str]]:
+def recorded(mount: NativeMount, pid: int) -> list[tuple[str, str]]:
     """Records of a process, without the numbers of descriptors; of some with where they return to."""
     Files(mount, SHELL).write("/tracing/tracing_on", "0")
     text = Files(mount, SHELL).read("/tracing/trace")
@@ -84,7 +84,7 @@ def recorded(mount: LinuxMount, pid: int) -> list[tuple[str, str]]:
     ]
 
 
-def test_calls_are_those_of_the_kernels_own_files(ours: EngineMount) -> None:
+def test_calls_are_those_of_the_kernels_own_files(ours: ProbedMount) -> None:
     """Names, data, results and errors, in their order."""
     answers = []
     for mount in (ours, debian_kernel.mount()):
@@ -99,7 +99,7 @@ def test_calls_are_those_of_the_kernels_own_files(ours: EngineMount) -> None:
     assert own == native
 
 
-def test_directories_of_events_are_made_while_somebody_sees_it(ours: EngineMount) -> None:
+def test_directories_of_events_are_made_while_somebody_sees_it(ours: ProbedMount) -> None:
     """And go with their events, whoever looks by then; without that each would cost a thread."""
     shell = watched(ours, "p:before vfs_read\n")
     append = os.O_WRONLY | os.O_APPEND
@@ -114,30 +114,30 @@ def test_directories_of_events_are_made_while_somebody_sees_it(ours: EngineMount
     assert shell.read("/tracing/trace").count(" gone: ") == 3
 
 
-def test_records_in_front_of_an_exec_have_the_new_name(ours: EngineMount) -> None:
+def test_records_in_front_of_an_exec_have_the_new_name(ours: ProbedMount) -> None:
     """As on Linux, which saves it when the task is switched from; later ones change no records of before."""
     shell = watched(ours, "p:reads vfs_read\n")
     Files(ours, OTHER).read("/tracing/current_tracer")
     with ours.lock:
         task = ours._clients.task_of(OTHER)
-        ours._tasks.name(task, "executed")
+        ours._tasks.set_comm(task, "executed")
     shell.read("/tracing/tracing_on")
     with ours.lock:
-        ours._tasks.name(task, "later")
+        ours._tasks.set_comm(task, "later")
     shell.write("/tracing/tracing_on", "0")
     lines = shell.read("/tracing/trace").splitlines()
     assert {line.split("-")[0].strip() for line in lines if f"-{OTHER.pid}" in line} == {"executed"}
     assert f"{OTHER.pid} executed\n" in shell.read("/tracing/saved_cmdlines")
 
 
-def test_who_arms_the_first_probe_closes_its_file(ours: EngineMount) -> None:
+def test_who_arms_the_first_probe_closes_its_file(ours: ProbedMount) -> None:
     shell = watched(ours, "p:closed __x64_sys_close\n")
     shell.read("/tracing/tracing_on")
     assert recorded(ours, SHELL.pid).count(("closed", "")) >= 1
     assert ("closed", "") not in recorded(ours, 1)
 
 
-def test_hits_are_counted_as_by_its_own_kprobes(ours: EngineMount) -> None:
+def test_hits_are_counted_as_by_its_own_kprobes(ours: ProbedMount) -> None:
     counts = []
     native = debian_kernel.mount()
     for mount in (ours, native):
@@ -151,7 +151,7 @@ def test_hits_are_counted_as_by_its_own_kprobes(ours: EngineMount) -> None:
     assert own["reads"] > 3
 
 
-def test_nothing_is_called_while_nobody_can_see_it(ours: EngineMount) -> None:
+def test_nothing_is_called_while_nobody_can_see_it(ours: ProbedMount) -> None:
     files = Files(ours, SHELL)
     files.write("/tracing/trace_marker", "mark")
     files.read("/tracing/trace")
@@ -173,7 +173,7 @@ def test_nothing_is_called_while_nobody_can_see_it(ours: EngineMount) -> None:
     assert open_files(ours) == []
 
 
-def open_files(mount: EngineMount) -> list[int]:
+def open_files(mount: ProbedMount) -> list[int]:
     """Descriptors that the guest has of our files."""
     with mount.lock:
         mount._calls.close_released()
@@ -182,7 +182,7 @@ def open_files(mount: EngineMount) -> list[int]:
     return sorted(fd for name, *_ in entries if name.isdigit() and (fd := int(name)) > 3)
 
 
-def test_a_read_that_waits_sleeps_in_the_guest(ours: EngineMount) -> None:
+def test_a_read_that_waits_sleeps_in_the_guest(ours: ProbedMount) -> None:
     """Others go on meanwhile; it gets what comes, or the errno that its client is given."""
     shell = watched(ours, "r:read ksys_read ret=$retval:s64\np:other do_exit\n")
     shell.write(f"{EVENTS}/read/filter", f"common_pid == {READER.pid}")
@@ -212,7 +212,7 @@ def test_a_read_that_waits_sleeps_in_the_guest(ours: EngineMount) -> None:
     assert task.result == len(found)
 
 
-def test_one_that_is_killed_while_it_waits(ours: EngineMount) -> None:
+def test_one_that_is_killed_while_it_waits(ours: ProbedMount) -> None:
     watched(ours, "p:opened do_sys_openat2\n")
     Files(ours, SHELL).write("/tracing/tracing_on", "0")
     Files(ours, SHELL).write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
@@ -230,7 +230,7 @@ def test_one_that_is_killed_while_it_waits(ours: EngineMount) -> None:
     assert open_files(ours) == []
 
 
-def test_what_a_write_does_may_run_the_guest(ours: EngineMount) -> None:
+def test_what_a_write_does_may_run_the_guest(ours: ProbedMount) -> None:
     """Its task sleeps in the call meanwhile: functions are called, probes optimized and taken away."""
     shell = watched(ours)
     assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"

@@ -19,14 +19,14 @@ from emulated_kernel.image.linux import core_file
 from emulated_kernel.linux import core_files, core_guest, core_image, machine, room, snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
-from emulated_kernel.linux.core_mount import CoreMount
+from emulated_kernel.linux.core_mount import VmcoreMount
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from kprobefs.dumps import core_mount, prepare
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import CliError, ExitStatus
 from kprobefs.options import MountOptions
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import core_dump, debian_kernel
@@ -48,7 +48,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mount(dumped: Path) -> Iterator[CoreMount]:
+def mount(dumped: Path) -> Iterator[VmcoreMount]:
     """Out of the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(dumped.parent))
@@ -56,13 +56,13 @@ def mount(dumped: Path) -> Iterator[CoreMount]:
         (kept,) = snapshot.cached()
         guest, kernel = started_core(str(dumped))
         assert (kept.source, kept.release) == (str(dumped), kernel.release)
-    made = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    made = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def shell(mount: CoreMount) -> Files:
+def shell(mount: VmcoreMount) -> Files:
     return Files(mount, CLIENT)
 
 
@@ -83,7 +83,7 @@ def test_functions_are_called(shell: Files) -> None:
     assert "said to the dump" in shell.read("/machine/dmesg")
 
 
-def test_files_are_read(shell: Files, mount: CoreMount) -> None:
+def test_files_are_read(shell: Files, mount: VmcoreMount) -> None:
     assert shell.read("/files/scratch/dir/note") == TEXT
     assert shell.read("/files/scratch/numbers") == NUMBERS
     assert "Linux version 6.1" in shell.read("/files/proc/version")
@@ -116,7 +116,7 @@ def test_files_are_read(shell: Files, mount: CoreMount) -> None:
         assert refused.value.errno == error
 
 
-def test_files_are_not_changed(mount: CoreMount) -> None:
+def test_files_are_not_changed(mount: VmcoreMount) -> None:
     note = "/files/scratch/dir/note"
     for change in (
         lambda: mount.open(CLIENT, note, os.O_WRONLY),
@@ -157,14 +157,14 @@ def test_probes_hit(shell: Files) -> None:
     assert shell.read("/kprobes/list") == ""
 
 
-def test_links_stay_in_the_dump(mount: CoreMount) -> None:
+def test_links_stay_in_the_dump(mount: VmcoreMount) -> None:
     """The host's root is none of theirs, whatever they say."""
     links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
     assert {name: mount.readlink(CLIENT, f"/files/scratch/{name}") for name in links} == links
     assert mount.readlink(CLIENT, "/files/scratch/dir/deep") == "../numbers"
 
 
-def test_who_asks(mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs the dump's code ends with its client."""
     asked = list[int]()
     wanted_by = mount._guest.machine.wanted_by
@@ -191,7 +191,7 @@ def test_who_asks(mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
     mount.release(directory)
 
 
-def test_what_the_host_would_open(mount: CoreMount) -> None:
+def test_what_the_host_would_open(mount: VmcoreMount) -> None:
     """FIFOs, sockets and devices of a dump are none of the host's."""
     kinds = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
     for name in core_dump.SPECIAL:
@@ -207,7 +207,7 @@ def test_what_the_host_would_open(mount: CoreMount) -> None:
 
 @pytest.mark.parametrize(("kind", "shown"), [(0, 0), (1, stat.S_IFREG), (4 | 1 << 31, stat.S_IFDIR)])
 def test_kinds_that_file_systems_tell(
-    kind: int, shown: int, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+    kind: int, shown: int, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or don't tell; above them there may be flags of the kernel's own."""
     entry = core_files._ENTRY.pack(5, kind, 4) + b"name"
@@ -215,14 +215,14 @@ def test_kinds_that_file_systems_tell(
     assert [found.kind for found in mount.readdir("/files/scratch")] == [shown]
 
 
-def test_long_directories(mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_directories(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sorted(entry.name for entry in mount.readdir("/files/proc"))
     monkeypatch.setattr(core_files, "_LISTING", 1024)
     assert sorted(entry.name for entry in mount.readdir("/files/proc")) == whole
     assert len(whole) > 1024 // 24
 
 
-def test_open_files(mount: CoreMount) -> None:
+def test_open_files(mount: VmcoreMount) -> None:
     """All that can be asked by handle."""
     handle = mount.open(CLIENT, "/files/scratch/dir/note", os.O_RDONLY)
     directory = mount.opendir(CLIENT, "/files/scratch")
@@ -254,7 +254,7 @@ def test_open_files(mount: CoreMount) -> None:
 
 
 @contextmanager
-def replaced(mount: CoreMount, function: str, code: str) -> Iterator[None]:
+def replaced(mount: VmcoreMount, function: str, code: str) -> Iterator[None]:
     """A kernel one of whose functions is other code, in hex digits."""
     machine = mount._guest.machine
     at = machine.memory.translate(mount._guest.root, lookup(mount, function))
@@ -272,7 +272,7 @@ def replaced(mount: CoreMount, function: str, code: str) -> Iterator[None]:
         put(before)
 
 
-def lookup(mount: CoreMount, name: str) -> int:
+def lookup(mount: VmcoreMount, name: str) -> int:
     address = mount._engine.kernel.kallsyms.lookup_name(name)
     assert address is not None
     return address
@@ -281,7 +281,7 @@ def lookup(mount: CoreMount, name: str) -> int:
 MOV, RET = "b8", "c3"
 
 
-def test_a_kernel_that_says_it_has_read_more(mount: CoreMount) -> None:
+def test_a_kernel_that_says_it_has_read_more(mount: VmcoreMount) -> None:
     """The front end has room for what it asked for."""
     handle = mount.open(CLIENT, "/files/scratch/numbers", os.O_RDONLY)
     for count in (17, 4096, 0x3F000, 0x7FFFFFFF):
@@ -299,7 +299,7 @@ def test_a_kernel_that_says_it_has_read_more(mount: CoreMount) -> None:
 
 
 def test_a_kernel_that_asks_to_be_scheduled_for_ever(
-    shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its runs is short."""
     schedule = lookup(mount, "__schedule") - (lookup(mount, "int_sqrt") + 10) & 0xFFFFFFFF
@@ -317,7 +317,7 @@ ADD_TO_STOP = "48834610"
 
 
 @pytest.mark.parametrize("size", [1, 16])
-def test_a_directory_without_end(size: int, mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_end(size: int, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each call it gives some bytes, less than an entry or one."""
     monkeypatch.setattr(snapshot, "BUDGET", 0.5)
     with (
@@ -330,7 +330,7 @@ def test_a_directory_without_end(size: int, mount: CoreMount, monkeypatch: pytes
     assert "numbers" in {entry.name for entry in mount.readdir("/files/scratch")}
 
 
-def test_ftraces_pages_in_a_circle(dumped: Path, mount: CoreMount) -> None:
+def test_ftraces_pages_in_a_circle(dumped: Path, mount: VmcoreMount) -> None:
     """All of their records, again and again, would be more than the host's memory."""
     memory, root = mount._guest.machine.memory, mount._guest.root
     with dumped.open("rb") as file:
@@ -348,7 +348,7 @@ def test_ftraces_pages_in_a_circle(dumped: Path, mount: CoreMount) -> None:
     assert len(kernel.mcount) > 1000
 
 
-def memory(mount: CoreMount) -> bytes:
+def memory(mount: VmcoreMount) -> bytes:
     """The guest's, without the host's."""
     return mount._guest.machine.memory.ram[:-HOST_SIZE]
 
@@ -364,7 +364,7 @@ def memory(mount: CoreMount) -> bytes:
     ],
 )
 def test_what_can_not_run_has_not_been(
-    line: str, error: str, why: str, shell: Files, mount: CoreMount
+    line: str, error: str, why: str, shell: Files, mount: VmcoreMount
 ) -> None:
     """The call is refused with its reason, and memory is as it was; a lock that it took is free again."""
     shell.call('strlen "hello"')
@@ -385,7 +385,7 @@ def test_what_can_not_run_has_not_been(
     ],
 )
 def test_what_the_host_meets_is_taken_back(
-    raised: BaseException, seen: str, shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+    raised: BaseException, seen: str, shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell.call('strlen "hello"')
     before, run = memory(mount), mount._guest.machine.run
@@ -402,7 +402,7 @@ def test_what_the_host_meets_is_taken_back(
 
 
 def test_probes_that_a_refused_call_hits_first(
-    shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What first hits patch stays: text is what was poked last, and further hits are counted."""
     text, optimizer = mount._engine.machine.text, mount._engine.kprobes.optimizer
@@ -472,7 +472,7 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 48 << 20 < read < 600 << 20
     # What was read of it is what is mounted, whatever becomes of the file.
     os.truncate(tmp_path / "core", 0)
-    mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
+    mount = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
     assert 0 < guest.time <= mount._engine.machine.clock.now_ns() < guest.time + 10**9
     assert "int_sqrt" in Files(mount, CLIENT).read("/available_filter_functions").splitlines()
     shell = Files(mount, CLIENT)
@@ -495,9 +495,9 @@ def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_MARGIN", 1 << 60)
     options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
     prepare(str(dumped))
-    with pytest.raises(Failure, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
+    with pytest.raises(CliError, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
         core_mount(options, str(dumped))
-    assert refused.value.status == Exit.USAGE
+    assert refused.value.status == ExitStatus.USAGE
 
 
 @pytest.mark.usefixtures("mount")
@@ -505,7 +505,7 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
     """Of a part of its text that nobody needs before it is probed."""
     read = snapshot.read
 
-    def damaged(file: int, *, with_parts: bool, is_checked: bool = True) -> snapshot.Kept | None:
+    def damaged(file: int, *, with_parts: bool, is_checked: bool = True) -> snapshot.SnapshotContents | None:
         kept = read(file, with_parts=with_parts, is_checked=is_checked)
         assert kept is not None
         table = kept.about["facts"]["root"]
@@ -517,9 +517,9 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
     monkeypatch.setattr(snapshot, "read", damaged)
     options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
-    with pytest.raises(Failure, match="its kernel's structures lead nowhere: 0xffffffff81400000") as refused:
+    with pytest.raises(CliError, match="its kernel's structures lead nowhere: 0xffffffff81400000") as refused:
         core_mount(options, str(dumped))
-    assert refused.value.status == Exit.USAGE
+    assert refused.value.status == ExitStatus.USAGE
 
 
 def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
@@ -528,7 +528,9 @@ def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
     """It is made anew."""
     read, damaged = snapshot.read, []
 
-    def first_damaged(file: int, *, with_parts: bool, is_checked: bool = True) -> snapshot.Kept | None:
+    def first_damaged(
+        file: int, *, with_parts: bool, is_checked: bool = True
+    ) -> snapshot.SnapshotContents | None:
         kept = read(file, with_parts=with_parts, is_checked=is_checked)
         if kept is not None and not damaged:
             kept.about["facts"]["symbols"]["do_sync_core"] = ""
@@ -553,7 +555,7 @@ def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -
         raise core_file.unusable_core("by hand")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
-    monkeypatch.setattr(core_guest, "CoreGuest", refused)
+    monkeypatch.setattr(core_guest, "VmcoreGuest", refused)
     monkeypatch.setattr(core_guest, "convert", lambda _path: pytest.fail("made again"))
     with pytest.raises(KernelError, match="by hand"):
         started_core(str(dumped))
@@ -563,7 +565,7 @@ def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
     guest, kernel = started_core(str(dumped))
-    mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    mount = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     mount.close()
     for asked in (lambda: mount.getattr("/files"), lambda: mount.readdir("/files")):
         with pytest.raises(KernelError) as refused:
@@ -571,7 +573,9 @@ def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.value.errno == errno.EIO
 
 
-def test_a_call_ends_with_its_client(shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_ends_with_its_client(
+    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was never there; the budget is longer than a test may take."""
     shell.call('strlen "hello"')
     before, asked = memory(mount), list[int]()

@@ -13,7 +13,7 @@ from emulated_kernel.host.wall_time import GRANULARITY_NS
 from emulated_kernel.linux.facts import TIMEKEEPER
 from emulated_kernel.linux.file_times import FileTimes
 from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.vfs.core.client import Client
@@ -26,13 +26,13 @@ REALTIME, MONOTONIC, RAW, BOOTTIME = 0, 1, 4, 7
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[LinuxMount]:
+def mount() -> Iterator[NativeMount]:
     found = debian_kernel.mount()
     yield found
     found.close()
 
 
-def test_each_change_has_a_time_of_its_own(mount: LinuxMount) -> None:
+def test_each_change_has_a_time_of_its_own(mount: NativeMount) -> None:
     """Thousands of requests fit into a tick of the guest's, and time passes on the host between two."""
     seen = []
     for number in range(200):
@@ -48,7 +48,7 @@ def test_each_change_has_a_time_of_its_own(mount: LinuxMount) -> None:
     assert seen == sorted(set(seen))
 
 
-def test_what_was_there_at_the_boot_is_of_then(mount: LinuxMount) -> None:
+def test_what_was_there_at_the_boot_is_of_then(mount: NativeMount) -> None:
     """The snapshot may be old: the guest has seen nothing of the time since."""
     for path in ("/dev", "/dev/null", "/scratch"):
         found = mount.getattr(path)
@@ -56,7 +56,7 @@ def test_what_was_there_at_the_boot_is_of_then(mount: LinuxMount) -> None:
             assert 0 <= time_ns() - time < 3600 * 10**9
 
 
-def test_what_is_written_or_read_later_is_newer(mount: LinuxMount) -> None:
+def test_what_is_written_or_read_later_is_newer(mount: NativeMount) -> None:
     shell = Files(mount, SHELL)
     mount.release(mount.create(SHELL, "/scratch/source", 0o644, os.O_WRONLY))
     made = mount.getattr("/scratch/source")
@@ -70,7 +70,7 @@ def test_what_is_written_or_read_later_is_newer(mount: LinuxMount) -> None:
     assert (changed.mtime_ns, changed.ctime_ns > written.ctime_ns) == (written.mtime_ns, True)
 
 
-def test_times_that_are_set_are_the_files(mount: LinuxMount) -> None:
+def test_times_that_are_set_are_the_files(mount: NativeMount) -> None:
     path = "/scratch/dated"
     mount.release(mount.create(SHELL, path, 0o644, os.O_WRONLY))
     for atime, mtime in ((0, 1), (1_700_000_000_123_456_789, 1_704_110_400_000_000_000), (-5, 7)):
@@ -123,7 +123,7 @@ def clocks(of_files: bool) -> tuple[list[int], set[int]]:
 
     def said(clock: int) -> int:
         guest.call(init, CLOCK_GETTIME, clock, BUFFER)
-        seconds, nanoseconds = struct.unpack("<qq", guest.get(init, BUFFER, 16))
+        seconds, nanoseconds = struct.unpack("<qq", guest.copy_from_user(init, BUFFER, 16))
         assert 0 <= nanoseconds < 10**9
         return int(seconds * 10**9 + nanoseconds)
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from emulated_kernel.host.mirror.processes import Fork
-from emulated_kernel.linux.engine_mount import EngineMount
-from emulated_kernel.linux.free_pages import MANY, FreePages
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.engine_mount import ProbedMount
+from emulated_kernel.linux.free_pages import MANY, PageReporting
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.options import KERNEL_KPROBES, KPROBES
@@ -34,11 +34,11 @@ def watch() -> ScriptedWatch:
 
 
 @pytest.fixture(params=KPROBES)
-def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[LinuxMount]:
+def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[NativeMount]:
     if request.param == KERNEL_KPROBES:
         found = debian_kernel.mount(watch)
     else:
-        found = EngineMount(engine(MODES["ftrace"]), watch, Owner(0, 0), is_tracefs=False)
+        found = ProbedMount(engine(MODES["ftrace"]), watch, Owner(0, 0), is_tracefs=False)
     yield found
     found.close()
 
@@ -46,7 +46,7 @@ def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[Linu
 class Guest:
     """A mount, its files as a shell sees them, and how much of its RAM isn't the snapshot's."""
 
-    def __init__(self, mount: LinuxMount, watch: ScriptedWatch) -> None:
+    def __init__(self, mount: NativeMount, watch: ScriptedWatch) -> None:
         self.mount, self.watch, self.shell = mount, watch, Files(mount, SHELL)
         self._written = Rewind(mount._tasks.machine.memory.ram, bool)
 
@@ -86,7 +86,7 @@ class Guest:
         self.shell.read("/kprobes/list")
 
 
-def test_tasks_that_ended(mount: LinuxMount, watch: ScriptedWatch) -> None:
+def test_tasks_that_ended(mount: NativeMount, watch: ScriptedWatch) -> None:
     """Again and again: what one round has freed the next one takes, and a probe sees all of it."""
     guest, kept = Guest(mount, watch), random.Random(1).randbytes(1 << 20)
     guest.put(SHELL, "kept", kept)
@@ -107,7 +107,7 @@ def test_tasks_that_ended(mount: LinuxMount, watch: ScriptedWatch) -> None:
     assert not COMPLAINT.findall(guest.shell.read("/machine/dmesg"))
 
 
-def test_a_file_that_is_removed(mount: LinuxMount, watch: ScriptedWatch) -> None:
+def test_a_file_that_is_removed(mount: NativeMount, watch: ScriptedWatch) -> None:
     guest, dice, size = Guest(mount, watch), random.Random(2), 12 << 20
     small = {f"small{number}": dice.randbytes(dice.randrange(20_000)) for number in range(30)}
     guest.put(SHELL, "warm", b"")
@@ -128,7 +128,7 @@ def test_a_file_that_is_removed(mount: LinuxMount, watch: ScriptedWatch) -> None
 def test_pages_that_the_kernel_wants_to_find_as_it_left_them() -> None:
     guest = debian_kernel.tasks()
     memory, facts = guest.machine.memory, guest.facts
-    assert FreePages(memory, guest.root, facts).most < len(memory.ram) // PAGE
+    assert PageReporting(memory, guest.root, facts).most < len(memory.ram) // PAGE
     for symbols, offsets in (
         ({"init_on_free": facts.symbols["pid_max"]}, {}),
         ({"_page_poisoning_enabled": facts.symbols["pid_max"]}, {}),
@@ -138,6 +138,6 @@ def test_pages_that_the_kernel_wants_to_find_as_it_left_them() -> None:
     ):
         other = replace(facts, symbols=facts.symbols | symbols, offsets=facts.offsets | offsets)
         written = Rewind(memory.ram, bool).written()
-        FreePages(memory, guest.root, other).look()
+        PageReporting(memory, guest.root, other).look()
         assert Rewind(memory.ram, bool).written() == written
     guest.machine.close()

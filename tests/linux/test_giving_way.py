@@ -9,7 +9,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -23,17 +23,17 @@ TEXT = "".join(LINES)
 
 
 def test_others_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    mount = EngineMount(engine(PLAIN), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = ProbedMount(engine(PLAIN), ProcessWatch(), Owner(0, 0), is_tracefs=False)
     writer, other = (Files(mount, Client(pid, 0, 0)) for pid in (1000, 1001))
     seen: list[int] = []
 
-    def give_way(lock: ControlLock) -> None:
+    def yield_lock(lock: ControlLock) -> None:
         assert not lock._depth
         seen.append(other.read(PATH).count("long/"))
         other.write("/scratch/log", f"{seen[-1]}\n", os.O_WRONLY | os.O_CREAT)
 
     other.mount.release(other.mount.create(other.client, "/scratch/log", 0o644, os.O_WRONLY))
-    monkeypatch.setattr(ControlLock, "give_way", give_way)
+    monkeypatch.setattr(ControlLock, "yield_lock", yield_lock)
     writer.write(PATH, TEXT, os.O_WRONLY | os.O_APPEND)
     assert len(TEXT) // (PIECE_SIZE + 2 * len(LINES[-1])) <= len(seen) <= len(TEXT) // PIECE_SIZE
     assert seen == sorted(set(seen))
@@ -43,7 +43,7 @@ def test_others_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
     half = len(LINES) // 2
     assert writer.errno(PATH, "".join([*LINES[:half], "p:bad no_such\n", *LINES[half:]])) == errno.ENOENT
     assert other.read(PATH).count("long/") == half
-    monkeypatch.setattr(ControlLock, "give_way", lambda _lock: mount.close())
+    monkeypatch.setattr(ControlLock, "yield_lock", lambda _lock: mount.close())
     with pytest.raises(KernelError) as ended:
         writer.write(PATH, TEXT.replace("long/", "more/"), os.O_WRONLY | os.O_APPEND)
     assert ended.value.errno == errno.EIO

@@ -14,7 +14,7 @@ from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.return_hook.ret_stack import SHADOW_STACK_SIZE
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -34,7 +34,7 @@ def mounted(profile: Profile = PROFILES[DEFAULT]) -> tuple[LinuxEngine, Files]:
     guest = engine(profile)
     # Its own calls on control files are in no tree.
     return guest, Files(
-        EngineMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
+        ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
     )
 
 
@@ -177,7 +177,7 @@ def test_nothing_is_left_of_tasks_that_end() -> None:
     arrays = [word for word in hung() if word]
     assert len(set(arrays)) == len(arrays) == len(live)
     with guest.lock:
-        stack = guest.parts.engine.hook_sets.graph().stack
+        stack = guest.components.engine.hook_sets.graph().stack
     assert stack.shared_memory == len(live) * SHADOW_STACK_SIZE
     shell.write("/tracing/events/hooked/enable", "0")
     shell.write("/tracing/current_tracer", "nop")

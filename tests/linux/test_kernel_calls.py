@@ -14,7 +14,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux import kernel_calls
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.tasks import Blocked, LinuxTask
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -26,16 +26,16 @@ CLIENT = Client(4242, 0, 0)
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[EngineMount]:
+def mount() -> Iterator[ProbedMount]:
     engine = LinuxEngine(*debian_kernel.with_kernel())
     modules = debian_kernel.modules(engine.tasks.release)
-    made = EngineMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
+    made = ProbedMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def shell(mount: EngineMount) -> Files:
+def shell(mount: ProbedMount) -> Files:
     return Files(mount, CLIENT)
 
 
@@ -47,7 +47,7 @@ def test_results(shell: Files) -> None:
     assert shell.call("jiffies") == "EINVAL jiffies: jiffies is not a function\n"
 
 
-def test_it_may_sleep(shell: Files, mount: EngineMount) -> None:
+def test_it_may_sleep(shell: Files, mount: ProbedMount) -> None:
     """For grace periods and for time, which passes."""
     pc = mount._engine.tasks.machine.pc
     before = pc.tsc
@@ -75,7 +75,7 @@ def test_one_that_faults(shell: Files) -> None:
     assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
 
 
-def test_one_that_sleeps_for_long(shell: Files, mount: EngineMount) -> None:
+def test_one_that_sleeps_for_long(shell: Files, mount: ProbedMount) -> None:
     """Nobody waits longer than a minute of the guest's for it; its page is free when it has ended."""
     pages = mount._engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
@@ -91,7 +91,7 @@ def test_one_that_sleeps_for_long(shell: Files, mount: EngineMount) -> None:
     assert pages.used == used
 
 
-def test_one_that_is_killed_later(shell: Files, mount: EngineMount) -> None:
+def test_one_that_is_killed_later(shell: Files, mount: ProbedMount) -> None:
     pages = mount._engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
     used = pages.used
@@ -104,7 +104,7 @@ def test_one_that_is_killed_later(shell: Files, mount: EngineMount) -> None:
     assert pages.used == used
 
 
-def test_nothing_is_left(shell: Files, mount: EngineMount) -> None:
+def test_nothing_is_left(shell: Files, mount: ProbedMount) -> None:
     pages = mount._engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
     before = [*pages.extents()]
@@ -150,7 +150,7 @@ def test_modules(shell: Files, tmp_path: Path) -> None:
 
 
 def test_modules_are_their_writers(
-    shell: Files, mount: EngineMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shell: Files, mount: ProbedMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load is a system call of who writes, whoever made the last one; one that sleeps ends its task."""
     callers: list[LinuxTask] = []
@@ -186,7 +186,7 @@ def test_modules_are_their_writers(
     ],
 )
 def test_modules_that_probe(
-    wanted: list[str], defined: list[str], used: str | None, mount: EngineMount, tmp_path: Path
+    wanted: list[str], defined: list[str], used: str | None, mount: ProbedMount, tmp_path: Path
 ) -> None:
     """What they ask the kernel for counts, not what stands in them."""
     path = tmp_path / "made.ko"

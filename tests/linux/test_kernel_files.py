@@ -11,9 +11,9 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.linux.facts import asking_flags
+from emulated_kernel.linux.facts import dentry_slow_path_flags
 from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.kernel_files import KernelFiles, name_hash
+from emulated_kernel.linux.kernel_files import DcacheReader, name_hash
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
 from tests.image.linux import made
@@ -31,9 +31,9 @@ def guest() -> Iterator[LinuxTasks]:
 
 def asked(guest: LinuxTasks, path: str) -> tuple[int, ...]:
     """Mode, owners, size, blocks and times, as the system call has them."""
-    guest.put(guest.init, BUFFER, path.encode() + b"\0")
+    guest.copy_to_user(guest.init, BUFFER, path.encode() + b"\0")
     guest.call(guest.init, NEWFSTATAT, AT_FDCWD, BUFFER, BUFFER + 4096, AT_SYMLINK_NOFOLLOW)
-    data = guest.get(guest.init, BUFFER + 4096, 144)
+    data = guest.copy_from_user(guest.init, BUFFER + 4096, 144)
     _, ino, nlink, mode, uid, gid, _, size, _, blocks, *times = struct.unpack("<QQQIIIxxxxQqqq6Q24x", data)
     seconds, nanoseconds = times[::2], times[1::2]
     return (ino, nlink, mode, uid, gid, size, blocks, *seconds, *nanoseconds)
@@ -41,7 +41,7 @@ def asked(guest: LinuxTasks, path: str) -> tuple[int, ...]:
 
 def test_memory_tells_what_the_system_call_tells(guest: LinuxTasks) -> None:
     calls, client = LinuxSyscalls(guest), guest.fork(guest.init, 901)
-    guest.own(client, 1000, 100)
+    guest.set_creds(client, 1000, 100)
     calls.on_path(guest.init, "fchmodat", "/scratch", 0o777)
     calls.on_path(client, "mkdirat", "/scratch/directory", 0o751)
     calls.symlink(client, "/scratch/link", "directory")
@@ -150,7 +150,7 @@ def test_where_something_is_mounted_the_kernel_is_asked(guest: LinuxTasks) -> No
     calls, facts = LinuxSyscalls(guest), guest.facts
     calls.on_path(guest.init, "mkdirat", "/scratch/below", 0o755)
     calls.mount("tmpfs", "/scratch/below")
-    covered = KernelFiles(guest.machine, replace(facts, asks=0), guest.init.address).lstat("/scratch/below")
+    covered = DcacheReader(guest.machine, replace(facts, asks=0), guest.init.address).lstat("/scratch/below")
     assert covered is not None
     assert guest.files.lstat("/scratch/below") is None
     assert calls.lstat("/scratch/below").ino != covered.ino
@@ -163,5 +163,5 @@ def test_flags_are_the_releases_own() -> None:
     moved = made.Btf()
     places = {"MOUNTED": 0x8000, "NEED_AUTOMOUNT": 0x10000, "MANAGE_TRANSIT": 0x20000, "OP_REVALIDATE": 4}
     moved.enum("dentry_flags", **{f"DCACHE_{name}": flag for name, flag in places.items()})
-    assert asking_flags(Btf(moved.data())) == 0x38004
-    assert asking_flags(Btf(made.Btf().data())) == 0x70004
+    assert dentry_slow_path_flags(Btf(moved.data())) == 0x38004
+    assert dentry_slow_path_flags(Btf(made.Btf().data())) == 0x70004

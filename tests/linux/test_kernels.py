@@ -14,8 +14,8 @@ import pytest
 
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.engine_mount import ProbedMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
@@ -49,13 +49,13 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 
 @pytest.fixture
-def mount(kernel: Kernel) -> Iterator[LinuxMount]:
+def mount(kernel: Kernel) -> Iterator[NativeMount]:
     found = debian_kernel.mount(meta=kernel.meta, suite=kernel.suite)
     yield found
     found.close()
 
 
-def test_a_walk(kernel: Kernel, mount: LinuxMount) -> None:
+def test_a_walk(kernel: Kernel, mount: NativeMount) -> None:
     shell, other = Files(mount, SHELL), Files(mount, OTHER)
     assert re.fullmatch(f"Linux version {kernel.release} .*\n", shell.read("/machine/version"))
     assert errno.errorcode[shell.errno("/kprobe_events", "p:x no_such_function")] == kernel.unknown_symbol
@@ -77,7 +77,7 @@ def test_a_walk(kernel: Kernel, mount: LinuxMount) -> None:
     assert shell.read("/kprobes/list") == ""
 
 
-def test_free_pages_are_the_kernel_s(mount: LinuxMount) -> None:
+def test_free_pages_are_the_kernel_s(mount: NativeMount) -> None:
     """As its own file counts them, but for those that the end of that read took."""
     lines = mount._syscalls.read_all("/proc/buddyinfo").decode().splitlines()
     counted = [sum(map(int, column)) for column in zip(*(line.split()[4:] for line in lines), strict=True)]
@@ -86,16 +86,16 @@ def test_free_pages_are_the_kernel_s(mount: LinuxMount) -> None:
     assert sum(counted[2:]) > 20
 
 
-def test_entries_of_functions(kernel: Kernel, mount: LinuxMount) -> None:
+def test_entries_of_functions(kernel: Kernel, mount: NativeMount) -> None:
     """A probe stands behind the pad that indirect calls may lead to, with our engine as with its own."""
     engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
-    ours = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    ours = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     found = [_placed(tree) for tree in (ours, mount)]
     ours.close()
     assert found[0] == found[1]
 
 
-def _placed(mount: LinuxMount) -> tuple[list[str], list[str]]:
+def _placed(mount: NativeMount) -> tuple[list[str], list[str]]:
     """What is refused of probes about a function's entry, and where the others stand."""
     texts = ("p:a vfs_read", "p:b vfs_read+4", "p:c vfs_read+5", "r:d vfs_read", "p:e vfs_write+1")
     refused = [write(mount, "/kprobe_events", text, os.O_APPEND) for text in texts]
@@ -105,7 +105,7 @@ def _placed(mount: LinuxMount) -> tuple[list[str], list[str]]:
     return refused, places
 
 
-def test_instances_and_attributes(mount: LinuxMount) -> None:
+def test_instances_and_attributes(mount: NativeMount) -> None:
     shell = Files(mount, SHELL)
     mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
     assert mount.getattr("/tracing/instances/mine/trace").mode & stat.S_IFREG

@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.linux_context import _shadow_stacks
 from emulated_kernel.vfs.core.node import Owner
 from tests.image.linux import made
@@ -55,7 +55,7 @@ def test_return_probes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = {"task_struct.kretprobe_instances": 64}
     monkeypatch.setattr(kernel.btf, "offset", lambda path: offset(path) + moved.get(path, 0))
     engine = LinuxEngine(tasks, kernel)
-    mount = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     assert not write(mount, "/kprobe_events", "r:out do_sys_openat2 $retval", os.O_APPEND)
     assert not write(mount, "/tracing/events/kprobes/enable", "1")
     with engine.lock:

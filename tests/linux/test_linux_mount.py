@@ -15,7 +15,7 @@ import pytest
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.linux import clients, syscalls
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import Client
@@ -54,14 +54,14 @@ def host() -> Host:
 
 
 @pytest.fixture
-def mount(host: Host) -> Iterator[LinuxMount]:
+def mount(host: Host) -> Iterator[NativeMount]:
     found = debian_kernel.mount(host)
     yield found
     found.close()
 
 
 @pytest.fixture
-def shell(mount: LinuxMount) -> Files:
+def shell(mount: NativeMount) -> Files:
     return Files(mount, SHELL)
 
 
@@ -425,7 +425,7 @@ def test_a_dead_guest_answers_eio_and_says_why(shell: Files) -> None:
 
 @pytest.mark.parametrize("count", [40_000, 1 << 20, 1 << 62])
 def test_a_kernel_that_says_it_has_given_more(
-    count: int, mount: LinuxMount, monkeypatch: pytest.MonkeyPatch
+    count: int, mount: NativeMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A damaged one says anything; the front end has room for what it asked for."""
     handle = mount.create(SHELL, "/scratch/file", 0o600, os.O_RDWR)

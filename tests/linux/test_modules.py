@@ -14,9 +14,9 @@ from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.core_guest import started_core
-from emulated_kernel.linux.core_mount import CoreMount
+from emulated_kernel.linux.core_mount import VmcoreMount
 from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.init import DEBUGFS, PROC, TRACEFS
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.trace.events.static_event import StaticEvent
@@ -44,22 +44,22 @@ EACH, SOME = (
 
 
 @pytest.fixture(scope="module")
-def mount(request: pytest.FixtureRequest) -> Iterator[EngineMount]:
+def mount(request: pytest.FixtureRequest) -> Iterator[ProbedMount]:
     suite = request.param
     engine = LinuxEngine(*debian_kernel.with_kernel(suite=suite))
     modules = debian_kernel.modules(engine.tasks.release, suite=suite)
-    made = EngineMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
+    made = ProbedMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def engine(mount: EngineMount) -> LinuxEngine:
+def engine(mount: ProbedMount) -> LinuxEngine:
     return mount._engine
 
 
 @pytest.fixture
-def shell(mount: EngineMount, engine: LinuxEngine) -> Iterator[Files]:
+def shell(mount: ProbedMount, engine: LinuxEngine) -> Iterator[Files]:
     """No module is there at the end, no probe, and the text is the kernel's own."""
     shell = Files(mount, CLIENT)
     yield shell
@@ -106,9 +106,11 @@ def test_the_kernel_says_the_same(shell: Files) -> None:
 def optimizable(engine: LinuxEngine, function: str) -> int:
     """The first offset in a function where a probe becomes a jump."""
     (symbol,) = engine.live.kallsyms.by_name(function)
-    verdict = engine.kprobes.verdict
+    verdict = engine.kprobes.probe_checker
     found = (
-        at for at, refused, region in verdict.judged(symbol) if not refused and isinstance(region, Region)
+        at
+        for at, refused, region in verdict.check_each_insn(symbol)
+        if not refused and isinstance(region, Region)
     )
     return next(found) - symbol.address
 
@@ -368,7 +370,7 @@ def test_formats_name_enumerators_of_the_module(shell: Files, engine: LinuxEngin
     """Which its file doesn't explain, but for its types."""
     name = "fscache" if engine.kernel.release.startswith("6.1.") else "netfs"
     shell.write("/machine/modules", f"load {name}\n")
-    event = engine.parts.tracing.system.events.find("fscache", "fscache_active")
+    event = engine.components.tracing.system.events.find("fscache", "fscache_active")
     assert isinstance(event, StaticEvent)
     assert "{ fscache_active_use, " in event.print_fmt
     # It raises ValueError for what it doesn't know.
@@ -385,7 +387,7 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
     core_dump.dump_of(running._tasks, tmp_path / "core", has_info=True)
     running.close()
     guest, kernel = started_core(str(tmp_path / "core"))
-    core = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    core = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     dump = Files(core, CLIENT)
     try:
         assert of_modules(dump.read("/machine/kallsyms").splitlines()) == known

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from kprobefs import control
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 from kprobefs.top import Probes
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import debian_kernel
@@ -172,7 +172,7 @@ def names_come_and_go_as_the_hosts_do(directory: Path) -> None:
 
 
 def is_refused_to_reboot(directory: Path) -> None:
-    with pytest.raises(Failure, match="isn't booted anew: mount it again"):
+    with pytest.raises(CliError, match="isn't booted anew: mount it again"):
         control.reboot(str(directory))
 
 

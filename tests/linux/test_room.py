@@ -34,7 +34,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def where(size: int, whole: int) -> str:
     """The directory that a file of that size is made in."""
-    with room.unnamed_file(lambda _file: None, size, whole) as file:
+    with room.open_tmpfile(lambda _file: None, size, whole) as file:
         return os.path.dirname(os.readlink(f"/proc/self/fd/{file.fileno()}"))
 
 
@@ -75,11 +75,11 @@ def test_one_that_gets_full(places: dict[str, int]) -> None:
         if len(tried) == 1:
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    room.unnamed_file(write, MB, MB).close()
+    room.open_tmpfile(write, MB, MB).close()
     assert len(tried) == 2
 
     def fails(_file: IO[bytes]) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        room.unnamed_file(fails, MB, MB)
+        room.open_tmpfile(fails, MB, MB)

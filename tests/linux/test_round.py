@@ -13,8 +13,8 @@ import pytest
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.engine_mount import ProbedMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
@@ -45,8 +45,8 @@ class Host(ProcessWatch):
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[LinuxMount]:
-    found = EngineMount(
+def mount() -> Iterator[NativeMount]:
+    found = ProbedMount(
         LinuxEngine(*debian_kernel.with_kernel()), ProcessWatch(), Owner(0, 0), is_tracefs=False
     )
     found.release(found.create(SHELL, FILE, 0o644, os.O_WRONLY))
@@ -54,14 +54,14 @@ def mount() -> Iterator[LinuxMount]:
     found.close()
 
 
-def opened_and_read(mount: LinuxMount, client: Client = SHELL) -> None:
+def opened_and_read(mount: NativeMount, client: Client = SHELL) -> None:
     """What `open(FILE)`, `read()` and `close()` ask for: the host's kernel knows the name."""
     handle = mount.open(client, FILE, os.O_RDONLY)
     mount.read(client, handle, 4096, 0)
     mount.release(handle)
 
 
-def test_how_much_it_takes(mount: LinuxMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_much_it_takes(mount: NativeMount, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two rounds that follow each other the less: a tick of the guest's may come into one."""
     starts = 0
     engine = mount._tasks.machine.engine

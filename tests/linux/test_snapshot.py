@@ -20,16 +20,16 @@ from unittest.mock import Mock
 import pytest
 
 from emulated_kernel.linux import core_image, facts, inodes, read_files, snapshot
-from emulated_kernel.linux.core_image import CoreFacts
+from emulated_kernel.linux.core_image import VmcoreOffsets
 from emulated_kernel.linux.exception_cells import find_exception_cells
-from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.facts import KernelOffsets
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
 from kprobefs.cli import main
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 
 RAM = 4 << 20
-FACTS = KernelFacts("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16, 4)
+FACTS = KernelOffsets("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16, 4)
 CELLS = find_exception_cells()
 PARTS = {"empty": bytes(200_000), "one": b"some", "zeros": bytes(100_000), "long": bytes(70_000) + b"end"}
 
@@ -60,7 +60,7 @@ def save(path: Path) -> Path:
 def test_other_facts_have_another_number() -> None:
     """A file of the same number would be mounted without them: who changes what is kept raises _MAGIC."""
     kept = (
-        *(field.name for form in (KernelFacts, CoreFacts) for field in fields(form)),
+        *(field.name for form in (KernelOffsets, VmcoreOffsets) for field in fields(form)),
         *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
         *(facts._OF_NODES, facts._OF_FREE_PAGES, facts._SIZES, facts._DENTRY_FLAGS, facts._OF_TIME),
         *(core_image._SYMBOLS, core_image.CLOCK, core_image.ONLINE),
@@ -350,21 +350,21 @@ def test_oldest_go_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_images_for_people_and_programs(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["images", "--json"]) == Exit.OK
+    assert main(["images", "--json"]) == ExitStatus.OK
     assert json.loads(capsys.readouterr().out) == []
     whole, damaged = save(cache / "whole.booted"), save(cache / "damaged.booted")
     damaged.write_bytes(b"nothing")
     os.utime(damaged, (1, 1))
-    assert main(["images", "--json"]) == Exit.OK
+    assert main(["images", "--json"]) == ExitStatus.OK
     sizes = [path.stat().st_blocks * 512 for path in (whole, damaged)]
     assert json.loads(capsys.readouterr().out) == [
         {"release": "6.1.0-test", "source": "vmlinuz-test", "size": sizes[0]},
         {"release": None, "source": None, "size": sizes[1]},
     ]
-    assert main(["images"]) == Exit.OK
+    assert main(["images"]) == ExitStatus.OK
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows == [["0", "MiB", "6.1.0-test", "vmlinuz-test"], ["0", "MiB", "not", "usable", "?"]]
-    assert main(["images", "--json", "--clear"]) == Exit.USAGE
+    assert main(["images", "--json", "--clear"]) == ExitStatus.USAGE
     assert len(snapshot.cached()) == 2
 
 

@@ -15,9 +15,9 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.trace.events.static_event import StaticEvent
@@ -42,20 +42,20 @@ def engine() -> LinuxEngine:
 
 
 @pytest.fixture(scope="module")
-def ours(engine: LinuxEngine) -> Iterator[EngineMount]:
-    mount = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+def ours(engine: LinuxEngine) -> Iterator[ProbedMount]:
+    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     yield mount
     mount.close()
 
 
 @pytest.fixture(scope="module")
-def linux() -> Iterator[LinuxMount]:
+def linux() -> Iterator[NativeMount]:
     mount = debian_kernel.mount()
     yield mount
     mount.close()
 
 
-def switch(mount: LinuxMount, event: str, *, on: bool) -> None:
+def switch(mount: NativeMount, event: str, *, on: bool) -> None:
     assert not write(mount, f"/tracing/events/{event}/enable", str(int(on))), event
 
 
@@ -63,11 +63,11 @@ LISTED = ("available_filter_functions", "printk_formats")
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_lists_are_those_of_its_own_tracefs(name: str, linux: LinuxMount, ours: EngineMount) -> None:
+def test_lists_are_those_of_its_own_tracefs(name: str, linux: NativeMount, ours: ProbedMount) -> None:
     assert read(ours, f"/tracing/{name}") == read(linux, f"/tracing/{name}")
 
 
-def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: LinuxMount, ours: EngineMount) -> None:
+def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: NativeMount, ours: ProbedMount) -> None:
     """None is of the call that stands for all numbers without one."""
     calls = [
         {name for name in read(mount, "/tracing/available_events").split() if name.startswith("syscalls:")}
@@ -77,7 +77,7 @@ def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: LinuxMount, 
     assert len(calls[0]) > 500
 
 
-def test_sites_of_dropped_functions_are_nobody_s(linux: LinuxMount, ours: EngineMount) -> None:
+def test_sites_of_dropped_functions_are_nobody_s(linux: NativeMount, ours: ProbedMount) -> None:
     """Linux leaves them in their place, where a number finds them, but no name."""
     names = read(ours, "/tracing/available_filter_functions").splitlines()
     number = next(at for at, name in enumerate(names, 1) if name.startswith("__ftrace_invalid_address__"))
@@ -99,7 +99,7 @@ def families(tasks: LinuxTasks) -> None:
     tasks.exit(child)
 
 
-def recorded(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+def recorded(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     """Lines without times, of the tasks that are born and die there."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     for event in EVENTS:
@@ -112,7 +112,7 @@ def recorded(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
 
 
 def test_records_are_those_of_its_own_tracefs(
-    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
 ) -> None:
     """With interrupts and preemption as they were there, and in the same order."""
     found = recorded(ours, engine.tasks)
@@ -129,7 +129,7 @@ ON_THE_WAY = "kprobes", "sched/sched_process_exec", "task/task_rename", "mmap/vm
 ADDRESS = re.compile(r"0x7f[0-9a-f]+")
 
 
-def executed(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+def executed(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     """Lines without times of an execve() that a task makes thrice, with probes on what the host looks at."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     assert not write(mount, "/tracing/kprobe_events", PROBES)
@@ -148,7 +148,7 @@ def executed(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
 
 
 def test_executions_are_those_of_its_own_tracefs(
-    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
 ) -> None:
     found = executed(ours, engine.tasks)
     assert found == executed(linux, linux._tasks)
@@ -160,12 +160,12 @@ def test_executions_are_those_of_its_own_tracefs(
     assert [line.partition(": ")[2].partition(" total_vm=0x")[0] for line in areas] == ["addr=ADDRESS err=0"]
 
 
-def faults(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+def faults(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     """Page faults of a child that is forked and writes to its memory, without times."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     switch(mount, "exceptions/page_fault_user", on=True)
     child = tasks.fork(tasks.init, 4200)
-    tasks.put(child, BUFFER, b"written")
+    tasks.copy_to_user(child, BUFFER, b"written")
     tasks.exit(child)
     switch(mount, "exceptions/page_fault_user", on=False)
     lines = read(mount, "/tracing/trace").splitlines()
@@ -173,7 +173,7 @@ def faults(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
 
 
 def test_page_faults_are_those_of_its_own_tracefs(
-    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
 ) -> None:
     """Their regfunc has the kernel take another way into its handler, which it leaves again."""
     key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
@@ -189,7 +189,7 @@ def test_page_faults_are_those_of_its_own_tracefs(
 
 
 def test_a_regfunc_that_refuses(
-    ours: EngineMount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch
+    ours: ProbedMount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is switched then."""
     monkeypatch.setattr(engine.kernel_calls, "call_at", lambda _address: (1 << 64) - errno.ENOMEM)
@@ -205,7 +205,7 @@ def test_a_regfunc_that_refuses(
 
 
 def test_events_with_a_regfunc_that_nobody_can_call(
-    ours: EngineMount, monkeypatch: pytest.MonkeyPatch
+    ours: ProbedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the kernel's work queues aren't known there are none; all others are there."""
     tasks, kernel = debian_kernel.with_kernel()
@@ -218,7 +218,7 @@ def test_events_with_a_regfunc_that_nobody_can_call(
     with pytest.raises(KernelError) as refusal:
         _ = engine.kernel_calls
     assert refusal.value.errno == errno.ENOEXEC
-    mount = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     listed, whole = (set(read(each, "/tracing/available_events").split()) for each in (mount, ours))
     mount.close()
     plain = {f"{event.system}:{event.name}" for event in kernel.events if event.is_plain}
@@ -231,7 +231,7 @@ SYSCALLS = ("sys_enter_getpid", "sys_exit_getpid", "sys_enter_kill", "sys_exit_k
 GETPID, KILL, GETPPID, GETUID = 39, 62, 110, 102
 
 
-def calls(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+def calls(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     """Lines of system calls made by a task that was there and by one that is forked meanwhile."""
     before = tasks.fork(tasks.init, 4200)
     write(mount, "/tracing/trace", "", os.O_TRUNC)
@@ -252,7 +252,7 @@ def calls(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
 
 
 def test_system_calls_are_those_of_its_own_tracefs(
-    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
 ) -> None:
     found = calls(ours, engine.tasks)
     assert [WHO.sub("", line) for line in found] == [WHO.sub("", line) for line in calls(linux, linux._tasks)]
@@ -266,7 +266,7 @@ def test_system_calls_are_those_of_its_own_tracefs(
 FOLLOWED = ("raw_syscalls", "sched/sched_switch", "sched/sched_waking", "sched/sched_process_exit")
 
 
-def followed(mount: LinuxMount, tasks: LinuxTasks, listed: str) -> list[str]:
+def followed(mount: NativeMount, tasks: LinuxTasks, listed: str) -> list[str]:
     """Lines of a task on a list of pids, of one that it forks, and of one that this forks."""
     parent = tasks.fork(tasks.init, 4300)
     write(mount, "/tracing/trace", "", os.O_TRUNC)
@@ -293,7 +293,7 @@ def followed(mount: LinuxMount, tasks: LinuxTasks, listed: str) -> list[str]:
 
 
 def test_forks_are_followed_from_their_first_instruction_on(
-    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
 ) -> None:
     """A task that is left out can still be seen to wake up another one."""
     for listed, calls_seen in (("set_event_notrace_pid", 0), ("set_event_pid", 3)):
@@ -302,7 +302,7 @@ def test_forks_are_followed_from_their_first_instruction_on(
         assert sum("NR 102 (" in line for line in found) == calls_seen
 
 
-def test_formats_are_those_of_its_own_tracefs(linux: LinuxMount, ours: EngineMount) -> None:
+def test_formats_are_those_of_its_own_tracefs(linux: NativeMount, ours: ProbedMount) -> None:
     events = read(ours, "/tracing/available_events").split()
     assert len(events) > 250
     for event in share(events, 3, 8):
@@ -312,8 +312,8 @@ def test_formats_are_those_of_its_own_tracefs(linux: LinuxMount, ours: EngineMou
 
 def test_print_formats_are_understood(engine: LinuxEngine) -> None:
     """But those that call functions which are in no table, of hardware that isn't there."""
-    events = [event for event in engine.parts.tracing.system.events if isinstance(event, StaticEvent)]
-    names = engine.parts.tracing.system.symbols
+    events = [event for event in engine.components.tracing.system.events if isinstance(event, StaticEvent)]
+    names = engine.components.tracing.system.symbols
     bare = set()
     for event in events:
         try:
@@ -325,7 +325,7 @@ def test_print_formats_are_understood(engine: LinuxEngine) -> None:
     assert len(events) > 600
 
 
-def test_all_at_once(ours: EngineMount, engine: LinuxEngine) -> None:
+def test_all_at_once(ours: ProbedMount, engine: LinuxEngine) -> None:
     """The kernel goes on as before, and has its text back but for what all records go through, for good."""
     assert not write(ours, "/tracing/events/enable", "1")
     families(engine.tasks)
@@ -341,7 +341,7 @@ def test_all_at_once(ours: EngineMount, engine: LinuxEngine) -> None:
     assert "BUG" not in log
 
 
-def test_filters_and_triggers_know_their_fields(ours: EngineMount, engine: LinuxEngine) -> None:
+def test_filters_and_triggers_know_their_fields(ours: ProbedMount, engine: LinuxEngine) -> None:
     event = "/tracing/events/sched/sched_process_exit"
     write(ours, "/tracing/trace", "", os.O_TRUNC)
     assert not write(ours, f"{event}/filter", "pid == 4101")
@@ -362,7 +362,7 @@ def test_functions_that_we_take_over_arent_probed(engine: LinuxEngine, function:
     assert refused.value.errno == errno.EINVAL
 
 
-def test_the_deepest_stack(ours: EngineMount, engine: LinuxEngine) -> None:
+def test_the_deepest_stack(ours: ProbedMount, engine: LinuxEngine) -> None:
     """A chain of callers from the system call on, each of which takes some of the stack."""
     assert not write(ours, "/tracing/stack_trace_filter", "vfs_* shmem_*")
     assert not write(ours, "/sysctl/kernel/stack_tracer_enabled", "1")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.linux.executions import Executions
+from emulated_kernel.linux.executions import ExecObserver
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
@@ -31,12 +31,12 @@ def guest() -> Iterator[LinuxTasks]:
 
 def test_a_task_has_its_process_s_pid_name_and_owner(guest: LinuxTasks) -> None:
     task = guest.fork(guest.init, 123456)
-    guest.name(task, "a-name-that-is-too-long")
-    guest.own(task, 1000, 100)
+    guest.set_comm(task, "a-name-that-is-too-long")
+    guest.set_creds(task, 1000, 100)
     assert guest.call(task, GETPID) == task.pid == 123456
     assert guest.call(task, GETUID) == 1000
     guest.call(task, PRCTL, PR_GET_NAME, BUFFER)
-    assert guest.get(task, BUFFER, 16) == b"a-name-that-is-\0"
+    assert guest.copy_from_user(task, BUFFER, 16) == b"a-name-that-is-\0"
     with pytest.raises(KernelError) as refused:
         guest.call(task, KILL, 1, 9)
     assert refused.value.errno == errno.EPERM
@@ -85,7 +85,7 @@ def test_random_clients_against_a_model(guest: LinuxTasks) -> None:
 
 def pipe(guest: LinuxTasks, task: LinuxTask) -> tuple[int, int]:
     guest.call(task, PIPE, BUFFER)
-    reader, writer = struct.unpack("<2i", guest.get(task, BUFFER, 8))
+    reader, writer = struct.unpack("<2i", guest.copy_from_user(task, BUFFER, 8))
     return reader, writer
 
 
@@ -95,11 +95,11 @@ def test_a_read_sleeps_until_another_client_writes(guest: LinuxTasks) -> None:
     with pytest.raises(Blocked):
         guest.call(reading, READ, reader, BUFFER, 10, patience=1000)
     with pytest.raises(Blocked):
-        guest.answer(reading, 1000)
-    guest.put(writing, BUFFER, b"hello")
+        guest.wait_for_result(reading, 1000)
+    guest.copy_to_user(writing, BUFFER, b"hello")
     assert guest.call(writing, WRITE, writer, BUFFER, 5) == 5
-    assert guest.answer(reading, 1000) == 5
-    assert guest.get(reading, BUFFER, 5) == b"hello"
+    assert guest.wait_for_result(reading, 1000) == 5
+    assert guest.copy_from_user(reading, BUFFER, 5) == b"hello"
 
 
 def test_who_sleeps_in_a_call_can_be_ended(guest: LinuxTasks) -> None:
@@ -117,11 +117,11 @@ def test_who_sleeps_in_a_call_can_be_ended(guest: LinuxTasks) -> None:
 
 def test_memory_is_each_task_s_own(guest: LinuxTasks) -> None:
     first = guest.fork(guest.init, 501)
-    guest.put(first, BUFFER, b"x" * 10_000)
+    guest.copy_to_user(first, BUFFER, b"x" * 10_000)
     second = guest.fork(first, 502)
-    assert guest.get(second, BUFFER, 10_000) == bytes(10_000)
-    guest.put(second, BUFFER + 5000, b"y" * 100)
-    assert guest.get(first, BUFFER, 10_000) == b"x" * 10_000
+    assert guest.copy_from_user(second, BUFFER, 10_000) == bytes(10_000)
+    guest.copy_to_user(second, BUFFER + 5000, b"y" * 100)
+    assert guest.copy_from_user(first, BUFFER, 10_000) == b"x" * 10_000
 
 
 def users_of_the_table(guest: LinuxTasks) -> int:
@@ -133,19 +133,19 @@ def users_of_the_table(guest: LinuxTasks) -> int:
 
 
 def test_who_executes_a_program_keeps_what_all_share(guest: LinuxTasks) -> None:
-    calls, executions, path = LinuxSyscalls(guest), Executions(guest), "/usr/bin/a-name-that-is-too-long"
+    calls, executions, path = LinuxSyscalls(guest), ExecObserver(guest), "/usr/bin/a-name-that-is-too-long"
     task = guest.fork(guest.init, 501)
     fd = calls.open(task, "/scratch/file", os.O_RDWR | os.O_CREAT, 0o600)
     for number in range(3):
         executions.execute(task, f"{path}{number}", path.rpartition("/")[2][:15])
-        guest.name(task, "sh")
+        guest.set_comm(task, "sh")
         assert not task.entries
         assert users_of_the_table(guest) == 2
     executions.execute(task, path, "a-name-that-is-")
     child = guest.fork(task, 502)
     assert guest.call(child, GETPID) == 502
     guest.call(child, PRCTL, PR_GET_NAME, BUFFER)
-    assert guest.get(child, BUFFER, 16) == b"a-name-that-is-\0"
+    assert guest.copy_from_user(child, BUFFER, 16) == b"a-name-that-is-\0"
     assert calls.write(child, fd, b"text", None) == 4
     assert calls.read_all("/proc/501/cmdline") == path.encode() + b"\0"
     guest.exit(child)
@@ -159,7 +159,7 @@ def test_who_can_execute_nothing_is_renamed(guest: LinuxTasks) -> None:
     task = guest.fork(guest.init, 501)
     calls = LinuxSyscalls(guest)
     calls.on_path(guest.init, "fchmodat", "/init", 0o600)
-    Executions(guest).execute(task, "/bin/program", "program")
+    ExecObserver(guest).execute(task, "/bin/program", "program")
     assert calls.read_all("/proc/501/comm") == b"program\n"
     assert b"program" not in calls.read_all("/proc/501/cmdline")
     assert users_of_the_table(guest) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.linux.undo import Undo
+from emulated_kernel.linux.undo import MemoryRollback
 from tests.linux.rewind import PAGE
 
 PAGES = 4
@@ -24,13 +24,13 @@ def ram(tmp_path: Path) -> Iterator[mmap.mmap]:
 
 
 def test_a_page_that_became_the_files_meanwhile(ram: mmap.mmap) -> None:
-    undo = Undo(ram, len(ram))
+    undo = MemoryRollback(ram, len(ram))
     assert undo.is_possible
     ram[PAGE], ram[2 * PAGE] = b"k"[0], b"k"[0]
-    undo.keep()
+    undo.checkpoint()
     before = ram[:]
     ram[PAGE], ram[2 * PAGE], ram[0] = b"f"[0], b"n"[0], b"n"[0]
     ram.madvise(mmap.MADV_DONTNEED, PAGE, PAGE)
-    undo.back()
+    undo.rollback()
     assert ram[:] == before
     undo.close()

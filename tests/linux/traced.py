@@ -45,7 +45,7 @@ class Traced(ABC):
 
     def __init__(self, engine: LinuxEngine) -> None:
         self.engine = engine
-        self.tracing = engine.parts.tracing
+        self.tracing = engine.components.tracing
         # No reading of Python's takes time.
         engine.machine.clock._is_held = True
         self._arrays: dict[int, int] = {}
@@ -74,7 +74,7 @@ class Traced(ABC):
         """
         host = self.engine.machine.model.layout.direct_map + GUEST_RAM
         is_own = host <= found < host + HOST_SIZE or any(
-            each.is_one(found) for _, each in self.engine.parts.engine.hook_sets.trampolines()
+            each.is_one(found) for _, each in self.engine.components.engine.hook_sets.trampolines()
         )
         are_flags = not (found ^ expected) & ~_ARITHMETIC and (found | _LOOSE) == FLAG_FIXED | _LOOSE
         return expected if is_own or are_flags else found
@@ -91,7 +91,7 @@ class Traced(ABC):
         """Nobody awaits a call, and no task has an array."""
         for stack in self._stacks():
             for task in list(stack._stacks):
-                self.engine.parts.engine.hook_sets.drop(task)
+                self.engine.components.engine.hook_sets.drop(task)
                 stack.tasks.of(task)[RET_STACK] = 0
         self.engine.drop_calls()
 
@@ -101,7 +101,7 @@ class Traced(ABC):
         self.after()
 
     def _stacks(self) -> Iterable[RetStack]:
-        graph = self.engine.parts.engine.hook_sets._graph
+        graph = self.engine.components.engine.hook_sets._graph
         return [graph.stack] if graph is not None and isinstance(graph.stack, RetStack) else []
 
 
@@ -230,7 +230,7 @@ class Hooks(Traced):
         self._hits = 0
         self._kretprobes.clear()
         self._fprobes.clear()
-        probes, fprobes = self.engine.parts.engine, self.engine.parts.engine.fprobes
+        probes, fprobes = self.engine.components.engine, self.engine.components.engine.fprobes
         symbols = self.engine.kernel.kallsyms
         with self.engine.lock:
             for start in starts:
@@ -260,7 +260,7 @@ class Hooks(Traced):
         return self._hits
 
     def off(self) -> None:
-        probes = self.engine.parts.engine
+        probes = self.engine.components.engine
         with self.engine.lock:
             assert not any(kretprobe.nmissed for kretprobe in self._kretprobes)
             assert not any(fprobe.nmissed for fprobe in self._fprobes)

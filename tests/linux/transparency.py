@@ -231,7 +231,7 @@ class Caller:
 
     def _named(self, address: int) -> str:
         """Of a copy the original's."""
-        copied = self.engine.kprobes.stands_for(address)
+        copied = self.engine.kprobes.resolve_probed_address(address)
         where = kernel().kallsyms.lookup(copied[0] if copied else address)
         return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"
 

@@ -30,11 +30,11 @@ def machine() -> Iterator[Machine]:
 
 def test_cells_are_zeroed_and_each_cpus_own(machine: Machine) -> None:
     records = machine.records
-    first = records.alloc_cells(8)
+    first = records.alloc_percpu(8)
     for cell in records.cells(first, 8):
         cell[:] = b"\xff" * 8
-    records.free_cells(first)
-    cells = [records.alloc_cells(24) for _ in range(10_000)]
+    records.free_percpu(first)
+    cells = [records.alloc_percpu(24) for _ in range(10_000)]
     assert len(set(cells)) == 10_000
     assert all(cell % 8 == 0 for cell in cells)
     for cpu, base in enumerate(machine.per_cpu_bases):
@@ -44,7 +44,7 @@ def test_cells_are_zeroed_and_each_cpus_own(machine: Machine) -> None:
 
 def test_cells_as_words(machine: Machine) -> None:
     records = machine.records
-    cell = records.alloc_cells(8)
+    cell = records.alloc_percpu(8)
     for number, words in enumerate(records.words):
         words[records.word_index(cell)] = number + 7
         assert machine.memory.read_u64(records.address(cell, number)) == number + 7
@@ -87,14 +87,14 @@ def test_there_is_an_end(machine: Machine) -> None:
     with pytest.raises(HardwareError):
         machine.records.alloc_pages(machine.model.layout.record_pages_size + PAGE)
     with pytest.raises(HardwareError):
-        machine.records.alloc_cells(1 << 30)
+        machine.records.alloc_percpu(1 << 30)
 
 
 def test_a_file_that_only_some_could_be_moved_to(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records, mapped = machine.records, []
-    cell, pages = records.alloc_cells(8), records.alloc_pages(PAGE)
+    cell, pages = records.alloc_percpu(8), records.alloc_pages(PAGE)
     records.cells(cell, 8)[0][:] = b"cell" * 2
     records.view(pages, 5)[:] = b"pages"
 
@@ -118,7 +118,7 @@ def test_a_file_that_only_some_could_be_moved_to(
     with (tmp_path / "more").open("w+b", buffering=0) as more:
         records.keep_in(more)
         assert bytes(records.view(pages, 5)) == b"pages"
-        assert os.pread(more.fileno(), 5, records.kept_layout.pages(pages, 5)) == b"pages"
+        assert os.pread(more.fileno(), 5, records.persistent_layout.pages(pages, 5)) == b"pages"
 
 
 def test_what_cant_be_mapped_changes_nothing() -> None:

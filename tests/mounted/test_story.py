@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, eventually, is_mounted, kprobefs, needs_fuse
 from tests.mounted.files import Files, assert_errno
 
@@ -109,7 +109,7 @@ def test_layout_tracefs(directory: Path) -> None:
         (["sh", "-c", "grep -q Linux $KPROBEFS/machine/version && exit 7"], 7),
         (["sh", "-c", "echo p:a nosuch > $KPROBEFS/kprobe_events"], 2),
         (["sh", "-c", "kill -TERM $$"], 128 + signal.SIGTERM),
-        (["/nonexistent"], Exit.NOT_FOUND),
+        (["/nonexistent"], ExitStatus.NOT_FOUND),
     ],
 )
 def test_run_passes_the_exit_status_on(command: list[str], status: int) -> None:

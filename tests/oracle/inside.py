@@ -24,7 +24,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.errors import KernelError
@@ -34,7 +34,7 @@ from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.modules import LiveImage, Module
 from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
@@ -112,7 +112,7 @@ def definitions(count: int, seed: int) -> Iterator[str]:
         yield " ".join(words)
 
 
-def read(mount: GuestMount | LinuxMount, path: str) -> str:
+def read(mount: GuestMount | NativeMount, path: str) -> str:
     """A whole file."""
     handle, text = mount.open(CLIENT, path, os.O_RDONLY), b""
     while piece := mount.read(CLIENT, handle, PIECE, len(text)):
@@ -121,7 +121,7 @@ def read(mount: GuestMount | LinuxMount, path: str) -> str:
     return text.decode()
 
 
-def write(mount: GuestMount | LinuxMount, path: str, text: str, flags: int = 0) -> str:
+def write(mount: GuestMount | NativeMount, path: str, text: str, flags: int = 0) -> str:
     """One write(2); the name of its errno, or nothing."""
     try:
         handle = mount.open(CLIENT, path, os.O_WRONLY | flags)
@@ -137,7 +137,7 @@ def write(mount: GuestMount | LinuxMount, path: str, text: str, flags: int = 0) 
     return ""
 
 
-def answer(mount: GuestMount | LinuxMount, definition: str) -> tuple[str, str, str]:
+def answer(mount: GuestMount | NativeMount, definition: str) -> tuple[str, str, str]:
     """errno, error_log and kprobe_events behind a definition."""
     for path in ("/tracing/kprobe_events", "/tracing/error_log"):
         write(mount, path, "", os.O_TRUNC)
@@ -148,7 +148,7 @@ def answer(mount: GuestMount | LinuxMount, definition: str) -> tuple[str, str, s
     return result, log.replace("$-valiable", "$-variable"), events
 
 
-def compare_definitions(linux: LinuxMount, ours: GuestMount, count: int, seed: int) -> Tally:
+def compare_definitions(linux: NativeMount, ours: GuestMount, count: int, seed: int) -> Tally:
     """Both kernels' answers to each."""
     tally = Tally()
     for definition in definitions(count, seed):
@@ -216,13 +216,13 @@ def places(
         yield dice.choice(boundaries) + (dice.random() < 0.1)
 
 
-def compare_places(linux: LinuxMount, kernel: ProbedTables, places: Iterable[int]) -> Tally:
+def compare_places(linux: NativeMount, kernel: ProbedTables, places: Iterable[int]) -> Tally:
     """errno of the definition, and what kprobes/list says of the armed probe.
 
     `kernel`: with its text as it runs.
     """
     arch = X86_64()
-    verdict = arch.verdict(kernel, arch.strategies["optprobe-linux"], ftrace=True)
+    verdict = arch.probe_checker(kernel, arch.strategies["optprobe-linux"], ftrace=True)
     tally, expected = Tally(), {}
     write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
     for addr in dict.fromkeys(places):
@@ -235,12 +235,12 @@ def compare_places(linux: LinuxMount, kernel: ProbedTables, places: Iterable[int
             f"{addr:#x} {finding}", got, errno.errorcode[wanted] if wanted else "", is_refused=bool(got)
         )
         if not finding and not got:
-            outcome = verdict.detoured(addr)
+            outcome = verdict.optimized_region(addr)
             optimized = (
                 "[FTRACE]"
                 if addr in verdict.fentry
                 else ""
-                if isinstance(outcome, Finding)
+                if isinstance(outcome, Rejection)
                 else "[OPTIMIZED]"
             )
             expected[addr] = optimized, outcome
@@ -249,7 +249,7 @@ def compare_places(linux: LinuxMount, kernel: ProbedTables, places: Iterable[int
     lines = [line.split() for line in read(linux, "/kprobes/list").splitlines()]
     listed = {int(words[0], 16): words[-1] if words[-1][0] == "[" else "" for words in lines}
     for addr, (flag, outcome) in expected.items():
-        length = 0 if isinstance(outcome, Finding) else outcome.length
+        length = 0 if isinstance(outcome, Rejection) else outcome.length
         # A jump doesn't cover another probe.
         wanted_flag = "" if any(addr + at in expected for at in range(1, length)) else flag
         tally.add(f"{addr:#x} {outcome}", listed.get(addr), wanted_flag, is_refused=False)
@@ -267,7 +267,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
     tasks, kernel = started_with_kernel(image, seed)
     engine = LinuxEngine(tasks, kernel)
     modules = ModuleFiles(Path(image), tasks.release)
-    linux = LinuxMount(tasks, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False, lock=engine.lock)
+    linux = NativeMount(tasks, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False, lock=engine.lock)
     whole = Tally()
     for name in names:
         if write(linux, "/machine/modules", f"load {name}"):
@@ -282,7 +282,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
     return whole
 
 
-def recorded(mount: GuestMount | LinuxMount) -> tuple[list[str], list[str]]:
+def recorded(mount: GuestMount | NativeMount) -> tuple[list[str], list[str]]:
     """What a workload in scratch/ leaves in the trace and in kprobe_profile; without times."""
     write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
     for definition in RECORDED:
@@ -301,7 +301,7 @@ def recorded(mount: GuestMount | LinuxMount) -> tuple[list[str], list[str]]:
     return [STAMP.sub(" ", line) for line in lines if not line.startswith("#")], profile
 
 
-def compare_records(linux: LinuxMount, ours: LinuxMount) -> Tally:
+def compare_records(linux: NativeMount, ours: NativeMount) -> Tally:
     """Of the same kernel, probed by itself and by ours: hits, misses, and each record."""
     tally = Tally()
     (their_lines, their_profile), (our_lines, our_profile) = recorded(linux), recorded(ours)
@@ -316,7 +316,7 @@ def main() -> int:
     """The command line."""
     from emulated_kernel.host.mirror.processes import ProcessWatch
     from emulated_kernel.kernel import Kernel
-    from emulated_kernel.linux.engine_mount import EngineMount
+    from emulated_kernel.linux.engine_mount import ProbedMount
     from emulated_kernel.linux.start import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner
 
@@ -326,9 +326,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     options = parser.parse_args()
     tasks, kernel = started_with_kernel(options.image, options.seed)
-    linux = LinuxMount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    linux = NativeMount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     engine = LinuxEngine(*started_with_kernel(options.image, options.seed))
-    ours = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    ours = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     is_perfect = True
     for what, tally in (
         ("places", compare_places(linux, kernel, kernel_places(kernel, options.count, options.seed))),

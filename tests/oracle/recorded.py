@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.analysis.function import Function, Site
+from emulated_kernel.arch.analysis.function import Function, PatchSite
 from tests.arch.sample import MODULES, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,8 +117,8 @@ def _function(name: str, entry: dict[str, Any]) -> Function:
     def addresses(key: str) -> frozenset[int]:
         return frozenset(int(value, 16) for value in entry.get(key, ()))
 
-    def sites(key: str) -> tuple[Site, ...]:
-        return tuple(Site(addr, CALL_SIZE) for addr in sorted(addresses(key)))
+    def sites(key: str) -> tuple[PatchSite, ...]:
+        return tuple(PatchSite(addr, CALL_SIZE) for addr in sorted(addresses(key)))
 
     return Function(
         name=name,
@@ -128,7 +128,7 @@ def _function(name: str, entry: dict[str, Any]) -> Function:
         fentry_sites=sites("mcount"),
         exception_entries=addresses("ex_table"),
         bug_entries=addresses("bug"),
-        jump_labels=tuple(Site(int(addr, 16), size) for addr, size in entry.get("jump_labels", ())),
+        jump_labels=tuple(PatchSite(int(addr, 16), size) for addr, size in entry.get("jump_labels", ())),
         static_calls=sites("static_calls"),
     )
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.kallsyms import Symbol
@@ -89,17 +89,17 @@ def opcodes(subject: Subject, symbol: Symbol) -> list[tuple[int, bytes]]:
     return [(length, whole[at : at + 1]) for at, length in lengths(whole)]
 
 
-def verdict(tables: ProbedTables) -> Verdict[Any]:
+def verdict(tables: ProbedTables) -> ProbeChecker[Any]:
     arch = X86_64()
-    return arch.verdict(tables, arch.strategies["optprobe-linux"], ftrace=True)
+    return arch.probe_checker(tables, arch.strategies["optprobe-linux"], ftrace=True)
 
 
-def judged(asked: Verdict[Any], symbol: Symbol) -> list[tuple[int, Reason | None]]:
+def judged(asked: ProbeChecker[Any], symbol: Symbol) -> list[tuple[int, RejectReason | None]]:
     """Offset and reason of each instruction, without what fills space."""
     found = []
-    for addr, refused, outcome in asked.judged(symbol):
+    for addr, refused, outcome in asked.check_each_insn(symbol):
         finding = refused or outcome
-        found.append((addr - symbol.address, finding.reason if isinstance(finding, Finding) else None))
+        found.append((addr - symbol.address, finding.reason if isinstance(finding, Rejection) else None))
     return found
 
 

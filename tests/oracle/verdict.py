@@ -12,10 +12,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.arch.x86.verdict import X86Verdict
+from emulated_kernel.arch.x86.verdict import X86ProbeChecker
 from tests.arch.sample import Sample
 from tests.oracle.recorded import Point, Recording, errno_name, oracle_directory, recordings
 
@@ -67,8 +67,8 @@ class Report:
 class Answer:
     """What comes of a probe of kprobe_events that is the only one in its function."""
 
-    refused: Finding | None
-    detoured: Region | Finding
+    refused: Rejection | None
+    detoured: Region | Rejection
 
     @property
     def errno(self) -> str:
@@ -79,7 +79,7 @@ class Answer:
         """As in kprobes/list."""
         if isinstance(self.detoured, Region):
             return "[OPTIMIZED]"
-        return "[FTRACE]" if self.detoured.reason is Reason.FTRACE else ""
+        return "[FTRACE]" if self.detoured.reason is RejectReason.FTRACE else ""
 
     @property
     def why(self) -> str:
@@ -88,13 +88,13 @@ class Answer:
         return "optimized" if isinstance(found, Region) else found.reason.value
 
 
-def linux_verdict(sample: Sample) -> X86Verdict:
+def linux_verdict(sample: Sample) -> X86ProbeChecker:
     """By what Linux looks at alone."""
     arch = X86_64()
-    return arch.verdict(sample, arch.strategies["optprobe-linux"], ftrace=True)
+    return arch.probe_checker(sample, arch.strategies["optprobe-linux"], ftrace=True)
 
 
-def answer(verdict: X86Verdict, addr: int) -> Answer:
+def answer(verdict: X86ProbeChecker, addr: int) -> Answer:
     """Raises: LookupError if the sample lacks what decides.
 
     Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
@@ -102,10 +102,10 @@ def answer(verdict: X86Verdict, addr: int) -> Answer:
     return probed(verdict, addr, verdict.check_traced(addr))
 
 
-def probed(verdict: X86Verdict, addr: int, refused: Finding | None = None) -> Answer:
+def probed(verdict: X86ProbeChecker, addr: int, refused: Rejection | None = None) -> Answer:
     """The same of a plain kprobe."""
     refused = refused or verdict.may_probe(addr)
-    return Answer(refused, refused or verdict.detoured(addr))
+    return Answer(refused, refused or verdict.optimized_region(addr))
 
 
 def compare(recording: Recording) -> Report:
@@ -126,7 +126,9 @@ def compare(recording: Recording) -> Report:
     return report
 
 
-def _compare_at(report: Report, verdict: X86Verdict, alone: X86Verdict, point: Point, addr: int) -> None:
+def _compare_at(
+    report: Report, verdict: X86ProbeChecker, alone: X86ProbeChecker, point: Point, addr: int
+) -> None:
     try:
         found = answer(verdict, addr)
         report.errno.add(point.place, found.errno, point.errno, found.why)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from emulated_kernel.arch import architectures
-from emulated_kernel.arch.analysis.reason import Reason
+from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.x86.emulate import X86Emulation
-from emulated_kernel.arch.x86.facts import FactsTable
+from emulated_kernel.arch.x86.facts import DecodeCache
 from emulated_kernel.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.image.build import TARGETS
 from emulated_kernel.image.image import PREBUILT
@@ -162,9 +162,9 @@ def test_each_trace_clock_can_be_chosen() -> None:
 
 def test_reasons_that_refuse_a_probe_have_an_errno() -> None:
     """Those that only keep a probe from becoming a jump have none; all texts differ."""
-    assert len({reason.value for reason in Reason}) == len(Reason)
-    reasons = list(Reason)
-    first_of_jumps = reasons.index(Reason.NOT_BUILT)
+    assert len({reason.value for reason in RejectReason}) == len(RejectReason)
+    reasons = list(RejectReason)
+    first_of_jumps = reasons.index(RejectReason.NOT_BUILT)
     assert all(reason.errno for reason in reasons[:first_of_jumps])
     assert not any(reason.errno for reason in reasons[first_of_jumps:])
 
@@ -242,6 +242,6 @@ def test_instructions_that_cannot_run_elsewhere_are_emulated(head: str) -> None:
 
 
 def test_instructions_that_are_not_emulated_either_are_refused() -> None:
-    facts = FactsTable(64).all(bytes.fromhex("cf 90 55 0f0b"), 0x1000, 2)
+    facts = DecodeCache(64).all(bytes.fromhex("cf 90 55 0f0b"), 0x1000, 2)
     found = [(each.refusal is not None, each.is_ud2) for each in facts.values()]
     assert found == [(True, False), (False, False), (False, False), (False, True)]

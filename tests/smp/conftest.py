@@ -35,4 +35,4 @@ def boot() -> Iterator[Boot]:
 
 def clients(kernel: Kernel, count: int) -> list[GuestTask]:
     """Tasks of host processes."""
-    return [kernel.guest.mirror.task_of(FIRST_PID + number, 0, 0) for number in range(count)]
+    return [kernel.guest.processes.task_of(FIRST_PID + number, 0, 0) for number in range(count)]

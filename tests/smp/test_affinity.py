@@ -86,13 +86,13 @@ def test_children_inherit_it(kernel: Kernel) -> None:
     set_affinity(kernel, parent, 0, 1 << 2)
     kernel.guest.kernel.set_field(parent.addr, "host_clone_pid", 700)
     nr = kernel.guest.syscalls.number("clone")
-    assert kernel.guest.executive.syscall(parent, nr, SIGCHLD, 0, 0, 0, 0) == 700
+    assert kernel.guest.runner.syscall(parent, nr, SIGCHLD, 0, 0, 0, 0) == 700
     assert get_affinity(kernel, parent, 700) == 1 << 2
 
 
 def test_what_is_refused(kernel: Kernel) -> None:
     task, other = clients(kernel, 2)
-    stranger = kernel.guest.mirror.task_of(900, 1000, 1000)
+    stranger = kernel.guest.processes.task_of(900, 1000, 1000)
     for code, pid, cpus in (
         (errno.EINVAL, 0, 0),
         (errno.EINVAL, 0, 1 << CPUS),

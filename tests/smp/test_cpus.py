@@ -85,7 +85,7 @@ def test_forks_go_to_other_cpus(boot: Boot) -> None:
     cpus = set()
     for pid in range(700, 720):
         kernel.guest.kernel.set_field(parent.addr, "host_clone_pid", pid)
-        assert kernel.guest.executive.syscall(parent, nr, 17, 0, 0, 0, 0) == pid
+        assert kernel.guest.runner.syscall(parent, nr, 17, 0, 0, 0, 0) == pid
         tasks = read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
         cpus.add(next(kernel.guest.kernel.cpu_of(task.addr) for task in tasks if task.pid == pid))
     assert len(cpus) > 1

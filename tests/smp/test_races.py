@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.config import ARCHITECTURES
 from emulated_kernel.host.executive.executive import GuestTask, Request
-from emulated_kernel.host.executive.smp import SmpExecutive
+from emulated_kernel.host.executive.smp import SmpGuestRunner
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.kernel import Kernel
@@ -26,8 +26,8 @@ AT_FDCWD = -100
 
 def together(kernel: Kernel, calls: Sequence[tuple[GuestTask, Request]]) -> list[int]:
     """Run system calls of several tasks at the same time, as far as there are CPUs; their results."""
-    executive = kernel.guest.executive
-    assert isinstance(executive, SmpExecutive)
+    executive = kernel.guest.runner
+    assert isinstance(executive, SmpGuestRunner)
     for task, request in calls:
         assert task.request is None, "a task makes one call at a time"
         task.request = request
@@ -45,7 +45,7 @@ def together(kernel: Kernel, calls: Sequence[tuple[GuestTask, Request]]) -> list
     return [-errno.EIO if request.result is None else request.result for _, request in calls]
 
 
-def _run_all(executive: SmpExecutive, calls: Sequence[tuple[GuestTask, Request]]) -> None:
+def _run_all(executive: SmpGuestRunner, calls: Sequence[tuple[GuestTask, Request]]) -> None:
     executive._tick()
     slept = 0
     while waiting := [(task, request) for task, request in calls if request.result is None]:
@@ -130,7 +130,7 @@ def test_a_storm_of_forks_and_exits(boot: Boot, arch: str, seed: int) -> None:
         assert set(found) == before | {task.pid for task in tasks} | set(pids)
         children = [GuestTask(pid, found[pid].addr, "child", 0, 0) for pid in pids]
         for child in children:
-            kernel.guest.executive.add(child)
+            kernel.guest.runner.add(child)
     assert_well(kernel)
 
 

@@ -13,7 +13,7 @@ import pytest
 from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving
+from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, RegisterSaving
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from tests.sample import share
 from tests.smp.conftest import clients
@@ -26,7 +26,7 @@ WAYS = {
     "stepped": PLAIN,
     "boosted": replace(PLAIN, preemption=False),
     "optimized": replace(PLAIN, optimizer=True),
-    "optimized, all registers": replace(PLAIN, optimizer=True, saving=Saving.ALL),
+    "optimized, all registers": replace(PLAIN, optimizer=True, saving=RegisterSaving.ALL),
     "called": replace(PLAIN, ftrace=True),
 }
 

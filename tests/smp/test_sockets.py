@@ -38,7 +38,7 @@ class Sockets:
 
     def call(self, name: str, *args: int) -> int:
         nr = self.kernel.guest.syscalls.number(name)
-        return self.kernel.guest.executive.syscall(self.tasks[0], nr, *args)
+        return self.kernel.guest.runner.syscall(self.tasks[0], nr, *args)
 
     def at_once(self, calls: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
         """One call of each task."""

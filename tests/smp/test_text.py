@@ -13,7 +13,7 @@ import pytest
 
 from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.executive.smp import SmpExecutive
+from emulated_kernel.host.executive.smp import SmpGuestRunner
 from emulated_kernel.image.image import load_image
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -42,8 +42,8 @@ ENOUGH_TURNS = 8_000
 @contextmanager
 def between_turns(kernel: Kernel, act: Callable[[], None]) -> Iterator[None]:
     """Within, `act` runs whenever one CPU has run, before the next: as yet another CPU would."""
-    executive = kernel.guest.executive
-    assert isinstance(executive, SmpExecutive)
+    executive = kernel.guest.runner
+    assert isinstance(executive, SmpGuestRunner)
     find = executive._next
 
     def act_and_find() -> int | None:

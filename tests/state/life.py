@@ -11,8 +11,8 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs import journal
-from kprobefs.power import LivingKernel
-from kprobefs.state import KeptState
+from kprobefs.power import RebootableKernel
+from kprobefs.state import SavedState
 from kprobefs.state_directory import StateDirectory
 
 CONFIG = MachineConfig(cpus=2)
@@ -28,7 +28,9 @@ class Run:
 
     def __init__(self, directory: Path, config: MachineConfig = CONFIG) -> None:
         self.directory = StateDirectory(str(directory))
-        self.living = LivingKernel(config, RootLayout.FULL, Owner(0, 0), state=KeptState(self.directory, ""))
+        self.living = RebootableKernel(
+            config, RootLayout.FULL, Owner(0, 0), state=SavedState(self.directory, "")
+        )
         self.mount, self.kernel = self.living.mount, self.living._kernel
 
     def open(self, path: str, flags: int = os.O_RDONLY) -> int:

@@ -19,7 +19,7 @@ from emulated_kernel.errors import WouldBlock
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
 from kprobefs import journal
 from kprobefs.last_records import array_places
-from kprobefs.state_directory import ATTEMPTS, Attempts
+from kprobefs.state_directory import ATTEMPTS, RestoreAttempts
 from tests.sample import fewer, share
 from tests.state.life import CLIENT, CONFIG, Run, records_of, rewrite
 
@@ -124,7 +124,7 @@ def test_one_wrong_byte_of_the_records(
     before = Run(copied)
     before.hit(20)
     before.write("/tracing/tracing_on", "0")
-    layout = before.kernel.machine.records.kept_layout
+    layout = before.kernel.machine.records.persistent_layout
     top = array_places(before.kernel)[0]
     wanted = before.records("/tracing")
     before.die()
@@ -235,7 +235,7 @@ def test_records_of_another_kernel(
 
 def test_a_state_that_ends_the_daemon(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(ATTEMPTS):
-        assert Attempts(copied / "attempts").begin()
+        assert RestoreAttempts(copied / "attempts").begin()
     run = Run(copied)
     assert "the daemon ended each time" in caplog.text
     assert run.read("/kprobe_events") == ""
@@ -251,7 +251,7 @@ def test_attempts_that_are_no_number(
     copied: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(copied / "attempts")
-    attempts = Attempts(copied / "attempts")
+    attempts = RestoreAttempts(copied / "attempts")
     assert [attempts.begin() for _ in range(ATTEMPTS + 1)] == [True] * ATTEMPTS + [False]
     attempts.end()
     damage(copied / "attempts")

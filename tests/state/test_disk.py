@@ -17,11 +17,11 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.memory import record_memory
-from emulated_kernel.trace.array.past import PastRecords
+from emulated_kernel.trace.array.past import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.layout import RingMemory
 from kprobefs import journal, last_records
-from kprobefs.failure import Failure
+from kprobefs.failure import CliError
 from kprobefs.state import RETRY_PAUSE
 from kprobefs.state_directory import StateDirectory
 from tests.state.life import DEFINITIONS, Run, head_of
@@ -58,7 +58,7 @@ def test_records_that_have_no_room(
     """As with buffers of more than half of all pages."""
     memory_for, asked = TraceArray.memory_for, []
 
-    def full(array: TraceArray, past: PastRecords) -> list[RingMemory]:
+    def full(array: TraceArray, past: PreviousBootRecords) -> list[RingMemory]:
         asked.append(past)
         if len(asked) == 2:
             raise MemoryError("no bytes for a ring buffer")
@@ -208,10 +208,10 @@ def test_a_directory_that_isnt_ours(tmp_path: Path) -> None:
     for name, mode in (("loose", 0o777), ("group", 0o770)):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(mode)
-        with pytest.raises(Failure, match="nobody else may write to it"):
+        with pytest.raises(CliError, match="nobody else may write to it"):
             StateDirectory(str(tmp_path / name))
     (tmp_path / "file").touch()
-    with pytest.raises(Failure, match="Not a directory"):
+    with pytest.raises(CliError, match="Not a directory"):
         StateDirectory(str(tmp_path / "file"))
-    with pytest.raises(Failure, match="No such file"):
+    with pytest.raises(CliError, match="No such file"):
         StateDirectory(str(tmp_path / "no" / "where"))

@@ -105,7 +105,7 @@ def test_a_torn_record_is_counted(copied: Path) -> None:
     run.hit(12)
     run.write("/tracing/tracing_on", "0")
     before = run.records("/tracing")
-    layout = run.kernel.machine.records.kept_layout
+    layout = run.kernel.machine.records.persistent_layout
     top = array_places(run.kernel)[0]
     run.die()
     torn = 0
@@ -218,12 +218,12 @@ def test_what_others_do_between_the_lines_of_a_write(place: Path, monkeypatch: p
     run = Run(place)
     left: list[str] = []
 
-    def give_way(_lock: ControlLock) -> None:
+    def yield_lock(_lock: ControlLock) -> None:
         if not left:
             left.append(run.read("/kprobe_events"))
             run.write("/tracing/events/kprobes/e0/enable", "1")
 
-    monkeypatch.setattr(ControlLock, "give_way", give_way)
+    monkeypatch.setattr(ControlLock, "yield_lock", yield_lock)
     run.write("/kprobe_events", "".join(f"p:e{number} vfs_read\n" for number in range(100)))
     before = run.read("/kprobe_events")
     assert 0 < left[0].count("\n") < before.count("\n") == 100

@@ -12,7 +12,7 @@ import pytest
 
 from kprobefs.boot import build_kernel
 from kprobefs.cli import main
-from kprobefs.failure import Exit
+from kprobefs.failure import ExitStatus
 from kprobefs.options import MountOptions
 from tests.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
@@ -53,7 +53,7 @@ def test_kill_and_start_again(directory: Path, place: Path, layout: str) -> None
         marker.write_text("before")
         defined = Path(running.path(tracing, "kprobe_events")).read_text()
         other = kprobefs("mount", *options, str(place.with_name("other")), "--mkdir", program=REAL_PROGRAM)
-        assert other.returncode == Exit.FAILURE
+        assert other.returncode == ExitStatus.FAILURE
         assert f"--state {place}: another daemon keeps its state there" in other.stderr
         running.process.send_signal(signal.SIGKILL)
         running.process.wait()
@@ -75,8 +75,8 @@ def test_what_is_damaged_is_told_by_mount(directory: Path, place: Path) -> None:
         done = kprobefs("mount", *options, str(directory), program=REAL_PROGRAM)
         machine = directory / (".control" if layout == "tracefs" else "") / "machine"
         state = (machine / "state").read_text()
-        assert done.returncode == Exit.OK
-        assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == Exit.OK
+        assert done.returncode == ExitStatus.OK
+        assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == ExitStatus.OK
         assert state.startswith(f"directory {place}\nkept yes\nlast nothing\n")
         return f"{done.stderr}{''.join(state.splitlines(keepends=True)[3:])}"
 
@@ -94,7 +94,9 @@ def test_a_kernel_of_a_distribution_keeps_none(
     served: list[MountOptions] = []
     monkeypatch.setattr("kprobefs.daemon.run_in_foreground", lambda options, *_more: served.append(options))
     kernel = ["--kprobes", "kernel", "--image", "host"]
-    assert main(["mount", "-f", "--state", str(place), *kernel, str(directory)], build_kernel) == Exit.OK
+    assert (
+        main(["mount", "-f", "--state", str(place), *kernel, str(directory)], build_kernel) == ExitStatus.OK
+    )
     assert [options.state for options in served] == [None]
     assert capsys.readouterr().err == (
         "kprobefs: --state: a distribution's kernel keeps none, nothing outlives the daemon\n"
@@ -105,7 +107,7 @@ def test_a_kernel_of_a_distribution_keeps_none(
 @pytest.mark.parametrize("inside", ["", "state"])
 def test_no_state_below_its_own_mount(directory: Path, inside: str) -> None:
     found = kprobefs("mount", "--state", str(directory / inside), str(directory))
-    assert found.returncode == Exit.USAGE
+    assert found.returncode == ExitStatus.USAGE
     assert found.stderr.endswith(": inside a mount point\n")
     assert not list(directory.iterdir())
 
@@ -121,7 +123,7 @@ def test_a_file_system_without_shared_mappings(directory: Path, place: Path) -> 
         for state in (inside, str(link / "state")):
             found = kprobefs("mount", "--state", state, "--mkdir", str(place.with_name("other")))
             assert (found.returncode, found.stderr) == (
-                Exit.USAGE,
+                ExitStatus.USAGE,
                 f"kprobefs: --state {state}: inside a mount point\n",
             )
         found = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def tree(kernel: Kernel) -> Filesystem:
+def tree(kernel: Kernel) -> NodeTree:
     return kernel.filesystem()
 
 
 @pytest.fixture(scope="module")
-def unchanged() -> Iterator[Filesystem]:
+def unchanged() -> Iterator[NodeTree]:
     """The files of a kernel that all tests of a module share, since they only look at it."""
     with Kernel(MachineConfig(cpus=2)) as booted:
         booted.tracing.kprobe_events.write(b"p:a vfs_read\n")

@@ -11,23 +11,23 @@ import pytest
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import OpenFile
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 
 ROOT = Client(1, 0, 0)
 
 
-def opened(tree: Filesystem, path: str, flags: int = os.O_RDONLY) -> OpenFile:
+def opened(tree: NodeTree, path: str, flags: int = os.O_RDONLY) -> OpenFile:
     return tree.open(path, flags, ROOT)
 
 
-def read(tree: Filesystem, path: str, client: Client = ROOT) -> str:
+def read(tree: NodeTree, path: str, client: Client = ROOT) -> str:
     file = tree.open(path, os.O_RDONLY, client)
     text = file.read(1 << 20, 0).decode("utf-8", "surrogateescape")
     tree.release(file)
     return text
 
 
-def write(tree: Filesystem, path: str, text: str | bytes, flags: int = os.O_WRONLY) -> int:
+def write(tree: NodeTree, path: str, text: str | bytes, flags: int = os.O_WRONLY) -> int:
     """Bytes taken; the file is closed, whether it fails or not."""
     file = tree.open(path, flags, ROOT)
     data = text if isinstance(text, bytes) else text.encode()
@@ -37,12 +37,12 @@ def write(tree: Filesystem, path: str, text: str | bytes, flags: int = os.O_WRON
         tree.release(file)
 
 
-def truncate(tree: Filesystem, path: str) -> None:
+def truncate(tree: NodeTree, path: str) -> None:
     """Open it as `> path` does, and close it."""
     tree.release(tree.open(path, os.O_WRONLY | os.O_TRUNC, ROOT))
 
 
-def names(tree: Filesystem, path: str) -> list[str]:
+def names(tree: NodeTree, path: str) -> list[str]:
     """Of a directory's entries, without "." and ".."."""
     return [entry.name for entry in tree.readdir(path)][2:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from tests.format_file import in_short
 from tests.vfs.files import names, read
 
@@ -13,7 +13,7 @@ RECORDED = Path(__file__).with_name("own_entries-6.1.txt")
 EVENTS = "/tracing/events/ftrace"
 
 
-def shown(tree: Filesystem, name: str) -> list[str]:
+def shown(tree: NodeTree, name: str) -> list[str]:
     """An entry's directory as it is recorded."""
     files = sorted(names(tree, f"{EVENTS}/{name}"))
     modes = (stat.S_IMODE(tree.getattr(f"{EVENTS}/{name}/{file}").mode) for file in files)
@@ -22,7 +22,7 @@ def shown(tree: Filesystem, name: str) -> list[str]:
     return [" ".join((name, *(f"{file}:{mode:o}" for file, mode in zip(files, modes, strict=True)))), *lines]
 
 
-def test_each_entry_is_as_recorded(unchanged: Filesystem) -> None:
+def test_each_entry_is_as_recorded(unchanged: NodeTree) -> None:
     recorded = [part.splitlines() for part in RECORDED.read_text().split("\n\n")[1:]]
     assert sorted(names(unchanged, EVENTS)) == [part[0].split()[0] for part in recorded]
     for part in recorded:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.readme import README
 from tests.vfs import oracle
 from tests.vfs.files import names, read
@@ -78,18 +78,18 @@ def test_what_tools_search_for() -> None:
 
 
 @pytest.fixture(scope="module")
-def present(unchanged: Filesystem) -> set[str]:
+def present(unchanged: NodeTree) -> set[str]:
     """Names of the files of tracefs, and of an event's."""
     return {*names(unchanged, "/tracing"), *names(unchanged, "/tracing/events/kprobes/a")}
 
 
-def test_files_that_linuxs_names_are_named(unchanged: Filesystem, present: set[str]) -> None:
+def test_files_that_linuxs_names_are_named(unchanged: NodeTree, present: set[str]) -> None:
     text = read(unchanged, "/tracing/README")
     assert {*LINUX_NAMES} - present == set()
     assert {*LINUX_NAMES} - _words(text) == set()
 
 
-def test_files_that_it_names_are_there(unchanged: Filesystem, present: set[str]) -> None:
+def test_files_that_it_names_are_there(unchanged: NodeTree, present: set[str]) -> None:
     begins = re.findall(
         r"^ {2,6}([a-z_]+(?:, [a-z_]+/)?)\s+- ", read(unchanged, "/tracing/README"), re.MULTILINE
     )

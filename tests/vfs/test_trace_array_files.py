@@ -11,25 +11,25 @@ import pytest
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.open_file import OpenFile
 from emulated_kernel.vfs.core.parse import cpumask
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.trace_array_files import mask_text
 from tests.vfs import files, oracle
 from tests.vfs.files import ROOT, assert_errno, names
 
 
-def opened(tree: Filesystem, path: str, flags: int = os.O_RDONLY) -> OpenFile:
+def opened(tree: NodeTree, path: str, flags: int = os.O_RDONLY) -> OpenFile:
     return files.opened(tree, f"/tracing/{path}", flags)
 
 
-def read(tree: Filesystem, path: str) -> str:
+def read(tree: NodeTree, path: str) -> str:
     return files.read(tree, f"/tracing/{path}")
 
 
-def write(tree: Filesystem, path: str, text: str) -> None:
+def write(tree: NodeTree, path: str, text: str) -> None:
     files.write(tree, f"/tracing/{path}", text)
 
 
-def test_modes_of_a_cpu_as_recorded(unchanged: Filesystem) -> None:
+def test_modes_of_a_cpu_as_recorded(unchanged: NodeTree) -> None:
     prefix = "/sys/kernel/tracing/per_cpu/cpu0/"
     recorded = oracle.modes("ls_tracefs_options_percpu_instances.txt", prefix)
     ours = names(unchanged, "/tracing/per_cpu/cpu0")
@@ -38,7 +38,7 @@ def test_modes_of_a_cpu_as_recorded(unchanged: Filesystem) -> None:
     assert names(unchanged, "/tracing/per_cpu") == ["cpu0", "cpu1"]
 
 
-def test_modes_of_an_instance_as_recorded(tree: Filesystem) -> None:
+def test_modes_of_an_instance_as_recorded(tree: NodeTree) -> None:
     tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     recorded = {}
     for line in oracle.oracle_path("samples/ls_instance.txt").read_text().splitlines():
@@ -56,7 +56,7 @@ def cpus(kernel: Kernel) -> tuple[int, int]:
     return kernel.machine.cpu, 1 - kernel.machine.cpu
 
 
-def test_per_cpu(tree: Filesystem, cpus: tuple[int, int]) -> None:
+def test_per_cpu(tree: NodeTree, cpus: tuple[int, int]) -> None:
     """What the CPU that runs has recorded is in its own files alone."""
     here, other = (f"per_cpu/cpu{cpu}" for cpu in cpus)
     write(tree, "trace_marker", "hello\n")
@@ -71,7 +71,7 @@ def test_per_cpu(tree: Filesystem, cpus: tuple[int, int]) -> None:
         write(tree, f"{other}/buffer_size_kb", "0")
 
 
-def test_snapshots(tree: Filesystem, cpus: tuple[int, int]) -> None:
+def test_snapshots(tree: NodeTree, cpus: tuple[int, int]) -> None:
     here, other = (f"per_cpu/cpu{cpu}/snapshot" for cpu in cpus)
     write(tree, "trace_marker", "hello\n")
     write(tree, "snapshot", "1\n")
@@ -86,7 +86,7 @@ def test_snapshots(tree: Filesystem, cpus: tuple[int, int]) -> None:
         write(tree, "snapshot", "x")
 
 
-def test_pipes_of_one_cpu(tree: Filesystem, cpus: tuple[int, int]) -> None:
+def test_pipes_of_one_cpu(tree: NodeTree, cpus: tuple[int, int]) -> None:
     here = f"per_cpu/cpu{cpus[0]}"
     write(tree, "trace_marker", "hello\n")
     write(tree, "snapshot", "1")
@@ -101,7 +101,7 @@ def test_pipes_of_one_cpu(tree: Filesystem, cpus: tuple[int, int]) -> None:
         tree.release(raw)
 
 
-def test_pages(tree: Filesystem, cpus: tuple[int, int]) -> None:
+def test_pages(tree: NodeTree, cpus: tuple[int, int]) -> None:
     """Whole ones, of raw files alone."""
     raw = f"per_cpu/cpu{cpus[0]}/trace_pipe_raw"
     write(tree, "buffer_size_kb", "64")
@@ -121,7 +121,7 @@ def test_pages(tree: Filesystem, cpus: tuple[int, int]) -> None:
     tree.release(file)
 
 
-def test_values(kernel: Kernel, tree: Filesystem) -> None:
+def test_values(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, "buffer_percent", "75")
     assert read(tree, "buffer_percent") == "75\n"
     write(tree, "trace_clock", "global\n")
@@ -137,7 +137,7 @@ def test_values(kernel: Kernel, tree: Filesystem) -> None:
         assert read(tree, name) == "18446744073709550\n", "an unsigned long of nanoseconds"
         write(tree, name, "0")
     write(tree, "options/record-tgid", "1")
-    kernel.guest.enter(kernel.guest.mirror.init)
+    kernel.guest.enter(kernel.guest.processes.init)
     write(tree, "trace_marker", "hello")
     assert read(tree, "saved_cmdlines") == read(tree, "saved_tgids") == ""
     write(tree, "events/signal/enable", "1")
@@ -155,7 +155,7 @@ def test_values(kernel: Kernel, tree: Filesystem) -> None:
     assert "# 64636261 buf: 65 66 67 68" in read(tree, "trace")
 
 
-def test_options(tree: Filesystem) -> None:
+def test_options(tree: NodeTree) -> None:
     write(tree, "options/record-cmd", "0")
     assert read(tree, "options/record-cmd") == "0\n"
     assert {"nopause-on-trace", "norecord-cmd"} <= set(read(tree, "trace_options").split())
@@ -166,7 +166,7 @@ def test_options(tree: Filesystem) -> None:
             write(tree, "options/record-cmd", text)
 
 
-def test_option_files_are_among_the_recorded(unchanged: Filesystem) -> None:
+def test_option_files_are_among_the_recorded(unchanged: NodeTree) -> None:
     prefix = "/sys/kernel/tracing/options/"
     recorded = oracle.modes("ls_tracefs_options_percpu_instances.txt", prefix)
     # The recorded kernel has no CONFIG_FUNCTION_PROFILER.
@@ -188,7 +188,7 @@ def test_option_files_are_among_the_recorded(unchanged: Filesystem) -> None:
         ("uprobe_events", "p:uprobes/u /bin/sh:0x0000000000001000\n", ""),
     ],
 )
-def test_lists(tree: Filesystem, name: str, line: str, empty: str) -> None:
+def test_lists(tree: NodeTree, name: str, line: str, empty: str) -> None:
     if name.endswith("_events"):
         files.truncate(tree, "/tracing/dynamic_events")
     assert read(tree, name) == empty
@@ -198,7 +198,7 @@ def test_lists(tree: Filesystem, name: str, line: str, empty: str) -> None:
     assert read(tree, name) == empty
 
 
-def test_the_trace_stands_still_for_its_readers(kernel: Kernel, tree: Filesystem) -> None:
+def test_the_trace_stands_still_for_its_readers(kernel: Kernel, tree: NodeTree) -> None:
     array = kernel.trace
     tree.release(opened(tree, "trace"))
     assert not array.is_stopped
@@ -212,7 +212,7 @@ def test_the_trace_stands_still_for_its_readers(kernel: Kernel, tree: Filesystem
     assert not array.is_stopped
 
 
-def test_free_buffer_acts_when_it_is_closed(tree: Filesystem) -> None:
+def test_free_buffer_acts_when_it_is_closed(tree: NodeTree) -> None:
     write(tree, "buffer_size_kb", "64")
     file = opened(tree, "free_buffer", os.O_WRONLY)
     assert file.write(b"anything", 0) == 8
@@ -255,13 +255,13 @@ def test_wrong_masks(text: bytes, number: int) -> None:
         cpumask(text, 2)
 
 
-def test_cpumask_file(kernel: Kernel, tree: Filesystem) -> None:
+def test_cpumask_file(kernel: Kernel, tree: NodeTree) -> None:
     assert read(tree, "tracing_cpumask") == "3\n"
     write(tree, "tracing_cpumask", "2\n")
     assert (kernel.trace.cpumask, read(tree, "tracing_cpumask")) == (2, "2\n")
 
 
-def test_instances(kernel: Kernel, tree: Filesystem) -> None:
+def test_instances(kernel: Kernel, tree: NodeTree) -> None:
     tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     assert names(tree, "/tracing/instances") == ["i"]
     with assert_errno(errno.EEXIST):
@@ -285,7 +285,7 @@ def test_instances(kernel: Kernel, tree: Filesystem) -> None:
         removed.read(1, 0)
 
 
-def test_an_instance_in_use_stays(tree: Filesystem) -> None:
+def test_an_instance_in_use_stays(tree: NodeTree) -> None:
     tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     file = opened(tree, "instances/i/per_cpu/cpu0/trace")
     with assert_errno(errno.EBUSY):
@@ -294,7 +294,7 @@ def test_an_instance_in_use_stays(tree: Filesystem) -> None:
     tree.rmdir(ROOT, "/tracing/instances/i")
 
 
-def test_only_instances_are_made_and_removed(tree: Filesystem) -> None:
+def test_only_instances_are_made_and_removed(tree: NodeTree) -> None:
     tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     for path in ("/tracing/x", "/tracing/events/x", "/tracing/instances/i/x", "/tracing/per_cpu/cpu9"):
         with assert_errno(errno.EPERM):
@@ -304,7 +304,7 @@ def test_only_instances_are_made_and_removed(tree: Filesystem) -> None:
             tree.rmdir(ROOT, path)
 
 
-def test_commands_come_behind_the_last_function_or_the_note_of_none(tree: Filesystem) -> None:
+def test_commands_come_behind_the_last_function_or_the_note_of_none(tree: NodeTree) -> None:
     """A read(2) that begins with either ends behind it, as t_start() and t_next() have it."""
     write(tree, "set_ftrace_filter", "vfs_read:traceoff:3\n")
     file = opened(tree, "set_ftrace_filter")
@@ -317,12 +317,12 @@ def test_commands_come_behind_the_last_function_or_the_note_of_none(tree: Filesy
     assert opened(tree, "set_ftrace_filter").read(4096, 0).decode() == f"vfs_open\nvfs_read\n{command}"
 
 
-def _directories(tree: Filesystem, path: str) -> list[str]:
+def _directories(tree: NodeTree, path: str) -> list[str]:
     found = (f"{path}/{name}" for name in names(tree, f"/tracing/{path}"))
     return [each for each in found if stat.S_ISDIR(tree.getattr(f"/tracing/{each}").mode)]
 
 
-def test_ids_of_events_are_none_of_the_host_s(unchanged: Filesystem) -> None:
+def test_ids_of_events_are_none_of_the_host_s(unchanged: NodeTree) -> None:
     """perf_event_open() with one of them fails on the host; those of tracing's own entries are Linux's."""
     ids: dict[int, str] = {}
     for event in _directories(unchanged, "events"):
@@ -334,7 +334,7 @@ def test_ids_of_events_are_none_of_the_host_s(unchanged: Filesystem) -> None:
     assert min(ids) >= 1 << 15
 
 
-def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: Filesystem) -> None:
+def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: NodeTree) -> None:
     """Though nobody can enable it."""
     place = "events/ftrace/print/trigger"
     assert read(tree, "set_event") == ""

@@ -12,7 +12,7 @@ from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.vfs.core.client import INO_SPACES, DirEntry
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Objects, Owner
 from emulated_kernel.vfs.core.seq import SeqFile, single
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from tests.vfs import oracle
 from tests.vfs.files import ROOT, name_of, names
 
@@ -23,7 +23,7 @@ def define(kernel: Kernel, line: str) -> None:
     kernel.tracing.kprobe_events.write(f"{line}\n".encode())
 
 
-def test_directory_operations_fail_as_recorded(tree: Filesystem) -> None:
+def test_directory_operations_fail_as_recorded(tree: NodeTree) -> None:
     create = os.O_CREAT | os.O_WRONLY
     ours = {
         "mkdir tracing/x": name_of(lambda: tree.mkdir(ROOT, "/tracing/x", 0o755)),
@@ -64,7 +64,7 @@ def path_of(recorded: str) -> str:
     return f"/tracing/{recorded}"
 
 
-def test_open_modes_as_recorded(kernel: Kernel, tree: Filesystem) -> None:
+def test_open_modes_as_recorded(kernel: Kernel, tree: NodeTree) -> None:
     compared = 0
     for file, answers in oracle.quirks()["open_modes"].items():
         path = path_of(file)
@@ -97,11 +97,11 @@ def test_open_modes_as_recorded(kernel: Kernel, tree: Filesystem) -> None:
         ("/" + "\udcff" * 256, "ENAMETOOLONG"),
     ],
 )
-def test_lookup(tree: Filesystem, path: str, expected: str) -> None:
+def test_lookup(tree: NodeTree, path: str, expected: str) -> None:
     assert name_of(lambda: tree.lookup(path)) == expected
 
 
-def test_errno_of_the_wrong_kind(tree: Filesystem) -> None:
+def test_errno_of_the_wrong_kind(tree: NodeTree) -> None:
     assert name_of(lambda: tree.open("/tracing", os.O_RDONLY, ROOT)) == "EISDIR"
     assert name_of(lambda: tree.readdir("/tracing/trace")) == "ENOTDIR"
     assert name_of(lambda: tree.rmdir(ROOT, "/tracing/trace")) == "ENOTDIR"
@@ -112,7 +112,7 @@ def test_errno_of_the_wrong_kind(tree: Filesystem) -> None:
     assert name_of(lambda: tree.open("/none/x", os.O_CREAT, ROOT)) == "ENOENT"
 
 
-def test_inode_numbers_last_as_long_as_the_object(kernel: Kernel, tree: Filesystem) -> None:
+def test_inode_numbers_last_as_long_as_the_object(kernel: Kernel, tree: NodeTree) -> None:
     first = tree.getattr(f"{EVENT}/enable").ino
     assert tree.getattr(f"{EVENT}/enable").ino == first
     assert tree.getattr("/tracing/trace").ino != first
@@ -121,7 +121,7 @@ def test_inode_numbers_last_as_long_as_the_object(kernel: Kernel, tree: Filesyst
     assert tree.getattr(f"{EVENT}/enable").ino != first
 
 
-def test_a_removed_events_files_are_gone(kernel: Kernel, tree: Filesystem) -> None:
+def test_a_removed_events_files_are_gone(kernel: Kernel, tree: NodeTree) -> None:
     """Deletion succeeds with its files open; what is done with those then is ENODEV."""
     enable = tree.open(f"{EVENT}/enable", os.O_RDWR, ROOT)
     assert enable.read(10, 0) == b"0\n"
@@ -133,7 +133,7 @@ def test_a_removed_events_files_are_gone(kernel: Kernel, tree: Filesystem) -> No
     assert name_of(lambda: tree.open(f"{EVENT}/enable", os.O_RDWR, ROOT)) == "None"
 
 
-def test_nlink_as_recorded(kernel: Kernel, tree: Filesystem) -> None:
+def test_nlink_as_recorded(kernel: Kernel, tree: NodeTree) -> None:
     assert tree.getattr("/tracing/events/kprobes").nlink == 3
     assert tree.getattr(EVENT).nlink == 2
     assert tree.getattr(f"{EVENT}/enable").nlink == 1
@@ -143,7 +143,7 @@ def test_nlink_as_recorded(kernel: Kernel, tree: Filesystem) -> None:
     assert tree.getattr("/tracing/events").nlink == groups + 1
 
 
-def test_chmod_chown_utimens(tree: Filesystem) -> None:
+def test_chmod_chown_utimens(tree: NodeTree) -> None:
     path = "/tracing/kprobe_events"
     node = tree.lookup(path)
     node.chmod(0o100600)
@@ -197,7 +197,7 @@ def test_directories_of_removed_objects_are_forgotten() -> None:
     assert directory.get("kept") is kept
 
 
-def test_listings_tell_what_stat_tells(tree: Filesystem) -> None:
+def test_listings_tell_what_stat_tells(tree: NodeTree) -> None:
     """Types and numbers; nothing in the tree has another's number, or one of another file system's."""
     paths = {4: "/"}
 
@@ -219,7 +219,7 @@ def test_listings_tell_what_stat_tells(tree: Filesystem) -> None:
     assert len(paths) > 1000
 
 
-def test_listing_a_directory_makes_no_other(kernel: Kernel, tree: Filesystem) -> None:
+def test_listing_a_directory_makes_no_other(kernel: Kernel, tree: NodeTree) -> None:
     """Numbers that it gives stay, when the directories are made later."""
     define(kernel, "\n".join(f"p:many/e{number} vfs_read" for number in range(200)))
     group = "/tracing/events/many"

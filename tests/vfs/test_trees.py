@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.layout import RootLayout
 from tests.vfs import oracle
 from tests.vfs.files import assert_errno, names, read, truncate, write
@@ -40,7 +40,7 @@ BASE = "/kprobes/stats/kprobes/a"
         ),
     ],
 )
-def test_modes_as_recorded(unchanged: Filesystem, sample: str, prefix: str, directory: str) -> None:
+def test_modes_as_recorded(unchanged: NodeTree, sample: str, prefix: str, directory: str) -> None:
     tree, recorded = unchanged, oracle.modes(sample, prefix)
     ours = {name: stat.filemode(tree.getattr(f"{directory}/{name}").mode) for name in names(tree, directory)}
     # The recorded kernel has no CONFIG_FUNCTION_PROFILER.
@@ -52,7 +52,7 @@ def test_modes_as_recorded(unchanged: Filesystem, sample: str, prefix: str, dire
     assert ours.keys() & recorded.keys()
 
 
-def test_sysctl(kernel: Kernel, tree: Filesystem) -> None:
+def test_sysctl(kernel: Kernel, tree: NodeTree) -> None:
     assert names(tree, "/sysctl") == ["debug", "kernel"]
     write(tree, "/sysctl/debug/kprobes-optimization", "0\n")
     assert kernel.kprobes.optimizer is not None
@@ -72,7 +72,7 @@ def test_a_kernel_without_optimization_has_no_switch_for_it() -> None:
         assert "optimization" not in names(tree, "/kprobes")
 
 
-def test_stack_tracer(kernel: Kernel, tree: Filesystem) -> None:
+def test_stack_tracer(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, "/tracing/stack_max_size", "100\n")
     assert read(tree, "/tracing/stack_max_size") == "100\n"
     assert "(0 entries)" in read(tree, "/tracing/stack_trace")
@@ -92,7 +92,7 @@ def test_the_root_of_tracefs_is_private(kernel: Kernel) -> None:
     assert "kprobe_events" in names(tree, "/")
 
 
-def test_full_layout(unchanged: Filesystem) -> None:
+def test_full_layout(unchanged: NodeTree) -> None:
     files = ["kprobe_events", "kprobe_profile"]
     directories = ["tracing", "machine", "sysctl", "scratch", "dev"]
     assert names(unchanged, "/") == ["kprobes", *files, *directories]
@@ -106,7 +106,7 @@ def test_full_layout(unchanged: Filesystem) -> None:
     ]
 
 
-def test_kprobe_events(tree: Filesystem) -> None:
+def test_kprobe_events(tree: NodeTree) -> None:
     for path in ("/kprobe_events", "/tracing/kprobe_events"):
         assert read(tree, path) == "p:kprobes/a vfs_read\n"
     groups = names(tree, EVENTS)
@@ -126,7 +126,7 @@ def test_kprobe_events(tree: Filesystem) -> None:
     assert names(tree, EVENTS)[:3] == ["enable", "header_event", "header_page"]
 
 
-def test_event_switches(kernel: Kernel, tree: Filesystem) -> None:
+def test_event_switches(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, "/kprobe_events", "p:b vfs_mkdir\n")
     assert read(tree, f"{EVENTS}/kprobes/a/enable") == "0\n"
     write(tree, f"{EVENTS}/kprobes/a/enable", "1")
@@ -148,7 +148,7 @@ def test_event_switches(kernel: Kernel, tree: Filesystem) -> None:
             write(tree, f"{EVENTS}/enable", text)
 
 
-def test_event_filters(tree: Filesystem) -> None:
+def test_event_filters(tree: NodeTree) -> None:
     write(tree, "/kprobe_events", "p:b vfs_mkdir\n")
     group = f"{EVENTS}/kprobes"
     assert write(tree, f"{group}/a/filter", "common_pid == 1") == 15
@@ -159,7 +159,7 @@ def test_event_filters(tree: Filesystem) -> None:
     assert "filter" not in names(tree, EVENTS)
 
 
-def test_triggers(tree: Filesystem) -> None:
+def test_triggers(tree: NodeTree) -> None:
     event = f"{EVENTS}/kprobes/a"
     assert read(tree, f"{event}/trigger").startswith("# Available triggers:\n")
     for trigger in ("hist:keys=common_pid\n", "traceoff:count=3\n", "traceoff:3\n"):
@@ -174,7 +174,7 @@ def test_triggers(tree: Filesystem) -> None:
     assert read(tree, f"{event}/hist") == ""
 
 
-def test_buffer_files(tree: Filesystem) -> None:
+def test_buffer_files(tree: NodeTree) -> None:
     write(tree, "/tracing/trace_marker", "hello\n")
     assert read(tree, "/tracing/trace").startswith("# tracer: nop\n")
     assert "hello" in read(tree, "/tracing/trace")
@@ -195,7 +195,7 @@ def test_buffer_files(tree: Filesystem) -> None:
     assert read(tree, "/tracing/error_log") == ""
 
 
-def test_tracers(tree: Filesystem) -> None:
+def test_tracers(tree: NodeTree) -> None:
     assert read(tree, "/tracing/available_tracers") == "function_graph function nop\n"
     for name in ("function", "nop"):
         write(tree, "/tracing/current_tracer", f"{name}\n")
@@ -205,7 +205,7 @@ def test_tracers(tree: Filesystem) -> None:
             write(tree, "/tracing/current_tracer", text)
 
 
-def test_graph_files(tree: Filesystem) -> None:
+def test_graph_files(tree: NodeTree) -> None:
     for name, note in (
         ("set_graph_function", "all functions enabled"),
         ("set_graph_notrace", "no functions disabled"),
@@ -221,7 +221,7 @@ def test_graph_files(tree: Filesystem) -> None:
     assert read(tree, "/tracing/tracing_thresh") == "7\n"
 
 
-def test_debugfs(kernel: Kernel, tree: Filesystem) -> None:
+def test_debugfs(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, f"{EVENTS}/kprobes/a/enable", "1")
     assert "  k  vfs_read+0x0" in read(tree, "/kprobes/list")
     start, end, name = re.split(r"[-\t]", read(tree, "/kprobes/blacklist").splitlines()[0])
@@ -234,7 +234,7 @@ def test_debugfs(kernel: Kernel, tree: Filesystem) -> None:
     assert (kernel.kprobes.optimizer.allowed, read(tree, "/kprobes/optimization")) == (False, "0\n")
 
 
-def test_stats(kernel: Kernel, tree: Filesystem) -> None:
+def test_stats(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, "/kprobe_events", "p:g gcd\n")
     base = "/kprobes/stats/kprobes/g"
     assert names(tree, base) == STATS
@@ -258,7 +258,7 @@ def test_stats(kernel: Kernel, tree: Filesystem) -> None:
         write(tree, f"{base}/mode", "int3")
 
 
-def test_stats_of_several_probes(kernel: Kernel, tree: Filesystem) -> None:
+def test_stats_of_several_probes(kernel: Kernel, tree: NodeTree) -> None:
     """Counters are sums, texts have a line for each probe."""
     write(tree, "/kprobe_events", "p:g gcd\np:g gcd+5\n")
     base = "/kprobes/stats/kprobes/g"
@@ -272,7 +272,7 @@ def test_stats_of_several_probes(kernel: Kernel, tree: Filesystem) -> None:
     assert read(tree, f"{base}/mode") == "ftrace\nint3\n"
 
 
-def test_stats_of_a_pending_probe(tree: Filesystem) -> None:
+def test_stats_of_a_pending_probe(tree: NodeTree) -> None:
     write(tree, "/kprobe_events", "p:late kmod:function\n")
     base = "/kprobes/stats/kprobes/late"
     assert [read(tree, f"{base}/{name}") for name in ("hits", "mode", "enabled", "optimized", "address")] == [
@@ -285,7 +285,7 @@ def test_stats_of_a_pending_probe(tree: Filesystem) -> None:
     assert "it may be in a module" in read(tree, f"{base}/reason")
 
 
-def test_groups_in_stats_have_kprobe_events(tree: Filesystem) -> None:
+def test_groups_in_stats_have_kprobe_events(tree: NodeTree) -> None:
     write(tree, "/kprobe_events", "p:g/b vfs_mkdir\n")
     assert names(tree, "/kprobes/stats") == ["kprobes", "g"]
     with assert_errno(errno.ENOENT):
@@ -294,7 +294,7 @@ def test_groups_in_stats_have_kprobe_events(tree: Filesystem) -> None:
     assert names(tree, "/kprobes/stats") == []
 
 
-def test_stats_of_a_return_probe(kernel: Kernel, tree: Filesystem) -> None:
+def test_stats_of_a_return_probe(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, "/kprobe_events", "r10:back gcd\n")
     base = "/kprobes/stats/kprobes/back"
     files = ("active", "maxactive", "high_water", "memory")
@@ -306,7 +306,7 @@ def test_stats_of_a_return_probe(kernel: Kernel, tree: Filesystem) -> None:
     assert memory > 0
 
 
-def test_return_hook(kernel: Kernel, tree: Filesystem) -> None:
+def test_return_hook(kernel: Kernel, tree: NodeTree) -> None:
     path = "/kprobes/return_hook"
     shown = read(tree, path).split()
     used = kernel.kretprobes.hooks.return_hook
@@ -340,7 +340,7 @@ def test_addresses_are_for_the_privileged(kernel: Kernel) -> None:
         assert len(shown[1001].splitlines()) == len(shown[0].splitlines())
 
 
-def test_modules(tree: Filesystem) -> None:
+def test_modules(tree: NodeTree) -> None:
     def loaded() -> list[str]:
         return [line.split()[0] for line in read(tree, "/machine/modules").splitlines()]
 
@@ -355,7 +355,7 @@ def test_modules(tree: Filesystem) -> None:
             write(tree, "/machine/modules", text)
 
 
-def test_call(tree: Filesystem) -> None:
+def test_call(tree: NodeTree) -> None:
     write(tree, "/machine/call", "gcd 12 18\ngcd 0x10 24\n")
     assert read(tree, "/machine/call") == "gcd = 0x6 (6)\ngcd = 0x8 (8)\n"
     with assert_errno(errno.ENOENT):
@@ -378,7 +378,7 @@ def test_call(tree: Filesystem) -> None:
     assert read(tree, "/machine/version").startswith("Linux version")
 
 
-def test_what_the_machine_tells_of_itself(tree: Filesystem) -> None:
+def test_what_the_machine_tells_of_itself(tree: NodeTree) -> None:
     assert read(tree, "/machine/version").splitlines()[1] == "profile linux-6.1"
     assert re.match(r"\[ +\d+\.\d{6}\] ", read(tree, "/machine/dmesg"))
     assert read(tree, "/machine/tasks").splitlines()[0].split() == ["PID", "PPID", "UID", "STATE", "COMM"]
@@ -400,7 +400,7 @@ def test_what_the_machine_tells_of_itself(tree: Filesystem) -> None:
 
 
 @pytest.mark.parametrize("seed", ["-1", str(1 << 63), "9" * 30, "1_0", "0b1", "٣", "", "x"])
-def test_seeds_are_those_of_the_command_line(tree: Filesystem, seed: str) -> None:
+def test_seeds_are_those_of_the_command_line(tree: NodeTree, seed: str) -> None:
     before = read(tree, "/machine/clock").splitlines()[1]
     with assert_errno(errno.EINVAL):
         write(tree, "/machine/clock", f"seed {seed}")
@@ -409,7 +409,7 @@ def test_seeds_are_those_of_the_command_line(tree: Filesystem, seed: str) -> Non
         assert read(tree, "/machine/clock").splitlines()[1] == f"seed {int(good, 0)}" != before
 
 
-def test_what_the_guest_has_corrupted_is_eio(kernel: Kernel, tree: Filesystem) -> None:
+def test_what_the_guest_has_corrupted_is_eio(kernel: Kernel, tree: NodeTree) -> None:
     first = kernel.image.kallsyms.lookup_name("init_task")
     assert first is not None
     link = first + kernel.image.abi["task_struct.tasks"]
@@ -434,12 +434,12 @@ def test_what_the_guest_has_corrupted_is_eio(kernel: Kernel, tree: Filesystem) -
         "<type>\\[<array-size>\\]",
     ],
 )
-def test_readme_names_features(unchanged: Filesystem, feature: str) -> None:
+def test_readme_names_features(unchanged: NodeTree, feature: str) -> None:
     assert feature in read(unchanged, "/tracing/README")
     assert feature in oracle.oracle_path("samples/README.tracefs").read_text()
 
 
-def test_readme_names_every_file(unchanged: Filesystem) -> None:
+def test_readme_names_every_file(unchanged: NodeTree) -> None:
     text = read(unchanged, "/tracing/README")
     for name in names(unchanged, "/tracing"):
         assert name in text or name == "README"

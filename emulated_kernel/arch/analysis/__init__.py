@@ -1,5 +1,5 @@
-"""What verdicts are computed from: functions, ways into them, tables, data flow.
+"""Analysis of functions for the probe checks: their code, references into them, tables, data flow.
 
-verdict.py and the architectures ask; reason.Reason and region.Region are for everybody above. Nothing here
-touches a machine: bytes and tables in, findings out. No lock.
+The probe checks of each architecture use these modules. RejectReason and Region are for all layers above.
+Nothing here touches a machine: the input is bytes and tables, the output is rejections. No lock is needed.
 """

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.tables import ProbedTables
 
@@ -26,7 +26,7 @@ Ways = tuple["array[int]", "array[int]"]
 _NONE: Ways = array("H"), array("q")
 
 
-class WayIndex:
+class XrefIndex:
     """Ways by target: of a million of them those into 64 KiB are sorted when they are asked for."""
 
     def __init__(self, ways: Iterable[tuple[int, int]], distance: str = "q") -> None:
@@ -67,7 +67,7 @@ class WayIndex:
         return self._sorted.get(part, _NONE)
 
 
-class Entrances:
+class CodeXrefs:
     """All of an image; each kind is searched when it is first asked for."""
 
     def __init__(self, image: ProbedTables, bits: int, possible_branches: PossibleBranches) -> None:
@@ -87,19 +87,19 @@ class Entrances:
         found.update(target for target, _ in self._labels.pairs(region))
         return found
 
-    def label(self, region: range) -> Finding | None:
+    def label(self, region: range) -> Rejection | None:
         """A jump label, on or off, that leads into the region."""
-        return _first(Reason.JUMP_LABEL_INTO_RANGE, self._labels.into(region))
+        return _first(RejectReason.JUMP_LABEL_INTO_RANGE, self._labels.into(region))
 
-    def fixup(self, region: range) -> Finding | None:
+    def fixup(self, region: range) -> Rejection | None:
         """An instruction whose exception fixup lies in the region."""
-        return _first(Reason.FIXUP_INTO_RANGE, self._fixups.into(region))
+        return _first(RejectReason.FIXUP_INTO_RANGE, self._fixups.into(region))
 
-    def pointer(self, region: range) -> Finding | None:
+    def pointer(self, region: range) -> Rejection | None:
         """A word of data that could be an address in the region: an entry of a jump table."""
-        return _first(Reason.POINTER_INTO_RANGE, self._pointers.into(region))
+        return _first(RejectReason.POINTER_INTO_RANGE, self._pointers.into(region))
 
-    def branch(self, region: range, symbol: Symbol, is_insn: IsInsn) -> Finding | None:
+    def branch(self, region: range, symbol: Symbol, is_insn: IsInsn) -> Rejection | None:
         """A branch into the region out of another function than `symbol`, as out of its cold part."""
 
         def is_foreign(source: int) -> bool:
@@ -109,20 +109,20 @@ class Entrances:
             )
 
         sources = (*self._own_branches.into(region), *self._module_branches.into(region))
-        return _first(Reason.FOREIGN_BRANCH, filter(is_foreign, sources))
+        return _first(RejectReason.FOREIGN_BRANCH, filter(is_foreign, sources))
 
     @cached_property
-    def _labels(self) -> WayIndex:
-        return WayIndex((target, code) for code, target, _ in self._image.jump_labels)
+    def _labels(self) -> XrefIndex:
+        return XrefIndex((target, code) for code, target, _ in self._image.jump_labels)
 
     @cached_property
-    def _fixups(self) -> WayIndex:
-        return WayIndex((fixup, insn) for insn, fixup in self._image.ex_table)
+    def _fixups(self) -> XrefIndex:
+        return XrefIndex((fixup, insn) for insn, fixup in self._image.ex_table)
 
     @cached_property
-    def _pointers(self) -> WayIndex:
+    def _pointers(self) -> XrefIndex:
         span = self._span()
-        return WayIndex(way for piece in self._image.data for way in self._words(*piece) if way[0] in span)
+        return XrefIndex(way for piece in self._image.data for way in self._words(*piece) if way[0] in span)
 
     def _span(self) -> range:
         """All text, and what is between its pieces."""
@@ -130,20 +130,20 @@ class Entrances:
         return range(min(part.start for part in text), max(part.stop for part in text))
 
     @cached_property
-    def _own_branches(self) -> WayIndex:
+    def _own_branches(self) -> XrefIndex:
         """The kernel's own text doesn't branch to that of modules: it calls them by pointers."""
         core, *_ = self._image.text_ranges
         return self._branches((core,), range(*core))
 
     @cached_property
-    def _module_branches(self) -> WayIndex:
+    def _module_branches(self) -> XrefIndex:
         _, *modules = self._image.text_ranges
         return self._branches(modules, self._span())
 
-    def _branches(self, text: Iterable[tuple[int, int]], span: range) -> WayIndex:
+    def _branches(self, text: Iterable[tuple[int, int]], span: range) -> XrefIndex:
         read = self._image.read
         pieces = ((start, read(start, end - start)) for start, end in text)
-        return WayIndex(
+        return XrefIndex(
             (branch for piece in pieces for branch in self._possible_branches(*piece) if branch[0] in span),
             "i",
         )
@@ -155,6 +155,6 @@ class Entrances:
         return zip(words, range(addr, addr + len(data), word), strict=False)
 
 
-def _first(reason: Reason, sources: Iterable[int]) -> Finding | None:
+def _first(reason: RejectReason, sources: Iterable[int]) -> Rejection | None:
     first = min(sources, default=None)
-    return None if first is None else Finding(reason, first)
+    return None if first is None else Rejection(reason, first)

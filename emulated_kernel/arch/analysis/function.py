@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.dataclass import dataclass
 
 _EMPTY_RANGE = range(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class PatchSite:
     """A piece of text that somebody else patches."""
 
     addr: int
@@ -32,14 +32,14 @@ class Function:
     size: int
     code: bytes
     """The text in memory without any probe; shorter than `size` where it couldn't be read."""
-    fentry_sites: tuple[Site, ...] = ()
+    fentry_sites: tuple[PatchSite, ...] = ()
     """ftrace's mcount locations."""
     exception_entries: frozenset[int] = frozenset()
     """Instructions that have a fixup in __ex_table."""
     bug_entries: frozenset[int] = frozenset()
     """The trap instructions of __bug_table."""
-    jump_labels: tuple[Site, ...] = ()
-    static_calls: tuple[Site, ...] = ()
+    jump_labels: tuple[PatchSite, ...] = ()
+    static_calls: tuple[PatchSite, ...] = ()
 
     @property
     def end(self) -> int:
@@ -58,17 +58,17 @@ class TextLayout:
     """Indirect- and return-thunks; its end counts as inside, as Linux compares."""
 
 
-def reserved_range(function: Function, first: int, last: int) -> Finding | None:
+def reserved_range(function: Function, first: int, last: int) -> Rejection | None:
     """What is in the way of a jump over first..last, both inclusive.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1), its last lines.
     """
     for sites, reason in (
-        (function.fentry_sites, Reason.RESERVED_BY_FTRACE),
-        (function.jump_labels, Reason.RESERVED_BY_JUMP_LABEL),
-        (function.static_calls, Reason.RESERVED_BY_STATIC_CALL),
+        (function.fentry_sites, RejectReason.RESERVED_BY_FTRACE),
+        (function.jump_labels, RejectReason.RESERVED_BY_JUMP_LABEL),
+        (function.static_calls, RejectReason.RESERVED_BY_STATIC_CALL),
     ):
         for site in sites:
             if site.overlaps(first, last):
-                return Finding(reason, site.addr)
+                return Rejection(reason, site.addr)
     return None

@@ -11,7 +11,7 @@ from typing import Self
 from emulated_kernel.dataclass import dataclass
 
 
-class About(Enum):
+class RejectSubject(Enum):
     """What is to blame at a finding's address."""
 
     INSN = auto()
@@ -19,16 +19,16 @@ class About(Enum):
     """None is free there."""
 
 
-class Reason(Enum):
+class RejectReason(Enum):
     """The rules, in the words of the `reason` file."""
 
     # An enum's own is Python: millions of instructions are counted by reason.
     __hash__ = object.__hash__
     errno: int
     """What registering a probe returns; 0: it is registered all the same."""
-    about: About | None
+    about: RejectSubject | None
 
-    def __new__(cls, text: str, errno: int = 0, about: About | None = None) -> Self:
+    def __new__(cls, text: str, errno: int = 0, about: RejectSubject | None = None) -> Self:
         reason = object.__new__(cls)
         reason._value_, reason.errno, reason.about = text, errno, about
         return reason
@@ -42,41 +42,57 @@ class Reason(Enum):
     BUG = "the ud2 of a BUG() or WARN()", EINVAL
     WITHIN_FENTRY = "within an fentry site", EILSEQ
     NOT_A_BOUNDARY = "not an instruction boundary", EILSEQ
-    NOT_COPYABLE = "instruction can't be copied", EINVAL, About.INSN
-    NOT_EMULATED = "control transfer that can be neither stepped nor emulated", EOPNOTSUPP, About.INSN
-    TOO_LONG = "no room for the breakpoint behind the instruction's copy", ENOSPC, About.INSN
+    NOT_COPYABLE = "instruction can't be copied", EINVAL, RejectSubject.INSN
+    NOT_EMULATED = "control transfer that can be neither stepped nor emulated", EOPNOTSUPP, RejectSubject.INSN
+    TOO_LONG = "no room for the breakpoint behind the instruction's copy", ENOSPC, RejectSubject.INSN
 
     NOT_BUILT = "this kernel is built without jump optimization"
     FTRACE = "fentry site: ftrace calls the probe"
     ENTRY_TEXT = "entry text is never optimized: its stack isn't reliable"
-    NO_ROOM = "less than a jump's length is left of the function", 0, About.INSN
-    EXCEPTION_TABLE = "function has an exception table entry here: a fixup may jump into it", 0, About.INSN
-    UNDECODABLE = "function isn't decodable from here on", 0, About.INSN
-    INDIRECT_JUMP = "function has an indirect jump here", 0, About.INSN
-    THUNK_JUMP = "function jumps into the indirect- or return-thunks here", 0, About.INSN
-    JUMP_INTO_RANGE = "a jump here leads into the bytes to be replaced", 0, About.INSN
-    JUMP_LABEL_INTO_RANGE = "a jump label here leads into the bytes to be replaced", 0, About.INSN
-    FOREIGN_BRANCH = "a branch here, in another function, leads into the bytes to be replaced", 0, About.INSN
-    FIXUP_INTO_RANGE = "an exception fixup leads from here into the bytes to be replaced", 0, About.INSN
+    NO_ROOM = "less than a jump's length is left of the function", 0, RejectSubject.INSN
+    EXCEPTION_TABLE = (
+        "function has an exception table entry here: a fixup may jump into it",
+        0,
+        RejectSubject.INSN,
+    )
+    UNDECODABLE = "function isn't decodable from here on", 0, RejectSubject.INSN
+    INDIRECT_JUMP = "function has an indirect jump here", 0, RejectSubject.INSN
+    THUNK_JUMP = "function jumps into the indirect- or return-thunks here", 0, RejectSubject.INSN
+    JUMP_INTO_RANGE = "a jump here leads into the bytes to be replaced", 0, RejectSubject.INSN
+    JUMP_LABEL_INTO_RANGE = "a jump label here leads into the bytes to be replaced", 0, RejectSubject.INSN
+    FOREIGN_BRANCH = (
+        "a branch here, in another function, leads into the bytes to be replaced",
+        0,
+        RejectSubject.INSN,
+    )
+    FIXUP_INTO_RANGE = (
+        "an exception fixup leads from here into the bytes to be replaced",
+        0,
+        RejectSubject.INSN,
+    )
     POINTER_INTO_RANGE = "a pointer here, as of a jump table, leads into the bytes to be replaced"
-    NOT_BOOSTABLE = "instruction can't be executed in the detour buffer", 0, About.INSN
-    NO_FREE_REGISTER = "no register is free for the jump to the detour", 0, About.REGISTER
-    NO_FREE_REGISTER_BEHIND = "no register is free for the jump back from the detour", 0, About.REGISTER
-    NOT_COPYABLE_TO_DETOUR = "instruction can't be copied into the detour buffer", 0, About.INSN
-    RESERVED_BY_FTRACE = "the bytes to be replaced hold an fentry site", 0, About.INSN
-    RESERVED_BY_JUMP_LABEL = "the bytes to be replaced hold a jump label", 0, About.INSN
-    RESERVED_BY_STATIC_CALL = "the bytes to be replaced hold a static call site", 0, About.INSN
+    NOT_BOOSTABLE = "instruction can't be executed in the detour buffer", 0, RejectSubject.INSN
+    NO_FREE_REGISTER = "no register is free for the jump to the detour", 0, RejectSubject.REGISTER
+    NO_FREE_REGISTER_BEHIND = (
+        "no register is free for the jump back from the detour",
+        0,
+        RejectSubject.REGISTER,
+    )
+    NOT_COPYABLE_TO_DETOUR = "instruction can't be copied into the detour buffer", 0, RejectSubject.INSN
+    RESERVED_BY_FTRACE = "the bytes to be replaced hold an fentry site", 0, RejectSubject.INSN
+    RESERVED_BY_JUMP_LABEL = "the bytes to be replaced hold a jump label", 0, RejectSubject.INSN
+    RESERVED_BY_STATIC_CALL = "the bytes to be replaced hold a static call site", 0, RejectSubject.INSN
 
     BEYOND_FUNCTION = "no instruction of the function follows the detoured region"
-    RELATIVE_IN_DCR = "detoured region holds an instruction that needs its address", 0, About.INSN
-    PROHIBITED_IN_DCR = "detoured region holds a call or trap", 0, About.INSN
+    RELATIVE_IN_DCR = "detoured region holds an instruction that needs its address", 0, RejectSubject.INSN
+    PROHIBITED_IN_DCR = "detoured region holds a call or trap", 0, RejectSubject.INSN
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Rejection:
     """A rule that holds, and where."""
 
-    reason: Reason
+    reason: RejectReason
     addr: int
     blamed: Callable[[int], str] | None = field(default=None, compare=False, repr=False)
     """Tells what its reason is about at an address."""

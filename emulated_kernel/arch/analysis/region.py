@@ -6,7 +6,7 @@ from emulated_kernel.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveRegisters:
     """What the probed code may still read from an address on."""
 
     registers: frozenset[str]

@@ -12,7 +12,7 @@ HostAction = Callable[[], bool]
 """What the host does for a CallHost: True goes on behind it, False at its label."""
 
 
-class HitWay(Enum):
+class EntryKind(Enum):
     """How a hit comes to a handler program."""
 
     BREAKPOINT = auto()

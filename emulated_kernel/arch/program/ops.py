@@ -125,7 +125,7 @@ class StoreImmediate(Op):
     size: int
 
 
-class LoadCell(Op):
+class LoadAbsolute(Op):
     """dst = `size` bytes at an absolute address, extended by zeros."""
 
     dst: int
@@ -133,7 +133,7 @@ class LoadCell(Op):
     size: int
 
 
-class AddToCell(Op):
+class AddToAbsolute(Op):
     """Add a small number to the 8 bytes at an absolute address; no other CPU's addition gets lost."""
 
     address: int

@@ -10,8 +10,8 @@ from operator import attrgetter, or_
 
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.riscv.insn import (
     ALL_REGISTERS,
     GP,
@@ -29,10 +29,10 @@ from emulated_kernel.arch.riscv.insn import (
     T6,
     TP,
     Handling,
-    RiscvFacts,
+    RiscvInsnAttributes,
     RiscvOpcode,
+    attributes_of_all,
     decode_all,
-    facts_of_all,
 )
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
@@ -55,7 +55,9 @@ class RiscvFunctionAnalysis:
     def __init__(self, function: Function, *, compressed: bool) -> None:
         self.function = function
         code = function.code[: function.size]
-        self.insns: dict[int, RiscvFacts] = facts_of_all(code, function.addr, compressed=compressed)
+        self.insns: dict[int, RiscvInsnAttributes] = attributes_of_all(
+            code, function.addr, compressed=compressed
+        )
         last = next(reversed(self.insns), None)
         self.end = function.addr if last is None else last + self.insns[last].length
         """Behind the last instruction."""
@@ -63,7 +65,7 @@ class RiscvFunctionAnalysis:
         """By target of jumps and branches, the addresses of these."""
         self._indirect_jumps: list[int] = []
         self.kinds = bytes(map(_KIND, self.insns.values()))
-        """Of each instruction, see RiscvFacts.kind."""
+        """Of each instruction, see RiscvInsnAttributes.kind."""
         for addr, insn in compress(self.insns.items(), self.kinds.translate(_LEADING)):
             if insn.relative_target is not None:
                 self._sources.setdefault(addr + insn.relative_target, []).append(addr)
@@ -74,13 +76,13 @@ class RiscvFunctionAnalysis:
         """The first thing that forbids optimization anywhere in the function."""
 
     @cached_property
-    def obstacles(self) -> dict[int, Finding | None]:
+    def rejections(self) -> dict[int, Rejection | None]:
         """Of each instruction the first one from it on that a detour can't execute."""
-        found: dict[int, Finding | None] = {}
+        found: dict[int, Rejection | None] = {}
         first = None
         for addr, insn in reversed(self.insns.items()):
             if insn.handling is not Handling.COPIED:
-                first = Finding(Reason.NOT_BOOSTABLE, addr)
+                first = Rejection(RejectReason.NOT_BOOSTABLE, addr)
             found[addr] = first
         return found
 
@@ -95,7 +97,7 @@ class RiscvFunctionAnalysis:
         """Of its jumps and branches, wherever they lie."""
         return self._sources.keys()
 
-    def _look_at_indirect(self, addr: int, insn: RiscvFacts) -> None:
+    def _look_at_indirect(self, addr: int, insn: RiscvInsnAttributes) -> None:
         """By way of auipc it is a direct one."""
         before = addr - RVI_SIZE
         upper = self.insns.get(before)
@@ -108,15 +110,15 @@ class RiscvFunctionAnalysis:
             target = before + auipc.upper_immediate + jump.immediate
             self._sources.setdefault(target, []).append(addr)
 
-    def _hazards(self) -> Iterator[Finding]:
+    def _hazards(self) -> Iterator[Rejection]:
         for addr in self.function.exception_entries:
             if addr in self.insns:
-                yield Finding(Reason.EXCEPTION_TABLE, addr)
+                yield Rejection(RejectReason.EXCEPTION_TABLE, addr)
         for addr in self._indirect_jumps:
             if not self._is_tail_call(addr):
-                yield Finding(Reason.INDIRECT_JUMP, addr)
+                yield Rejection(RejectReason.INDIRECT_JUMP, addr)
         if self.end < self.function.end:
-            yield Finding(Reason.UNDECODABLE, self.end)
+            yield Rejection(RejectReason.UNDECODABLE, self.end)
 
     def _is_tail_call(self, addr: int) -> bool:
         """Whether an indirect jump goes to a pointer as it was loaded: not by a table, which is indexed.
@@ -129,7 +131,7 @@ class RiscvFunctionAnalysis:
             at is None or self._loads_pointer(at, self.insns[at]) for at in loads
         )
 
-    def _loads_pointer(self, addr: int, insn: RiscvFacts) -> bool:
+    def _loads_pointer(self, addr: int, insn: RiscvInsnAttributes) -> bool:
         if insn.opcode != RiscvOpcode.LOAD or insn.funct3 != _LOAD_POINTER or insn.rs1 == SP:
             return False
         bases = self._definitions(addr, insn.rs1)
@@ -208,7 +210,7 @@ class RiscvFunctionAnalysis:
             ways += ((at + distance, at) for distance in targets)
         return None
 
-    def at(self, addr: int) -> Live:
+    def at(self, addr: int) -> LiveRegisters:
         """The same by name."""
         return as_live(self.live_mask(addr))
 
@@ -237,15 +239,15 @@ class RiscvFunctionAnalysis:
         return reduce(or_, map(_MENTIONED, self.insns.values()), ~TEMPORARIES)
 
 
-def _never_falls_through(insn: RiscvFacts) -> bool:
+def _never_falls_through(insn: RiscvInsnAttributes) -> bool:
     return insn.opcode in (RiscvOpcode.JAL, RiscvOpcode.JALR) and not insn.is_call
 
 
 @lru_cache(4096)
-def as_live(mask: int) -> Live:
+def as_live(mask: int) -> LiveRegisters:
     """One object for equal states: there are few, and what is compiled is looked up by them."""
     names = (name for number, name in enumerate(REGISTER_NAMES) if mask >> number & 1)
-    return Live(frozenset(names), flags=False)
+    return LiveRegisters(frozenset(names), flags=False)
 
 
 ALL_LIVE = as_live(ALL_REGISTERS)

@@ -8,8 +8,8 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
-from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.base import Arch, HandlerStub, Prepared, Registers
+from emulated_kernel.arch.analysis.region import LiveRegisters, Region
+from emulated_kernel.arch.base import Arch, ArchSpecificInsn, HandlerStub, Registers
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import assemble, frame, frames
 from emulated_kernel.arch.riscv import detour as detours
@@ -17,8 +17,8 @@ from emulated_kernel.arch.riscv import prepare as out_of_line
 from emulated_kernel.arch.riscv.assembler import RiscvAssembler
 from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_code
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
-from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvVerdict
-from emulated_kernel.arch.verdict import Strategy
+from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvProbeChecker
+from emulated_kernel.arch.verdict import OptimizationPolicy
 from emulated_kernel.image.tables import ProbedTables
 
 
@@ -71,7 +71,7 @@ class Riscv(Arch):
         """Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_arm_kprobe (v6.1)."""
         return assemble.EBREAK if length == RVI_SIZE else assemble.C_EBREAK
 
-    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> Prepared:  # noqa: ARG002
+    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:  # noqa: ARG002
         return out_of_line.prepare(code, addr, self.breakpoint, compressed=self.compressed)
 
     def relative_jump(self, source: int, target: int) -> bytes:
@@ -92,14 +92,18 @@ class Riscv(Arch):
     def return_trampoline(self, address: int) -> HandlerStub:  # noqa: ARG002 - the hook's signature
         return detours.return_trampoline(self.breakpoint)
 
-    def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
+    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         return handler_code(program, addr, live, self.breakpoint)
 
     def relocated(self, region: Region, to: int) -> bytes:
         return detours.relocated(region, to, compressed=self.compressed)
 
-    def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> RiscvVerdict:
-        return RiscvVerdict(image, strategy, self.disassembler, compressed=self.compressed, ftrace=ftrace)
+    def probe_checker(
+        self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
+    ) -> RiscvProbeChecker:
+        return RiscvProbeChecker(
+            image, strategy, self.disassembler, compressed=self.compressed, ftrace=ftrace
+        )
 
 
 class RISCV64(Riscv):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.base import ReturnCode, ReturnDispatch
 from emulated_kernel.arch.program.lowering import lay_out
 from emulated_kernel.arch.program.ops import HandlerCode, Program
@@ -36,7 +36,7 @@ from emulated_kernel.arch.riscv.lowering import (
 _STACK_ALIGN = 16
 
 
-def handler_code(program: Program, addr: int, live: Live | None, breakpoint_: bytes) -> HandlerCode:
+def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakpoint_: bytes) -> HandlerCode:
     """Code that keeps what is live, or without that knowledge everything."""
     constants = {"ip": addr, **frame.FIXED_REGISTERS}
 
@@ -71,7 +71,9 @@ def _save_all(
     return lay_out(body, frame.save_general(), after, slots)
 
 
-def _save_live(body: RiscvLowering, live: Live, above: int = 0) -> tuple[bytes, bytes, dict[int, int]]:
+def _save_live(
+    body: RiscvLowering, live: LiveRegisters, above: int = 0
+) -> tuple[bytes, bytes, dict[int, int]]:
     """What stands before and behind the program, and where it finds registers as they were.
 
     `above`: bytes on the stack that the probed code doesn't know of.
@@ -106,7 +108,7 @@ _NO_CONSTANTS: Mapping[str, int] = {}
 class RiscvReturnCode(ReturnCode):
     """Trampolines that are entered by ra, and handlers that return by it."""
 
-    live = Live(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
+    live = LiveRegisters(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
 
     def __init__(self, breakpoint_: bytes) -> None:
         self._breakpoint = breakpoint_

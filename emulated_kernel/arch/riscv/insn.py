@@ -111,11 +111,11 @@ _FACTS_BITS = {
 
 
 LENGTH, SIMULATED, REJECTED, LEADS_ELSEWHERE = 7, 8, 16, 32
-"""Parts of RiscvFacts.kind; LEADS_ELSEWHERE: a direct branch, a jump, or a direct call."""
+"""Parts of RiscvInsnAttributes.kind; LEADS_ELSEWHERE: a direct branch, a jump, or a direct call."""
 _KIND_OF = {Handling.COPIED: 0, Handling.SIMULATED: SIMULATED, Handling.REJECTED: REJECTED}
 
 
-class RiscvFacts:
+class RiscvInsnAttributes:
     """What rules ask of an instruction: all but numbers that lead nowhere."""
 
     __slots__ = ("_effect", "_word", "handling", "kind", "length", "mentioned", "opcode", "relative_target")
@@ -214,7 +214,7 @@ class RiscvFacts:
         return ~self.effect.keeps
 
 
-class RiscvInsn(RiscvFacts):
+class RiscvInsn(RiscvInsnAttributes):
     """One instruction with all of its operands; equal ones are one object (`insn_of`)."""
 
     __slots__ = ()
@@ -254,15 +254,15 @@ def _jump_offset(word: int) -> int:
     return sign_extend(low | (word >> 12 & 0xFF) << 12 | (word >> 31) << 20, 21)
 
 
-class _FactsTable(dict[int, RiscvFacts]):
+class _DecodeCache(dict[int, RiscvInsnAttributes]):
     """Facts of instructions by their 16 or 32 bits: a kernel has millions, but fewer that differ."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_key: dict[tuple[int, int], RiscvFacts] = {}
+        self._by_key: dict[tuple[int, int], RiscvInsnAttributes] = {}
         """By length, and by what rules ask of it."""
 
-    def __missing__(self, bits: int) -> RiscvFacts:
+    def __missing__(self, bits: int) -> RiscvInsnAttributes:
         if len(self) == _MAX_INSNS:
             self.clear()
             self._by_key.clear()
@@ -270,13 +270,13 @@ class _FactsTable(dict[int, RiscvFacts]):
         key = length, word & _FACTS_BITS.get(word & 0x7F, 0xFFFFFFFF)
         facts = self._by_key.get(key)
         if facts is None:
-            facts = self._by_key[key] = RiscvFacts(*key)
+            facts = self._by_key[key] = RiscvInsnAttributes(*key)
         self[bits] = facts
         return facts
 
 
 _MAX_INSNS = 1 << 17
-_FACTS = _FactsTable()
+_FACTS = _DecodeCache()
 
 
 @lru_cache(1 << 12)
@@ -288,7 +288,10 @@ def insn_of(bits: int) -> RiscvInsn:
 
 
 def relative_target(bits: int) -> int | None:
-    """RiscvFacts.relative_target of what four bytes begin with, which may be the middle of an instruction."""
+    """Return RiscvInsnAttributes.relative_target of the instruction at the start of four bytes.
+
+    The bytes may begin in the middle of an instruction.
+    """
     word = bits if bits & 3 == 3 else expand(bits & 0xFFFF) or 0
     opcode = word & 0x7F
     if opcode == _BRANCH:
@@ -318,11 +321,11 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
     """Address and instruction, up to the end of `code` or the first that isn't decodable."""
-    for at in facts_of_all(code, addr, compressed=compressed):
+    for at in attributes_of_all(code, addr, compressed=compressed):
         yield at, decode_insn(code[at - addr : at - addr + RVI_SIZE], compressed=compressed)
 
 
-def facts_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, RiscvFacts]:
+def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, RiscvInsnAttributes]:
     """Facts by address, up to the end of `code` or the first instruction that isn't decodable."""
     if not compressed:
         stop = _NOT_RVI.search(code[::RVI_SIZE])
@@ -331,7 +334,7 @@ def facts_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, Riscv
         return dict(
             zip(range(addr, addr + len(code), RVI_SIZE), map(_FACTS.__getitem__, words), strict=False)
         )
-    found: dict[int, RiscvFacts] = {}
+    found: dict[int, RiscvInsnAttributes] = {}
     known = _FACTS
     halves = iter(struct.unpack_from(f"<{len(code) // RVC_SIZE}H", code))
     for bits in halves:

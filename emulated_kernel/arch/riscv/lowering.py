@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.code_layout import Block, Encoding
 from emulated_kernel.arch.program.lowering import (
@@ -120,7 +120,7 @@ class RiscvLowering(Lowering):
     def __init__(
         self,
         program: Program,
-        live: Live | None,
+        live: LiveRegisters | None,
         constants: Mapping[str, int],
         breakpoint_: bytes,
         *,
@@ -235,11 +235,11 @@ class RiscvLowering(Lowering):
         self._code += set_register(register, address - low)
         return register, low
 
-    def _load_cell(self, op: ir.LoadCell) -> None:
+    def _load_absolute(self, op: ir.LoadAbsolute) -> None:
         dst = self._real[op.dst]
         self._code += load(dst, *self._cell(op.address, dst), op.size)
 
-    def _add_to_cell(self, op: ir.AddToCell) -> None:
+    def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
         address, value = self._real[_SPARE], self._real[_SECOND]
         self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
         self._code += asm.atomic_add(ZERO, address, value)

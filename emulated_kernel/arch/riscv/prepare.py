@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from errno import EINVAL
 
-from emulated_kernel.arch.base import Prepared
+from emulated_kernel.arch.base import ArchSpecificInsn
 from emulated_kernel.arch.riscv.emulate import RiscvEmulation
 from emulated_kernel.arch.riscv.insn import Handling, decode_insn
 from emulated_kernel.errors import KernelError
 
 
-def prepare(code: bytes, addr: int, breakpoint_: bytes, *, compressed: bool) -> Prepared:
+def prepare(code: bytes, addr: int, breakpoint_: bytes, *, compressed: bool) -> ArchSpecificInsn:
     """Out-of-line form of the instruction at `addr`.
 
     Raises: KernelError EINVAL (system instructions and fences).
@@ -21,7 +21,7 @@ def prepare(code: bytes, addr: int, breakpoint_: bytes, *, compressed: bool) -> 
     if found is Handling.REJECTED:
         raise KernelError(EINVAL, "system instruction or fence")
     emulation = RiscvEmulation(addr + insn.length, addr, insn) if found is Handling.SIMULATED else None
-    return Prepared(
+    return ArchSpecificInsn(
         length=insn.length,
         slot_bytes=code[: insn.length] + breakpoint_,
         boostable=False,

@@ -13,8 +13,8 @@ from operator import and_
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
-from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.arch.analysis.region import Live, Region, ScratchRegisters
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.region import LiveRegisters, Region, ScratchRegisters
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE, RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.assemble import JUMP_SIZE, LONG_JUMP_SIZE
 from emulated_kernel.arch.riscv.insn import (
@@ -39,70 +39,70 @@ from emulated_kernel.arch.riscv.insn import (
     RiscvOpcode,
     relative_target,
 )
-from emulated_kernel.arch.verdict import Known, Strategy, Verdict
+from emulated_kernel.arch.verdict import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.image.tables import ProbedTables
 
 _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
 
 
-def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Finding:
+def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
     """What the jump of a probe at `addr` replaces, or why it stays an ebreak.
 
     Deviates: a function with an indirect jump is left alone, as x86 does; so are fentry sites and labels.
     Mirrors: opt.c:can_optimize, arch_prepare_optimized_kprobe (optprobes v6, 2023).
     """
     length = copied_length(analysis, addr)
-    if isinstance(length, Finding):
+    if isinstance(length, Rejection):
         return length
     function = analysis.function
     if function.end - addr <= length:
-        return Finding(Reason.NO_ROOM, addr)
+        return Rejection(RejectReason.NO_ROOM, addr)
     jump = analysis.jump_into(range(addr + RVC_SIZE, addr + length))
     if jump is not None:
-        return Finding(Reason.JUMP_INTO_RANGE, jump)
+        return Rejection(RejectReason.JUMP_INTO_RANGE, jump)
     if analysis.hazard is not None:
         return analysis.hazard
     reserved = reserved_range(function, addr, addr + length - 1)
     registers = reserved or _free_registers(analysis, addr, length)
-    if isinstance(registers, Finding):
+    if isinstance(registers, Rejection):
         return registers
     at = addr - function.addr
     return Region(addr, function.code[at : at + length], registers)
 
 
-def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Finding:
+def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
     """Bytes of whole instructions that make room for the jump. Mirrors: opt.c:search_copied_insn."""
     if addr not in analysis.insns:
-        return Finding(Reason.NOT_A_BOUNDARY, addr)
-    obstacle = analysis.obstacles[addr]
-    if obstacle is not None and obstacle.addr < addr + LONG_JUMP_SIZE:
-        return obstacle
+        return Rejection(RejectReason.NOT_A_BOUNDARY, addr)
+    rejection = analysis.rejections[addr]
+    if rejection is not None and rejection.addr < addr + LONG_JUMP_SIZE:
+        return rejection
     for length in (LONG_JUMP_SIZE, LONG_JUMP_SIZE + RVC_SIZE):
         if addr + length in analysis.insns or addr + length == analysis.end:
             return length
-    return Finding(Reason.NO_ROOM, addr)
+    return Rejection(RejectReason.NO_ROOM, addr)
 
 
-def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> ScratchRegisters | Finding:
+def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> ScratchRegisters | Rejection:
     """One that is free at both ends if there is one. Mirrors: opt.c:find_free_registers."""
     before = ALL_REGISTERS & ~analysis.live_mask(addr)
     behind = ALL_REGISTERS & ~analysis.live_mask(addr + length)
     both = _preferred(before & behind)
     entry, back = both or _preferred(before), both or _preferred(behind)
     if not entry:
-        return Finding(Reason.NO_FREE_REGISTER, addr)
+        return Rejection(RejectReason.NO_FREE_REGISTER, addr)
     if not back:
-        return Finding(Reason.NO_FREE_REGISTER_BEHIND, addr + length)
+        return Rejection(RejectReason.NO_FREE_REGISTER_BEHIND, addr + length)
     return _scratch(entry, back)
 
 
-def _register_reason(analysis: RiscvFunctionAnalysis, addr: int, behind: int) -> Reason | None:
+def _register_reason(analysis: RiscvFunctionAnalysis, addr: int, behind: int) -> RejectReason | None:
     """The same, without saying which."""
     if analysis.has_idle_register:
         return None
     if analysis.live_mask(addr) == ALL_REGISTERS:
-        return Reason.NO_FREE_REGISTER
-    return Reason.NO_FREE_REGISTER_BEHIND if analysis.live_mask(behind) == ALL_REGISTERS else None
+        return RejectReason.NO_FREE_REGISTER
+    return RejectReason.NO_FREE_REGISTER_BEHIND if analysis.live_mask(behind) == ALL_REGISTERS else None
 
 
 @cache
@@ -115,7 +115,7 @@ def _preferred(mask: int) -> int:
     return next((number for number in _PREFERENCE if mask >> number & 1), 0)
 
 
-class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
+class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     """Of an image with compressed instructions, or without."""
 
     all_live = ALL_LIVE
@@ -126,7 +126,7 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
     def __init__(
         self,
         image: ProbedTables,
-        strategy: Strategy[RiscvFunctionAnalysis] | None,
+        strategy: OptimizationPolicy[RiscvFunctionAnalysis] | None,
         disassembler: Disassembler,
         *,
         compressed: bool,
@@ -141,14 +141,16 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
     def insns(self, analysis: RiscvFunctionAnalysis) -> Collection[int]:
         return analysis.insns
 
-    def check_insn(self, analysis: RiscvFunctionAnalysis, addr: int) -> Finding | None:
+    def check_insn(self, analysis: RiscvFunctionAnalysis, addr: int) -> Rejection | None:
         """Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe (v6.1)."""
         insn = analysis.insns.get(addr)
         if insn is None:
-            return Finding(Reason.NOT_A_BOUNDARY, addr)
-        return Finding(Reason.NOT_COPYABLE, addr) if insn.handling is Handling.REJECTED else None
+            return Rejection(RejectReason.NOT_A_BOUNDARY, addr)
+        return Rejection(RejectReason.NOT_COPYABLE, addr) if insn.handling is Handling.REJECTED else None
 
-    def reasons_at_once(self, known: Known[RiscvFunctionAnalysis]) -> dict[int, Reason | None]:
+    def reasons_at_once(
+        self, known: AnalyzedFunction[RiscvFunctionAnalysis]
+    ) -> dict[int, RejectReason | None]:
         """By few kinds of instructions side by side, and then by what stands in few places.
 
         As detoured() says it of one address.
@@ -156,8 +158,10 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         analysis, function = known.analysis, known.function
         insns, kinds, end = analysis.insns, analysis.kinds + _NOTHING, analysis.end
         rows = zip(kinds, kinds[1:], kinds[2:], kinds[3:], strict=False)
-        found: dict[int, Reason | None] = dict(zip(insns, map(_IN_THE_WAY.__getitem__, rows), strict=False))
-        unknown = Reason.NOT_A_BOUNDARY
+        found: dict[int, RejectReason | None] = dict(
+            zip(insns, map(_OPTIMIZATION_BLOCKERS.__getitem__, rows), strict=False)
+        )
+        unknown = RejectReason.NOT_A_BOUNDARY
 
         def behind(addr: int) -> int:
             at = addr + LONG_JUMP_SIZE
@@ -165,11 +169,11 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
 
         for addr in range(function.end - LONG_JUMP_SIZE - RVC_SIZE, function.end):
             if found.get(addr, unknown) is None and behind(addr) >= function.end:
-                found[addr] = Reason.NO_ROOM
+                found[addr] = RejectReason.NO_ROOM
         for target in analysis.jump_targets:
             for addr in range((target & -RVC_SIZE) - LONG_JUMP_SIZE, target - 1, RVC_SIZE):
                 if found.get(addr, unknown) is None and target < behind(addr):
-                    found[addr] = Reason.JUMP_INTO_RANGE
+                    found[addr] = RejectReason.JUMP_INTO_RANGE
         if analysis.hazard is not None:
             hazard = analysis.hazard.reason
             found = {addr: reason or hazard for addr, reason in found.items()}
@@ -180,11 +184,11 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
                     found[addr] = self._rare_reason(known, range(addr, behind(addr)))
                 else:
                     found[addr] = _register_reason(analysis, addr, behind(addr))
-        found |= {site.addr: Reason.FTRACE for site in function.fentry_sites if site.addr in insns}
+        found |= {site.addr: RejectReason.FTRACE for site in function.fentry_sites if site.addr in insns}
         found |= {addr: reason for addr, reason in known.reserved.items() if addr in insns}
         return found
 
-    def _looked_at(self, known: Known[RiscvFunctionAnalysis]) -> set[int]:
+    def _looked_at(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
         """Where somebody else patches, or something may lead in from elsewhere."""
         function, found = known.function, set[int]()
         for target in self._entrances.targets(range(function.addr, function.end)):
@@ -193,7 +197,9 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
             found.update(range(site.addr - LONG_JUMP_SIZE - RVC_SIZE + 1, site.addr + site.size))
         return found
 
-    def _rare_reason(self, known: Known[RiscvFunctionAnalysis], replaced: range) -> Reason | None:
+    def _rare_reason(
+        self, known: AnalyzedFunction[RiscvFunctionAnalysis], replaced: range
+    ) -> RejectReason | None:
         """By the last of detoured_region()'s rules, and by the ways that lead in from elsewhere."""
         analysis, addr, behind = known.analysis, replaced.start, replaced.stop
         reserved = reserved_range(known.function, addr, behind - 1)
@@ -206,7 +212,7 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         entered = self._entered(self.strategy, range(addr + 1, behind), known.symbol)
         return None if entered is None else entered.reason
 
-    def live_in(self, analysis: RiscvFunctionAnalysis, addr: int) -> Live:
+    def live_in(self, analysis: RiscvFunctionAnalysis, addr: int) -> LiveRegisters:
         return analysis.at(addr)
 
     def register_text(self, addr: int) -> str:
@@ -262,11 +268,11 @@ def pairs(analysis: RiscvFunctionAnalysis) -> int:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy(
+        OptimizationPolicy(
             "optprobe-riscv",
             detoured_region,
             lambda region: range(region.addr + 1, region.end),
-            reasons=RiscvVerdict.reasons_at_once,
+            reasons=RiscvProbeChecker.reasons_at_once,
             pairs=pairs,
         ),
     )
@@ -274,29 +280,29 @@ STRATEGIES = {
 """By the name in profiles."""
 
 
-class _InTheWay(dict[tuple[int, int, int, int], Reason | None]):
+class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]):
     """What is in the way of a jump over instructions of these kinds: as many as may be replaced."""
 
-    def __missing__(self, kinds: tuple[int, int, int, int]) -> Reason | None:
+    def __missing__(self, kinds: tuple[int, int, int, int]) -> RejectReason | None:
         self[kinds] = reason = self._reason(kinds)
         return reason
 
-    def _reason(self, kinds: tuple[int, int, int, int]) -> Reason | None:
+    def _reason(self, kinds: tuple[int, int, int, int]) -> RejectReason | None:
         if kinds[0] & REJECTED:
-            return Reason.NOT_COPYABLE
+            return RejectReason.NOT_COPYABLE
         room = 0
         for kind in kinds:
             if room >= LONG_JUMP_SIZE:
                 break
             if kind & (SIMULATED | REJECTED):
-                return Reason.NOT_BOOSTABLE
+                return RejectReason.NOT_BOOSTABLE
             if not kind:
-                return Reason.NO_ROOM
+                return RejectReason.NO_ROOM
             room += kind & LENGTH
         return None
 
 
-_IN_THE_WAY = _InTheWay()
+_OPTIMIZATION_BLOCKERS = _OptimizationBlockers()
 _MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
 """Picks the kinds that can be executed elsewhere."""
 _NOTHING = bytes(3)

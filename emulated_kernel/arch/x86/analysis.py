@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from emulated_kernel.arch.analysis.function import Function, TextLayout
-from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.arch.x86.facts import ControlTransfer, Facts, FactsTable
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.x86.facts import ControlTransfer, DecodeCache, InsnAttributes
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import Liveness
 
@@ -35,7 +35,7 @@ class X86FunctionAnalysis:
     """
 
     def __init__(
-        self, function: Function, known: FactsTable, layout: TextLayout = _NOWHERE, bug_size: int = UD2_SIZE
+        self, function: Function, known: DecodeCache, layout: TextLayout = _NOWHERE, bug_size: int = UD2_SIZE
     ) -> None:
         self.function = function
         self.layout = layout
@@ -75,10 +75,10 @@ class FunctionFlow:
     """
 
     def __init__(
-        self, function: Function, layout: TextLayout, code: bytes, known: FactsTable, bug_size: int
+        self, function: Function, layout: TextLayout, code: bytes, known: DecodeCache, bug_size: int
     ) -> None:
         self._thunks = layout.thunks
-        self.hazard: Finding | None = None
+        self.hazard: Rejection | None = None
         """The first thing that forbids optimization anywhere in the function."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
@@ -116,17 +116,17 @@ class FunctionFlow:
             end = addr + (facts.length - UD2_SIZE + bug_size if facts.is_ud2 else facts.length)
         entries = [addr for addr in function.exception_entries if addr in self.facts]
         if entries:
-            self._forbid(Reason.EXCEPTION_TABLE, min(entries))
+            self._forbid(RejectReason.EXCEPTION_TABLE, min(entries))
         if end < function.end:
-            self._forbid(Reason.UNDECODABLE, end)
+            self._forbid(RejectReason.UNDECODABLE, end)
 
-    def _forbid(self, reason: Reason, addr: int) -> None:
+    def _forbid(self, reason: RejectReason, addr: int) -> None:
         if self.hazard is None or addr < self.hazard.addr:
-            self.hazard = Finding(reason, addr)
+            self.hazard = Rejection(reason, addr)
 
-    def _look_at_branch(self, addr: int, facts: Facts, displacement: bytes) -> None:
+    def _look_at_branch(self, addr: int, facts: InsnAttributes, displacement: bytes) -> None:
         if facts.branch is ControlTransfer.INDIRECT_JUMP:
-            self._forbid(Reason.INDIRECT_JUMP, addr)
+            self._forbid(RejectReason.INDIRECT_JUMP, addr)
             return
         target = addr + facts.length + int.from_bytes(displacement, "little", signed=True)
         if facts.branch is ControlTransfer.CALL:
@@ -135,7 +135,7 @@ class FunctionFlow:
         self._jumps.append(RelativeBranch(target, addr))
         thunks = self._thunks
         if thunks and thunks.start <= target <= thunks.stop:
-            self._forbid(Reason.THUNK_JUMP, addr)
+            self._forbid(RejectReason.THUNK_JUMP, addr)
 
 
 def _unpatched(function: Function) -> bytes:

@@ -8,10 +8,10 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
-from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.base import Arch, HandlerStub, Prepared, Registers
+from emulated_kernel.arch.analysis.region import LiveRegisters, Region
+from emulated_kernel.arch.base import Arch, ArchSpecificInsn, HandlerStub, Registers
 from emulated_kernel.arch.program.ops import HandlerCode, Program
-from emulated_kernel.arch.verdict import Strategy
+from emulated_kernel.arch.verdict import OptimizationPolicy
 from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import frames
 from emulated_kernel.arch.x86 import prepare as out_of_line
@@ -21,7 +21,7 @@ from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
 from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_live
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all
-from emulated_kernel.arch.x86.verdict import STRATEGIES, X86Verdict
+from emulated_kernel.arch.x86.verdict import STRATEGIES, X86ProbeChecker
 from emulated_kernel.image.tables import ProbedTables
 
 
@@ -61,7 +61,7 @@ class X86(Arch):
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         return tuple(at for at, _, _ in decode_all(code, addr, self.bits))
 
-    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> Prepared:
+    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:
         return out_of_line.prepare(code, addr, slot_addr, self.bits, may_fault=may_fault)
 
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
@@ -70,7 +70,7 @@ class X86(Arch):
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
         return frames.entry_frame(self.bits, by_interrupt=by_interrupt)
 
-    def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
+    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         known = {"ip": addr + 1, **self._frame.fixed}
         if live is None:
             return save_all(program, self._frame, known)
@@ -96,8 +96,10 @@ class X86(Arch):
         back = -(len(turn) + 2)
         return turn + b"\x75" + back.to_bytes(1, "little", signed=True) + b"\xc3"  # jnz at; ret
 
-    def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> X86Verdict:
-        return X86Verdict(image, strategy, self.disassembler, bits=self.bits, ftrace=ftrace)
+    def probe_checker(
+        self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
+    ) -> X86ProbeChecker:
+        return X86ProbeChecker(image, strategy, self.disassembler, bits=self.bits, ftrace=ftrace)
 
 
 class X86_64(X86):

@@ -7,7 +7,7 @@ moves no displacement.
 
 from __future__ import annotations
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.facts import is_relative_jump
@@ -21,7 +21,7 @@ _FAR_JUMP = b"\xea"
 _GROUP_5 = b"\xff"
 
 
-def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Finding:
+def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """The detoured region (DCR) of a probe at `addr`, or the first rule against it.
 
     Deviates: a probed instruction of 5 bytes or more is looked at too (it may be a call); only the search
@@ -31,17 +31,17 @@ def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Finding:
     at = addr
     while at < addr + JMP32_SIZE:
         if at not in analysis.flow.facts:
-            return Finding(Reason.BEYOND_FUNCTION if insns else Reason.NOT_A_BOUNDARY, at)
+            return Rejection(RejectReason.BEYOND_FUNCTION if insns else RejectReason.NOT_A_BOUNDARY, at)
         insns.append((at, decode_insn(analysis.bytes_at(at), analysis.bits)))
         at += analysis.flow.facts[at].length
     end, (_, last) = analysis.function.end, insns[-1]
     # An instruction must follow, unless the last one never falls through and ends the function.
     if at > end or (at == end and not _never_falls_through(last)):
-        return Finding(Reason.BEYOND_FUNCTION, at)
+        return Rejection(RejectReason.BEYOND_FUNCTION, at)
     found = Region(addr, analysis.bytes_at(addr, at - addr))
     branch = analysis.flow.branch_into(prohibited(found))
     if branch is not None and insns[0][1].length < JMP32_SIZE:
-        return Finding(Reason.JUMP_INTO_RANGE, branch.source)
+        return Rejection(RejectReason.JUMP_INTO_RANGE, branch.source)
     return _unmovable(insns) or found
 
 
@@ -55,11 +55,11 @@ def _never_falls_through(insn: X86Insn) -> bool:
     return insn.opcode in (*_RETURNS, _FAR_JUMP) or (insn.opcode == _GROUP_5 and insn.reg in (4, 5))
 
 
-def _unmovable(insns: list[tuple[int, X86Insn]]) -> Finding | None:
+def _unmovable(insns: list[tuple[int, X86Insn]]) -> Rejection | None:
     for at, insn in insns:
         indirect_call = insn.opcode == _GROUP_5 and insn.reg in (2, 3)
         if insn.opcode in _CALLS or indirect_call or insn.opcode in _TRAPS:
-            return Finding(Reason.PROHIBITED_IN_DCR, at)
+            return Rejection(RejectReason.PROHIBITED_IN_DCR, at)
         if is_relative_jump(insn) or insn.rip_relative:
-            return Finding(Reason.RELATIVE_IN_DCR, at)
+            return Rejection(RejectReason.RELATIVE_IN_DCR, at)
     return None

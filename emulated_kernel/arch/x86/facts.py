@@ -11,7 +11,7 @@ from errno import EOPNOTSUPP
 from functools import cache
 from typing import Any, NamedTuple
 
-from emulated_kernel.arch.analysis.reason import Reason
+from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.x86.insn import EMULATE_PREFIX_SIZE, MAX_INSN_SIZE, X86Insn, decode_insn, opcodes
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, can_boost, check_copyable, prepare_emulation
 from emulated_kernel.errors import KernelError
@@ -31,14 +31,14 @@ class ControlTransfer(Enum):
     INDIRECT_JUMP = auto()
 
 
-class Facts(NamedTuple):
+class InsnAttributes(NamedTuple):
     """Of an instruction, whatever its operands are."""
 
     length: int
     """Bytes."""
-    refusal: Reason | None
+    refusal: RejectReason | None
     """Why a kprobe can't execute it elsewhere."""
-    obstacle: Reason | None
+    rejection: RejectReason | None
     """Why it can't be executed in a detour buffer; where it is in the exception table, it can't either."""
     branch: ControlTransfer | None
     displacement: int
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
     is_ud2: bool
 
 
-class FactsTable:
+class DecodeCache:
     """A trie of instruction heads, byte by byte; heads are prefix-free, so each leaf is one head's facts."""
 
     def __init__(self, bits: int) -> None:
@@ -54,12 +54,12 @@ class FactsTable:
         self.bits = bits
         self._root: dict[int, Any] = {}
 
-    def all(self, code: bytes, start: int, bug_size: int) -> dict[int, Facts]:
+    def all(self, code: bytes, start: int, bug_size: int) -> dict[int, InsnAttributes]:
         """Of each instruction by address, up to the first that Linux can't decode.
 
         `bug_size`: bytes of a BUG(), its ud2 among them.
         """
-        found: dict[int, Facts] = {}
+        found: dict[int, InsnAttributes] = {}
         at, end, root = 0, len(code), self._root
         code = code.ljust(end + MAX_INSN_SIZE, b"\0")
         while at < end:
@@ -79,7 +79,7 @@ class FactsTable:
                 at += bug_size - len(_UD2)
         return found
 
-    def _add(self, code: bytes) -> Facts:
+    def _add(self, code: bytes) -> InsnAttributes:
         insn = decode_insn(code, self.bits)
         facts = _facts(insn, self.bits)
         # A ud2 may begin a forced-emulation prefix, of five bytes.
@@ -108,30 +108,30 @@ def _alike(modrm: int) -> tuple[int, ...]:
     return tuple(mod << 6 | reg << 3 | each for reg in range(8) for each in rms)
 
 
-def _facts(insn: X86Insn, bits: int) -> Facts:
+def _facts(insn: X86Insn, bits: int) -> InsnAttributes:
     branch = _branch(insn)
     refusal = _refusal(insn, bits)
-    return Facts(
+    return InsnAttributes(
         length=insn.length,
         refusal=refusal,
-        obstacle=Reason.NOT_COPYABLE_TO_DETOUR
-        if refusal is Reason.NOT_COPYABLE
+        rejection=RejectReason.NOT_COPYABLE_TO_DETOUR
+        if refusal is RejectReason.NOT_COPYABLE
         else None
         if can_boost(insn)
-        else Reason.NOT_BOOSTABLE,
+        else RejectReason.NOT_BOOSTABLE,
         branch=branch,
         displacement=insn.immediate_size if branch in (ControlTransfer.JUMP, ControlTransfer.CALL) else 0,
         is_ud2=insn.opcode == _UD2,
     )
 
 
-def _refusal(insn: X86Insn, bits: int) -> Reason | None:
+def _refusal(insn: X86Insn, bits: int) -> RejectReason | None:
     try:
         check_copyable(insn)
         prepare_emulation(insn, 0, bits)
     except KernelError as error:
-        return Reason.NOT_EMULATED if error.errno == EOPNOTSUPP else Reason.NOT_COPYABLE
-    return Reason.TOO_LONG if insn.length + INT3_SIZE > MAX_INSN_SIZE else None
+        return RejectReason.NOT_EMULATED if error.errno == EOPNOTSUPP else RejectReason.NOT_COPYABLE
+    return RejectReason.TOO_LONG if insn.length + INT3_SIZE > MAX_INSN_SIZE else None
 
 
 def _branch(insn: X86Insn) -> ControlTransfer | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.base import ReturnCode, ReturnDispatch
 from emulated_kernel.arch.program.lowering import lay_out
 from emulated_kernel.arch.program.ops import CallHost, HandlerCode, Program
@@ -36,7 +36,9 @@ def slots_of(frame: RegsFrame) -> dict[int, int]:
     return offsets
 
 
-def save_live(program: Program, encoder: Encoder, live: Live, constants: Mapping[str, int]) -> HandlerCode:
+def save_live(
+    program: Program, encoder: Encoder, live: LiveRegisters, constants: Mapping[str, int]
+) -> HandlerCode:
     """A program that keeps what is live, and for the rest what is cheapest."""
     body = X86Lowering(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
@@ -93,7 +95,7 @@ class X86ReturnCode(ReturnCode):
     def __init__(self, frame: RegsFrame, registers: str) -> None:
         """`registers`: what the caller may read when a function has returned."""
         self._frame = frame
-        self.live = Live(frozenset(registers.split()), flags=False)
+        self.live = LiveRegisters(frozenset(registers.split()), flags=False)
 
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool

@@ -12,7 +12,7 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.insn import decode_all
 
@@ -23,7 +23,7 @@ _ALL = _STATUS_FLAGS << _FLAGS_SHIFT | (1 << _FLAGS_SHIFT) - 1
 _STACK_POINTER = 1 << REGISTER_NAMES.index("sp")
 """Never dead: an interrupt pushes wherever it comes."""
 
-ALL_LIVE = Live(frozenset(REGISTER_NAMES), flags=True)
+ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
 """Where nothing is known, of either width."""
 
 
@@ -37,16 +37,16 @@ class Liveness:
         effects = _effects(function, bits)
         self._live = solve(effects, _ALL)
 
-    def at(self, addr: int) -> Live:
+    def at(self, addr: int) -> LiveRegisters:
         """What is live in front of the instruction at `addr`; everything where there is none."""
         return _as_names(self._live.get(addr, _ALL) | _STACK_POINTER)
 
 
 @lru_cache(4096)
-def _as_names(live: int) -> Live:
+def _as_names(live: int) -> LiveRegisters:
     """One object for equal states: there are few, and what is compiled is looked up by them."""
     names = (name for number, name in enumerate(REGISTER_NAMES) if live >> number & 1)
-    return Live(frozenset(names), bool(live >> _FLAGS_SHIFT))
+    return LiveRegisters(frozenset(names), bool(live >> _FLAGS_SHIFT))
 
 
 def _effects(function: Function, bits: int) -> dict[int, Effect]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from struct import Struct
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.code_layout import Block, Encoding
 from emulated_kernel.arch.program.lowering import (
@@ -107,7 +107,7 @@ _USING_FLAGS = frozenset(
         ir.IncreasePerCpu,
         ir.ComputePerCpu,
         ir.AddAndFetch,
-        ir.AddToCell,
+        ir.AddToAbsolute,
         ir.Multiply,
         ir.CompareExchange,
         ir.FetchAdd,
@@ -174,7 +174,7 @@ class X86Lowering(Lowering):
         self,
         program: Program,
         encoder: Encoder,
-        live: Live | None,
+        live: LiveRegisters | None,
         constants: Mapping[str, int],
         before_host: bytes = b"",
         *,
@@ -323,14 +323,14 @@ class X86Lowering(Lowering):
         self._code += self._encoder.set_register(spare, address)
         return spare, 0
 
-    def _load_cell(self, op: ir.LoadCell) -> None:
+    def _load_absolute(self, op: ir.LoadAbsolute) -> None:
         dst, encoder = self._real[op.dst], self._encoder
         if encoder.reaches(op.address):
             self._code += encoder.load(dst, asm.ABSOLUTE, op.address, op.size)
         else:
             self._code += encoder.set_register(dst, op.address) + encoder.load(dst, dst, 0, op.size)
 
-    def _add_to_cell(self, op: ir.AddToCell) -> None:
+    def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
         """In one instruction; the carry into a second one is nobody else's."""
         encoder, value = self._encoder, op.value
         base, offset = self._cell(op.address)

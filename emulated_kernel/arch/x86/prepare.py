@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from errno import EINVAL, ENOSPC, EOPNOTSUPP, ERANGE
 
-from emulated_kernel.arch.base import Prepared
+from emulated_kernel.arch.base import ArchSpecificInsn
 from emulated_kernel.arch.x86 import emulate
 from emulated_kernel.arch.x86.assemble import INT3, JUMP, is_signed
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, X86Emulation, X86Operation
@@ -97,7 +97,9 @@ def masks_exceptions(insn: X86Insn) -> bool:
     return insn.opcode == b"\x17" or (insn.opcode == b"\x8e" and insn.reg == 2)
 
 
-def prepare(code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault: bool = False) -> Prepared:
+def prepare(
+    code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault: bool = False
+) -> ArchSpecificInsn:
     """Out-of-line form of the instruction at `addr`; `may_fault`: it has an exception table entry.
 
     Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (a 15-byte instruction).
@@ -108,7 +110,7 @@ def prepare(code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault
     if insn.length + INT3_SIZE > MAX_INSN_SIZE:
         raise KernelError(ENOSPC, "no room for the breakpoint behind the copy")
     room = MAX_INSN_SIZE - insn.length >= JMP32_SIZE
-    return Prepared(
+    return ArchSpecificInsn(
         length=insn.length,
         slot_bytes=copied + INT3,
         boostable=room and can_boost(insn, may_fault=may_fault),

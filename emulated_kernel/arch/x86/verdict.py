@@ -8,31 +8,31 @@ from dataclasses import replace
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, TextLayout, reserved_range
-from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.verdict import Known, Strategy, Verdict
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.region import LiveRegisters, Region
+from emulated_kernel.arch.verdict import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
-from emulated_kernel.arch.x86.facts import FactsTable
+from emulated_kernel.arch.x86.facts import DecodeCache
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.image.tables import ProbedTables
 
 
-def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Finding:
+def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """What the jump of a probe at `addr` replaces, or why it stays an int3.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1)
     """
     if addr in analysis.layout.entry_text:
-        return Finding(Reason.ENTRY_TEXT, addr)
+        return Rejection(RejectReason.ENTRY_TEXT, addr)
     if analysis.function.end - addr < JMP32_SIZE:
-        return Finding(Reason.NO_ROOM, addr)
+        return Rejection(RejectReason.NO_ROOM, addr)
     return _function_hazard(analysis, addr) or _copied_region(analysis, addr)
 
 
-def reasons(_verdict: object, known: Known[X86FunctionAnalysis]) -> dict[int, Reason | None]:
+def reasons(_verdict: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
     """Of each instruction, by address, the first reason against a jump there; None: there can be one.
 
     Without an object for each answer: a kernel has millions of instructions.
@@ -49,22 +49,22 @@ def reasons(_verdict: object, known: Known[X86FunctionAnalysis]) -> dict[int, Re
     if function.addr in entry or function.end - 1 in entry:
         asked.update(flow.facts)
 
-    def ask(addr: int, refusal: Reason | None) -> Reason | None:
+    def ask(addr: int, refusal: RejectReason | None) -> RejectReason | None:
         if addr in reserved:
             return reserved[addr]
         if addr in fentry:
-            return Reason.FTRACE
+            return RejectReason.FTRACE
         found = detoured_region(analysis, addr)
-        return refusal or (found.reason if isinstance(found, Finding) else None)
+        return refusal or (found.reason if isinstance(found, Rejection) else None)
 
     hazard = None if flow.hazard is None else flow.hazard.reason
     first_bad, its_reason = function.end + JMP32_SIZE, hazard
     targets = [0, *flow.jump_targets]
     below, entered = targets.pop(), function.end + MAX_INSN_SIZE
-    found: list[Reason | None] = []
-    for addr, (_, refusal, obstacle, _, _, _) in reversed(flow.facts.items()):
-        if obstacle is not None:
-            first_bad, its_reason = addr, obstacle
+    found: list[RejectReason | None] = []
+    for addr, (_, refusal, rejection, _, _, _) in reversed(flow.facts.items()):
+        if rejection is not None:
+            first_bad, its_reason = addr, rejection
         while below > addr:
             entered, below = below, targets.pop()
         if addr in asked:
@@ -75,14 +75,14 @@ def reasons(_verdict: object, known: Known[X86FunctionAnalysis]) -> dict[int, Re
             # The first of the two in the function is the reason.
             found.append(ask(addr, None) if entered <= addr + JMP32_SIZE else hazard)
         elif entered <= addr + JMP32_SIZE:
-            found.append(Reason.JUMP_INTO_RANGE)
+            found.append(RejectReason.JUMP_INTO_RANGE)
         else:
             found.append(its_reason if first_bad < addr + JMP32_SIZE else None)
     found.reverse()
     return dict(zip(flow.facts, found, strict=True))
 
 
-def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Finding | None:
+def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
     """The first instruction of the function, in address order, that makes the jump unsafe.
 
     Linux: the byte behind the five counts as a jump target too.
@@ -90,22 +90,22 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Finding | None
     hazard = analysis.flow.hazard
     jump = analysis.flow.jump_into(addr + INT3_SIZE, addr + JMP32_SIZE)
     if jump and (hazard is None or jump.source < hazard.addr):
-        return Finding(Reason.JUMP_INTO_RANGE, jump.source)
+        return Rejection(RejectReason.JUMP_INTO_RANGE, jump.source)
     return hazard
 
 
-def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Finding:
+def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1)."""
     function, at, facts_at = analysis.function, addr, analysis.flow.facts.get
     end = addr + JMP32_SIZE
     while at < end:
         facts = facts_at(at)
         if facts is None:
-            return Finding(Reason.NOT_A_BOUNDARY, at)
-        if facts.obstacle is not None:
-            return Finding(facts.obstacle, at)
+            return Rejection(RejectReason.NOT_A_BOUNDARY, at)
+        if facts.rejection is not None:
+            return Rejection(facts.rejection, at)
         if at in function.exception_entries:
-            return Finding(Reason.NOT_BOOSTABLE, at)
+            return Rejection(RejectReason.NOT_BOOSTABLE, at)
         at += facts.length
     if not analysis.patched.isdisjoint(range(addr, at)):
         found = reserved_range(function, addr, at - 1)
@@ -129,15 +129,15 @@ def _interior(region: Region) -> range:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("optprobe", detoured_region, _interior),
-        Strategy("optprobe-linux", detoured_region, reasons=reasons),
-        Strategy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
+        OptimizationPolicy("optprobe", detoured_region, _interior),
+        OptimizationPolicy("optprobe-linux", detoured_region, reasons=reasons),
+        OptimizationPolicy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
     )
 }
 """By the name in profiles. `optprobe-linux` looks at the function alone, as Linux does."""
 
 
-class X86Verdict(Verdict[X86FunctionAnalysis]):
+class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
     """Of an image of either width."""
 
     all_live = ALL_LIVE
@@ -148,14 +148,14 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
     def __init__(
         self,
         image: ProbedTables,
-        strategy: Strategy[X86FunctionAnalysis] | None,
+        strategy: OptimizationPolicy[X86FunctionAnalysis] | None,
         disassembler: Disassembler,
         *,
         bits: int,
         ftrace: bool,
     ) -> None:
         self.bits = bits
-        self._facts = FactsTable(bits)
+        self._facts = DecodeCache(bits)
         super().__init__(image, strategy, disassembler, ftrace=ftrace)
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
@@ -177,13 +177,13 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
     def insns(self, analysis: X86FunctionAnalysis) -> Collection[int]:
         return analysis.flow.facts
 
-    def check_insn(self, analysis: X86FunctionAnalysis, addr: int) -> Finding | None:
+    def check_insn(self, analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
         """Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1)."""
         facts = analysis.flow.facts.get(addr)
-        reason = Reason.NOT_A_BOUNDARY if facts is None else facts.refusal
-        return None if reason is None else Finding(reason, addr)
+        reason = RejectReason.NOT_A_BOUNDARY if facts is None else facts.refusal
+        return None if reason is None else Rejection(reason, addr)
 
-    def live_in(self, analysis: X86FunctionAnalysis, addr: int) -> Live:
+    def live_in(self, analysis: X86FunctionAnalysis, addr: int) -> LiveRegisters:
         return analysis.liveness.at(addr)
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import GivesWay, KernelError, WouldBlock
+from emulated_kernel.errors import KernelError, WouldBlock, YieldLock
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message
@@ -43,7 +43,7 @@ MAX_SLEEP_JIFFIES = 10 * HZ
 """A system call that sleeps longer by itself than this is given up."""
 
 
-class RunElsewhere(Exception):
+class DeferToGuest(Exception):
     """A file of ours needs the guest itself: `action` is to run while the task that asks sleeps.
 
     Its result is the file operation's; what it raises as KernelError, its errno.
@@ -94,7 +94,7 @@ class Request:
             self.result = -errno.EIO
 
 
-class At(Enum):
+class CpuPosition(Enum):
     """Where a CPU stands between two runs of the guest."""
 
     USER = auto()
@@ -107,7 +107,7 @@ class At(Enum):
     OFFLINE = auto()
 
 
-class Executive:
+class GuestRunner:
     """Runs one guest; the guest stands still between calls.
 
     It stands at one of two places: in the idle loop, or with a task in user mode that waits for its
@@ -120,7 +120,7 @@ class Executive:
         self.events = events
         self._lock = lock
         self._tasks: dict[int, GuestTask] = {}
-        self._at = At.IDLE
+        self._at = CpuPosition.IDLE
         self._depth = 0
         self._user: GuestTask | None = None
         self._last_jiffy = machine.clock.now_ns() // NSEC_PER_JIFFY
@@ -145,7 +145,7 @@ class Executive:
     @property
     def is_dead(self) -> bool:
         """It panicked, or was given up: `notes` says why."""
-        return self._at is At.DEAD
+        return self._at is CpuPosition.DEAD
 
     def start(self) -> None:
         """Let a kernel that has just booted go on until its first task is in user mode."""
@@ -254,7 +254,7 @@ class Executive:
             if request.elsewhere is not None:
                 result = self._run_elsewhere(request, request.elsewhere)
                 since = thread_time()
-                if self._at is At.DEAD:
+                if self._at is CpuPosition.DEAD:
                     # It died of the action, whose result is the answer all the same.
                     request.result, request.killed = result, False
                     break
@@ -262,7 +262,7 @@ class Executive:
                     # The action ended this very task: there is nobody to wake.
                     break
                 self._wake(task)
-            elif self._at is not At.IDLE and self._is_overdue(since):
+            elif self._at is not CpuPosition.IDLE and self._is_overdue(since):
                 self._die(f"a system call kept it busy for {MAX_CALL:g} s")
             elif self._go_on(task, slept):
                 slept += 1
@@ -287,7 +287,7 @@ class Executive:
         request.elsewhere = None
         try:
             result = action()
-        except GivesWay:
+        except YieldLock:
             request.waits_for_host = True
             raise
         except KernelError as error:
@@ -302,16 +302,16 @@ class Executive:
     def _tick(self) -> None:
         """Deliver a timer interrupt when the clock has passed a jiffy since the last one."""
         jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
-        if jiffy != self._last_jiffy and self._at is not At.DEAD:
+        if jiffy != self._last_jiffy and self._at is not CpuPosition.DEAD:
             self._last_jiffy = jiffy
             self._deliver(Vector.TIMER)
             self._step()
 
     def _wake(self, task: GuestTask) -> None:
         """Make the guest switch to this task when it goes on. Raises: KernelError EIO (it is dead)."""
-        if self._at is At.DEAD:
+        if self._at is CpuPosition.DEAD:
             self._refuse(task)
-        if self._at is At.IDLE:
+        if self._at is CpuPosition.IDLE:
             self._kernel.set_mailbox(task.addr)
             self._deliver(Vector.WAKE)
         elif self._user is not task:
@@ -326,7 +326,7 @@ class Executive:
 
     def _go_on(self, task: GuestTask, slept: int) -> bool:
         """Tell the guest what to do next for this task; True: time had to pass."""
-        if self._at is At.IDLE:
+        if self._at is CpuPosition.IDLE:
             assert task.request is not None
             self._await_time(task.request, slept)
             return True
@@ -347,7 +347,7 @@ class Executive:
         """Run the guest until it is idle or in user mode, serving its hypercalls."""
         budget: float | None = None
         overdue = 0.0
-        while self._at is not At.DEAD:
+        while self._at is not CpuPosition.DEAD:
             trap = self._run_cpu(budget)
             if trap is None:
                 return None
@@ -373,7 +373,7 @@ class Executive:
             elif trap.number == Hypercall.USER:
                 return self._enter_user(trap.args[0])
             elif trap.number == Hypercall.IDLE:
-                self._at, self._user = At.IDLE, None
+                self._at, self._user = CpuPosition.IDLE, None
                 return self._bury()
             else:
                 return self._stopped_otherwise(trap)
@@ -410,7 +410,7 @@ class Executive:
     def _enter_user(self, last_result: int) -> None:
         self._bury()
         task = self._tasks.get(self._kernel.current_task())
-        self._at, self._user = At.USER, task
+        self._at, self._user = CpuPosition.USER, task
         request = None if task is None else task.request
         if request is not None and request.started and request.result is None:
             request.result = last_result
@@ -432,7 +432,7 @@ class Executive:
         except WouldBlock:
             request.waits_for_host = True
             return -ERESTARTSYS
-        except RunElsewhere as wish:
+        except DeferToGuest as wish:
             request.elsewhere = wish.action
             return -ERESTARTSYS
         except KernelError as error:
@@ -468,7 +468,7 @@ class Executive:
         """The guest runs no more; `why`: what nobody else has said."""
         if why and not self.is_dead:
             self.note(f"the guest was given up: {why}")
-        self._at, self._user = At.DEAD, None
+        self._at, self._user = CpuPosition.DEAD, None
         for task in list(self._tasks.values()):
             if task.request is not None:
                 task.request.kill()

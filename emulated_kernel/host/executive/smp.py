@@ -1,4 +1,4 @@
-"""SmpExecutive: the executive of a guest with several CPUs, which run in turns."""
+"""SmpGuestRunner: the executive of a guest with several CPUs, which run in turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator
 
 from emulated_kernel.abi import PARK, Hypercall, Vector
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, SERVED, At, Executive, GuestTask, Request
+from emulated_kernel.host.executive.executive import (
+    NSEC_PER_JIFFY,
+    SERVED,
+    CpuPosition,
+    GuestRunner,
+    GuestTask,
+    Request,
+)
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
@@ -19,7 +26,7 @@ MAX_INSTRUCTIONS = 50_000_000
 """The same for what they have executed, where turns end after so many instructions."""
 
 
-class SmpExecutive(Executive):
+class SmpGuestRunner(GuestRunner):
     """Runs a guest's CPUs round robin, from one place where they can't go on to the next.
 
     Between calls each CPU is at rest: in its idle loop, or with a task in user mode, and no interrupt waits
@@ -32,7 +39,9 @@ class SmpExecutive(Executive):
         machine = kernel.machine
         machine.text.interrupt_cpus = self.sync_core
         quantum = machine.config.quantum
-        self._seats: list[tuple[At, GuestTask | None]] = [(At.OFFLINE, None)] * machine.config.cpus
+        self._seats: list[tuple[CpuPosition, GuestTask | None]] = [
+            (CpuPosition.OFFLINE, None)
+        ] * machine.config.cpus
         """Where the CPUs stand that aren't current."""
         self._turns = 0
         self._preempts = False
@@ -47,11 +56,11 @@ class SmpExecutive(Executive):
         """A child may be in user mode already: another CPU took it while its parent was still in its fork."""
         super().add(task)
         for number in self._round():
-            if self._seat(number) == (At.USER, None) and self._kernel.task_of(number) == task.addr:
+            if self._seat(number) == (CpuPosition.USER, None) and self._kernel.task_of(number) == task.addr:
                 if number == self._machine.cpu:
                     self._user = task
                 else:
-                    self._seats[number] = At.USER, task
+                    self._seats[number] = CpuPosition.USER, task
 
     def _turn_to(self, number: int) -> None:
         """Make a CPU current."""
@@ -62,7 +71,7 @@ class SmpExecutive(Executive):
         self._machine.switch_to(number)
         self._at, self._user = self._seats[number]
 
-    def _seat(self, number: int) -> tuple[At, GuestTask | None]:
+    def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:
@@ -70,7 +79,7 @@ class SmpExecutive(Executive):
         following: int | None = self._machine.cpu
         while following is not None:
             super()._step()
-            if self._at is not At.UNDERWAY:
+            if self._at is not CpuPosition.UNDERWAY:
                 self._turns = 0
             following = None if self.is_dead else self._next()
             if following is not None:
@@ -119,7 +128,7 @@ class SmpExecutive(Executive):
     def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
         """An interrupt from another CPU takes its time."""
         for number in numbers:
-            if self._seat(number)[0] is At.UNDERWAY and number not in self._unserved:
+            if self._seat(number)[0] is CpuPosition.UNDERWAY and number not in self._unserved:
                 self._turn_to(number)
                 self._run_for_sync(number)
 
@@ -127,8 +136,8 @@ class SmpExecutive(Executive):
         """Whether a CPU isn't the one that patches text, which may be none of the guest's."""
         at = self._seat(number)[0]
         if number == self._machine.cpu:
-            return at is At.UNDERWAY and self._server is None
-        return at is not At.OFFLINE
+            return at is CpuPosition.UNDERWAY and self._server is None
+        return at is not CpuPosition.OFFLINE
 
     def _may_run_for_sync(self, number: int) -> bool:
         return number != self._server and number not in self._unserved and self._can_go_on(number)
@@ -141,11 +150,11 @@ class SmpExecutive(Executive):
         if trap.number == Hypercall.USER:
             self._enter_user(trap.args[0])
         elif trap.number == Hypercall.IDLE:
-            self._at, self._user = At.IDLE, None
+            self._at, self._user = CpuPosition.IDLE, None
         elif trap.number in SERVED:
-            self._at, self._unserved[number] = At.UNDERWAY, trap
+            self._at, self._unserved[number] = CpuPosition.UNDERWAY, trap
         elif trap.kind is TrapKind.BUDGET:
-            self._at = At.UNDERWAY
+            self._at = CpuPosition.UNDERWAY
             if self._may_interrupt():
                 self._deliver(Vector.WATCHDOG)
         else:
@@ -162,14 +171,14 @@ class SmpExecutive(Executive):
 
     def _can_go_on(self, number: int) -> bool:
         at, _ = self._seat(number)
-        if at in (At.UNDERWAY, At.ANSWERED):
+        if at in (CpuPosition.UNDERWAY, CpuPosition.ANSWERED):
             return True
-        return at in (At.IDLE, At.USER) and self._kernel.sent_to(number) != 0
+        return at in (CpuPosition.IDLE, CpuPosition.USER) and self._kernel.sent_to(number) != 0
 
     def _interrupt_current(self) -> None:
         """Deliver one of the interrupts that were sent to the current CPU, if it takes any."""
         cpu = self._machine.cpu
-        if self._at is At.ANSWERED or not self._kernel.sent_to(cpu):
+        if self._at is CpuPosition.ANSWERED or not self._kernel.sent_to(cpu):
             return
         if self._machine.interrupts_enabled and self._may_interrupt():
             # It asks again behind the interrupt.
@@ -196,7 +205,7 @@ class SmpExecutive(Executive):
             return any(holds(ip) for holds in machine.in_handler)
 
         for number, (ip, _) in enumerate(machine.positions()):
-            if number != here and self._seats[number][0] is At.UNDERWAY and in_handler(ip):
+            if number != here and self._seats[number][0] is CpuPosition.UNDERWAY and in_handler(ip):
                 machine.switch_to(number)
                 machine.leave(in_handler)
         machine.switch_to(here)
@@ -205,11 +214,11 @@ class SmpExecutive(Executive):
         if trap.number == Hypercall.CPU_UP:
             number, entry, stack, _ = trap.args
             self._machine.start_cpu(number, entry, stack)
-            self._seats[number] = At.UNDERWAY, None
+            self._seats[number] = CpuPosition.UNDERWAY, None
             self._machine.answer(0)
-            self._at = At.ANSWERED
+            self._at = CpuPosition.ANSWERED
         elif trap.number == Hypercall.YIELD or trap.kind is TrapKind.PREEMPTED:
-            self._at, self._user = At.UNDERWAY, None
+            self._at, self._user = CpuPosition.UNDERWAY, None
             self._preempts = self._preempts or trap.kind is TrapKind.PREEMPTED
             self._count_turn()
         else:
@@ -252,7 +261,7 @@ class SmpExecutive(Executive):
     def _send_ticks(self) -> None:
         """To the CPUs that have work; idle ones have stopped their ticks."""
         for number in self._round():
-            if number != TIME_KEEPER and self._seat(number)[0] in (At.USER, At.UNDERWAY):
+            if number != TIME_KEEPER and self._seat(number)[0] in (CpuPosition.USER, CpuPosition.UNDERWAY):
                 self._kernel.send(number, Vector.TIMER)
 
     def _await_time(self, request: Request, slept: int) -> None:
@@ -282,25 +291,25 @@ class SmpExecutive(Executive):
         elif self._kernel.is_queued(task.addr):
             # It waits behind another task on its CPU: that one goes to sleep.
             place = self._kernel.cpu_of(task.addr)
-            if self._seat(place)[0] is not At.USER:
+            if self._seat(place)[0] is not CpuPosition.USER:
                 return False
             self._turn_to(place)
             self._machine.answer(PARK, 0)
         elif not may_rouse or not self._rouse(task):
             return False
         if not self.is_dead:
-            self._at, self._user = At.ANSWERED, None
+            self._at, self._user = CpuPosition.ANSWERED, None
         return True
 
     def _rouse(self, task: GuestTask) -> bool:
         """It sleeps: a CPU without work takes it, if there is one; else the one that it ran on last."""
         last = self._kernel.cpu_of(task.addr)
-        idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is At.IDLE), None)
+        idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is CpuPosition.IDLE), None)
         if idle is not None:
             self._turn_to(idle)
             self._kernel.set_mailbox(task.addr)
             self._deliver(Vector.WAKE)
-        elif self._seat(last)[0] is At.USER:
+        elif self._seat(last)[0] is CpuPosition.USER:
             self._turn_to(last)
             self._machine.answer(PARK, task.addr)
         else:

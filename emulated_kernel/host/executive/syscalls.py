@@ -14,7 +14,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
-from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler
+from emulated_kernel.host.executive.executive import GuestRunner, GuestTask, HostfsHandler
 from emulated_kernel.image.kallsyms import address_of
 
 PATH_MAX = 4096
@@ -101,7 +101,7 @@ def check(result: int, word_size: int) -> int:
 class Syscalls:
     """The system calls that the front end makes for host processes."""
 
-    def __init__(self, executive: Executive, kernel: BuiltinKernel) -> None:
+    def __init__(self, executive: GuestRunner, kernel: BuiltinKernel) -> None:
         self._executive = executive
         self._machine, image = kernel.machine, kernel.image
         self._memory = kernel.machine.memory
@@ -122,7 +122,7 @@ class Syscalls:
         return name in self._nr
 
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """One system call by its name. Raises: KernelError, WouldBlock (see Executive.syscall)."""
+        """One system call by its name. Raises: KernelError, WouldBlock (see GuestRunner.syscall)."""
         nr = self._nr[name]
         return check(self._executive.syscall(task, nr, *args, hostfs=hostfs), self._memory.word_size)
 

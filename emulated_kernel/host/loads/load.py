@@ -24,7 +24,7 @@ _PORT = 7000
 _LOOPBACK = 0x7F000001
 
 
-class LoadKind(Enum):
+class WorkloadKind(Enum):
     """What a round of a load does."""
 
     FORK = "fork"
@@ -39,46 +39,46 @@ class LoadKind(Enum):
     """A sleep of a millisecond."""
 
 
-SYSTEM_CALLS: dict[LoadKind, tuple[str, ...]] = {
-    LoadKind.FORK: ("clone", "execve", "exit"),
-    LoadKind.FILES: ("openat", "write", "pread64", "newfstat", "rename", "unlink", "close"),
-    LoadKind.PIPE: ("pipe2", "write", "read", "close"),
-    LoadKind.TCP: ("socket", "bind", "listen", "connect", "accept4", "write", "read", "close"),
-    LoadKind.TIMERS: ("nanosleep",),
+SYSTEM_CALLS: dict[WorkloadKind, tuple[str, ...]] = {
+    WorkloadKind.FORK: ("clone", "execve", "exit"),
+    WorkloadKind.FILES: ("openat", "write", "pread64", "newfstat", "rename", "unlink", "close"),
+    WorkloadKind.PIPE: ("pipe2", "write", "read", "close"),
+    WorkloadKind.TCP: ("socket", "bind", "listen", "connect", "accept4", "write", "read", "close"),
+    WorkloadKind.TIMERS: ("nanosleep",),
 }
 """What a kernel needs for each kind."""
 
 
-def kinds_of(guest: Guest) -> Collection[LoadKind]:
+def kinds_of(guest: Guest) -> Collection[WorkloadKind]:
     """The kinds that this guest has the system calls for."""
     return [kind for kind, names in SYSTEM_CALLS.items() if all(map(guest.syscalls.has, names))]
 
 
-class BackgroundLoad:
+class BackgroundWorkload:
     """One kind of load by one task.
 
     `pid` must be no process of the host's; with the children's it is free again after `end`.
     """
 
-    def __init__(self, guest: Guest, kind: LoadKind, pid: int) -> None:
+    def __init__(self, guest: Guest, kind: WorkloadKind, pid: int) -> None:
         self._guest = guest
         self._sys = guest.syscalls
         self._memory = guest.kernel.machine.memory
         self._kind = kind
         self._pid = pid
         self._round: Callable[[GuestTask], None] = {
-            LoadKind.FORK: self._fork,
-            LoadKind.FILES: self._files,
-            LoadKind.PIPE: self._pipe,
-            LoadKind.TCP: self._tcp,
-            LoadKind.TIMERS: self._sleep,
+            WorkloadKind.FORK: self._fork,
+            WorkloadKind.FILES: self._files,
+            WorkloadKind.PIPE: self._pipe,
+            WorkloadKind.TCP: self._tcp,
+            WorkloadKind.TIMERS: self._sleep,
         }[kind]
         self._path = f"/scratch/.load-{pid}"
         self._listener = -1
 
     def round(self) -> None:
         """Make one round; a task that was killed is replaced. Raises: KernelError."""
-        task = self._guest.mirror.resident(self._pid, f"load/{self._kind.value}")
+        task = self._guest.processes.resident(self._pid, f"load/{self._kind.value}")
         self._round(task)
 
     def end(self) -> None:
@@ -91,12 +91,12 @@ class BackgroundLoad:
         self._listener = -1
         for path in (self._path, self._path + ".new"):
             with suppress(KernelError):
-                self._sys.with_path(self._guest.mirror.init, "unlink", path)
+                self._sys.with_path(self._guest.processes.init, "unlink", path)
         with suppress(KernelError):
-            self._guest.mirror.exit(self._pid)
+            self._guest.processes.exit(self._pid)
 
     def _fork(self, task: GuestTask) -> None:
-        mirror = self._guest.mirror
+        mirror = self._guest.processes
         child = mirror.clone(task, mirror.unused_pid())
         if child is None:
             raise KernelError(errno.ENOMEM, "no memory for a child")

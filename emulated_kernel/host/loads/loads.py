@@ -12,7 +12,7 @@ from time import monotonic
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import Guest
-from emulated_kernel.host.loads.load import BackgroundLoad, LoadKind, kinds_of
+from emulated_kernel.host.loads.load import BackgroundWorkload, WorkloadKind, kinds_of
 from emulated_kernel.host.request_clock import RequestObserver
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.threads import start_thread
@@ -30,10 +30,10 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class LoadOrder:
+class WorkloadOrder:
     """What was asked for."""
 
-    kind: LoadKind
+    kind: WorkloadKind
     rate: int = DEFAULT_RATE
     """Rounds a second that it tries to make."""
     duration: float = DEFAULT_DURATION
@@ -41,12 +41,12 @@ class LoadOrder:
 
 
 @dataclass(eq=False)
-class RunningLoad:
+class RunningWorkload:
     """A load, and what became of it; times by the host's monotonic clock."""
 
-    order: LoadOrder
+    order: WorkloadOrder
     started: float
-    load: BackgroundLoad | None = None
+    load: BackgroundWorkload | None = None
     rounds: int = 0
     failed: int = 0
     state: str = "running"
@@ -77,20 +77,20 @@ class RunningLoad:
         )
 
 
-class Loads:
+class Workloads:
     """The loads of a kernel: at most one of a kind at a time."""
 
     def __init__(self, guest: Guest, lock: ControlLock, requests: RequestObserver) -> None:
         self._guest = guest
         self._lock = lock
         self._requests = requests
-        self._loads: dict[LoadKind, RunningLoad] = {}
+        self._loads: dict[WorkloadKind, RunningWorkload] = {}
 
     def text(self) -> Iterable[str]:
         """A line for each kind that ever ran, with what it did the last time."""
         return [running.line() for running in self._loads.values()]
 
-    def orders(self) -> list[LoadOrder]:
+    def orders(self) -> list[WorkloadOrder]:
         """What is left of those that run, for another kernel to go on with."""
         running = [each for each in self._loads.values() if each.state == "running"]
         return [replace(each.order, duration=each.left) for each in running if each.left]
@@ -106,7 +106,7 @@ class Loads:
             return partial(self._stop, [_kind(word) for word in words if word != ALL])
         return partial(self.start, *self._orders(verb, words))
 
-    def start(self, *orders: LoadOrder) -> None:
+    def start(self, *orders: WorkloadOrder) -> None:
         """Start loads in the background. Raises: KernelError EBUSY, EIO (the guest is dead, none started),
         ENOMEM (no thread, those before it started)."""
         self._lock.assert_held()
@@ -117,7 +117,7 @@ class Loads:
             if known is not None and known.state == "running":
                 raise KernelError(errno.EBUSY, f"{order.kind.value} runs already")
         for order in orders:
-            running = RunningLoad(order, monotonic())
+            running = RunningWorkload(order, monotonic())
             self._loads[order.kind] = running
             try:
                 start_thread(f"load-{order.kind.value}", self._run, running)
@@ -125,20 +125,20 @@ class Loads:
                 self._end(running, "failed")
                 raise
 
-    def stop(self, *kinds: LoadKind) -> None:
+    def stop(self, *kinds: WorkloadKind) -> None:
         """End loads, all where no kind is given; their tasks are gone then."""
         self._lock.assert_held()
         for running in self._loads.values():
             if running.state == "running" and (not kinds or running.order.kind in kinds):
                 self._end(running, "stopped")
 
-    def _stop(self, kinds: list[LoadKind]) -> None:
+    def _stop(self, kinds: list[WorkloadKind]) -> None:
         for kind in kinds:
             if kind not in self._loads or self._loads[kind].state != "running":
                 raise KernelError(errno.ENOENT, f"{kind.value} doesn't run")
         self.stop(*kinds)
 
-    def _orders(self, verb: str, words: list[str]) -> list[LoadOrder]:
+    def _orders(self, verb: str, words: list[str]) -> list[WorkloadOrder]:
         rate, duration = DEFAULT_RATE, DEFAULT_DURATION
         said: set[str] = set()
         for word in words:
@@ -159,24 +159,24 @@ class Loads:
         for kind in kinds:
             if kind not in possible:
                 raise KernelError(errno.EOPNOTSUPP, f"this kernel has no system calls for {kind.value}")
-        return [LoadOrder(kind, rate, duration) for kind in kinds]
+        return [WorkloadOrder(kind, rate, duration) for kind in kinds]
 
     # In the load's thread
 
-    def _run(self, running: RunningLoad) -> None:
+    def _run(self, running: RunningWorkload) -> None:
         while not running.ended.wait(self._pause(running)):
             with self._lock:
                 if running.state == "running":
                     self._slice(running)
 
-    def _pause(self, running: RunningLoad) -> float:
+    def _pause(self, running: RunningWorkload) -> float:
         """Seconds until the next round; long enough for a waiting request to take the lock."""
         return max(min(running.due - monotonic(), running.left), SLICE)
 
-    def _slice(self, running: RunningLoad) -> None:
+    def _slice(self, running: RunningWorkload) -> None:
         """Rounds that are due. Whatever goes wrong that isn't a round's failure ends the load."""
         if running.load is None:
-            running.load = BackgroundLoad(self._guest, running.order.kind, threading.get_native_id())
+            running.load = BackgroundWorkload(self._guest, running.order.kind, threading.get_native_id())
         state = "failed"
         try:
             self._requests.request_begins()
@@ -191,7 +191,7 @@ class Loads:
             if state != "running":
                 self._end(running, state)
 
-    def _round(self, running: RunningLoad, load: BackgroundLoad) -> None:
+    def _round(self, running: RunningWorkload, load: BackgroundWorkload) -> None:
         try:
             load.round()
         except KernelError as error:
@@ -202,18 +202,18 @@ class Loads:
             running.rounds += 1
             running.in_succession = 0
 
-    def _end(self, running: RunningLoad, state: str) -> None:
+    def _end(self, running: RunningWorkload, state: str) -> None:
         running.state = state
         running.ended.set()
         if running.load is not None:
             running.load.end()
 
 
-def _kind(word: str) -> LoadKind:
+def _kind(word: str) -> WorkloadKind:
     try:
-        return LoadKind(word)
+        return WorkloadKind(word)
     except ValueError:
-        names = ", ".join(kind.value for kind in LoadKind)
+        names = ", ".join(kind.value for kind in WorkloadKind)
         raise KernelError(errno.EINVAL, f"{word!r} is no load: {names}, {ALL}, stop") from None
 
 

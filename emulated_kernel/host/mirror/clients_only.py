@@ -1,4 +1,4 @@
-"""ClientsOnly: the mount's clients alone, numbered as they come, whatever else happens on the host."""
+"""IsolatedProcesses: the mount's clients alone, numbered as they come, whatever else happens on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ROOM = 1 << 21
 """Pids that are given before they begin anew; those of the program's own tasks are above."""
 
 
-class ClientsOnly(HostProcesses):
+class IsolatedProcesses(HostProcesses):
     """What the guest sees follows from the clients' requests and their order.
 
     A client that another one forked is its child, forked when its first request comes; a process that asks

@@ -10,7 +10,7 @@ from time import monotonic, thread_time
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.host.executive.executive import Executive, GuestTask
+from emulated_kernel.host.executive.executive import GuestRunner, GuestTask
 from emulated_kernel.host.executive.syscalls import check
 from emulated_kernel.host.mirror.processes import EXEC_WITHIN, Fork, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
@@ -26,18 +26,18 @@ KTHREADD_PID = 2
 MAX_UNNAMED = 8
 MAX_TASKS = 500
 """Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
-STRANGERS_SHARE, STRANGERS_MOST = 0.25, 0.1
+UNRELATED_SHARE, UNRELATED_MOST = 0.25, 0.1
 """Of the time, and CPU seconds of a request at most, for forks and exits of others than clients.
 
 Beyond it forks are left out, and exits wait.
 """
 
 
-class TaskMirror(TaskObserver):
+class ProcessTracker(TaskObserver):
     """Keeps the guest's tasks in step with the host's processes."""
 
     def __init__(
-        self, kernel: BuiltinKernel, executive: Executive, watch: ProcessWatch, init: GuestTask
+        self, kernel: BuiltinKernel, executive: GuestRunner, watch: ProcessWatch, init: GuestTask
     ) -> None:
         self._kernel = kernel
         self._memory = kernel.machine.memory
@@ -61,7 +61,7 @@ class TaskMirror(TaskObserver):
         """Processes that have made a request."""
         self._ended: dict[int, None] = {}
         """Processes whose tasks are still to exit."""
-        self._credit, self._credited = STRANGERS_MOST, monotonic()
+        self._credit, self._credited = UNRELATED_MOST, monotonic()
         """Seconds that strangers have left, and when more were last given to them."""
         self._events.watch(self)
 
@@ -153,7 +153,7 @@ class TaskMirror(TaskObserver):
             self._ended.update(dict.fromkeys(self._watch.exited()))
         if forks or self._ended:
             now, begun = monotonic(), thread_time()
-            credit = min(STRANGERS_MOST, self._credit + STRANGERS_SHARE * (now - self._credited))
+            credit = min(UNRELATED_MOST, self._credit + UNRELATED_SHARE * (now - self._credited))
             self._forks(forks, client, begun + credit)
             self._exits(client, begun + credit)
             self._credit, self._credited = max(0.0, credit - (thread_time() - begun)), now

@@ -1,4 +1,4 @@
-"""KeptKernel: what was read out of a kernel once, as a few arrays in a file that costs nothing to open."""
+"""CachedKernelTables: the tables of a kernel, decoded once and kept as a few arrays in a file."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _ADDRESSES = ("mcount", "return_sites")
 _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 
 
-def kept_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
-    """All that `KeptKernel` needs, by names of parts."""
+def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
+    """All that `CachedKernelTables` needs, by names of parts."""
     memory = kernel.vmlinux
     parts: dict[str, bytes | memoryview] = {
         f"symbols.{name}": data for name, data in kernel.kallsyms.table.parts().items()
@@ -58,7 +58,7 @@ _MUCH = 1 << 20
 """Bytes at once, which nobody reads soon again."""
 
 
-class KeptKernel(LinuxKernel):
+class CachedKernelTables(LinuxKernel):
     """A kernel out of its parts, which stay where they are; its tables aren't read out of it again.
 
     Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (other parts).

@@ -33,7 +33,7 @@ _SECOND_HALF = 0x20
 """Of a cache line, as a bit of an address."""
 
 
-class Returns(Enum):
+class ReturnThunks(Enum):
     """How a kernel's `ret` are rewritten at boot, as the CPU's mitigations need; the value is for people."""
 
     PLAIN = "plain returns"
@@ -43,7 +43,7 @@ class Returns(Enum):
 
     def has_thunk(self, site: int) -> bool:
         """Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139)"""
-        return self is Returns.THUNKS or (self is Returns.ITS and not site & _SECOND_HALF)
+        return self is ReturnThunks.THUNKS or (self is ReturnThunks.ITS and not site & _SECOND_HALF)
 
 
 class _TablePlace(NamedTuple):
@@ -131,14 +131,14 @@ class LinuxKernel:
         return AddressSet(tables.return_sites(*self._table(_RETURN_SITES)))
 
     @property
-    def returns(self) -> tuple[Returns, ...]:
+    def returns(self) -> tuple[ReturnThunks, ...]:
         """What its returns can be made of; nothing where it was built without return thunks."""
         if not self.return_sites:
             return ()
         return tuple(
             kind
-            for kind in Returns
-            if kind is not Returns.ITS or self.kallsyms.lookup_name("its_return_thunk") is not None
+            for kind in ReturnThunks
+            if kind is not ReturnThunks.ITS or self.kallsyms.lookup_name("its_return_thunk") is not None
         )
 
     @cached_property
@@ -195,7 +195,7 @@ class LinuxKernel:
                 if aligned < last:
                     yield aligned, bytes(segment.data[aligned - start : last - start])
 
-    def text_as_booted(self, returns: Returns) -> bytes:
+    def text_as_booted(self, returns: ReturnThunks) -> bytes:
         """The text with the returns that boot gives it; nothing else of what boot patches is."""
         text = bytearray(self.read(self.text.start, self.text.end - self.text.start))
         for site in self.return_sites:
@@ -206,7 +206,7 @@ class LinuxKernel:
                     text[at : at + tables.RETURN_SIZE] = patched
         return bytes(text)
 
-    def booted(self, returns: Returns) -> Self:
+    def booted(self, returns: ReturnThunks) -> Self:
         """The same kernel with that text."""
         copied = copy(self)
         copied.vmlinux = self.vmlinux.with_bytes(self.text.start, self.text_as_booted(returns))

@@ -14,7 +14,7 @@ from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.compression import unpack
 from emulated_kernel.image.linux.deb import AR_MAGIC, PackageTar
 from emulated_kernel.image.linux.unusable import read_as, unusable
-from emulated_kernel.regular import PATIENCE, ForeignFiles, identity, open_regular, read_regular
+from emulated_kernel.regular import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
 
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""
@@ -32,7 +32,7 @@ class ModuleFiles:
     def __init__(self, image: Path, release: str) -> None:
         self._package = _Package(image)
         self._directory = Path("/lib/modules") / release / "kernel"
-        self._foreign = ForeignFiles()
+        self._foreign = BoundedFileReader()
 
     def read(self, name: str) -> list[tuple[str, bytes]]:
         """Names and contents of a module, by name or by path with a slash, behind all those that it needs.

@@ -13,16 +13,16 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, HostAction, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, HostAction, ProgramBuilder
 from emulated_kernel.arch.program.ops import HandlerCode
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.garbage import TextGarbage
-from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggregatorProbe, Kprobe
-from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.kprobes.handlers.garbage import DeferredFree
+from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggrKprobe, Kprobe
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -66,8 +66,8 @@ class Compiler:
         machine: ProbedMachine,
         arch: Arch,
         profile: Profile,
-        verdict: Verdict[Any],
-        garbage: TextGarbage,
+        verdict: ProbeChecker[Any],
+        garbage: DeferredFree,
         lock: ControlLock,
     ) -> None:
         self._text = machine.text
@@ -75,7 +75,7 @@ class Compiler:
         self._arch = arch
         self._verdict = verdict
         self._sampled = frozenset(arch.pt_regs).intersection(machine.regs.snapshot()._fields)
-        self.saves_all = profile.saving is Saving.ALL
+        self.saves_all = profile.saving is RegisterSaving.ALL
         """Whether every register is saved for a handler."""
         self.enabled = profile.compiled
         """Whether new code is made; what there is already stays until it is dropped."""
@@ -85,7 +85,7 @@ class Compiler:
         """Address of an access that may fault to where the CPU goes on then."""
         self.codes: dict[CompiledCode, None] = {}
         """All that there is, what waits to be freed too, in the order of its making."""
-        self.asides: dict[tuple[object, ...], CompiledCode] = {}
+        self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
         """What guest code runs of hits that Python handles, by what it belongs to."""
         self._garbage = garbage
         self._lock = lock
@@ -132,14 +132,14 @@ class Compiler:
         def rest(at: int) -> bytes:
             return arch.relative_jump(at, at + arch.jump_size if target is None else target) + breakpoint_
 
-        code = self._make(head, HitWay.BREAKPOINT, arch.jump_size + len(breakpoint_), rest)
+        code = self._make(head, EntryKind.BREAKPOINT, arch.jump_size + len(breakpoint_), rest)
         if code is not None:
             code.target = target
             code.tail = code.address + code.size - len(breakpoint_)
         return code
 
     @_or_none
-    def aside(self, owners: tuple[object, ...], emit: EmitAll, *, in_frame: bool) -> CompiledCode | None:
+    def asm_thunk(self, owners: tuple[object, ...], emit: EmitAll, *, in_frame: bool) -> CompiledCode | None:
         """Handlers in assembly alone, for hits that Python handles; None where there is no room for them.
 
         It ends in a breakpoint, `CompiledCode.tail`, which is the caller's. `in_frame`: registers are saved
@@ -161,7 +161,7 @@ class Compiler:
         self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
     ) -> CompiledCode | None:
         """What is kept by that key, made if it isn't there."""
-        made = self.asides.get(key)
+        made = self.asm_thunks.get(key)
         if made is not None:
             return made
         builder = ProgramBuilder()
@@ -173,12 +173,12 @@ class Compiler:
             handler = self._handler(builder, 0, self._verdict.all_live)
         code = self._write(builder, handler, behind, rest)
         if code is not None:
-            self.asides[key] = code
+            self.asm_thunks[key] = code
         return code
 
     def call(self, head: Kprobe, ret: int) -> CompiledCode | None:
         """The handler that an fentry site calls; it goes on at `ret`, a return instruction."""
-        return self._make(head, HitWay.CALL, self._arch.jump_size, self._going_on_at(ret))
+        return self._make(head, EntryKind.CALL, self._arch.jump_size, self._going_on_at(ret))
 
     @_or_none
     def entries(self, builder: ProgramBuilder, ret: int) -> CompiledCode | None:
@@ -187,7 +187,11 @@ class Compiler:
         Any of them may read any register. None where there is no room for it.
         """
         arch = self._arch
-        live = None if self.saves_all else Live(arch.general_registers - {"ip", "sp", "flags"}, flags=False)
+        live = (
+            None
+            if self.saves_all
+            else LiveRegisters(arch.general_registers - {"ip", "sp", "flags"}, flags=False)
+        )
         handler = arch.handler_code(builder.program(), 0, live)
         return self._write(builder, handler, arch.jump_size, self._going_on_at(ret))
 
@@ -200,11 +204,11 @@ class Compiler:
         handler = self._handler(builder, address)
         return self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))
 
-    def detour(self, head: AggregatorProbe) -> CompiledCode | None:
+    def detour(self, head: AggrKprobe) -> CompiledCode | None:
         """The detour buffer with the handler in it; None where it is Python's."""
         assert head.detour is not None
         rest = partial(self._arch.relocated, head.detour.region)
-        return self._make(head, HitWay.JUMP, self._arch.max_copied, rest)
+        return self._make(head, EntryKind.JUMP, self._arch.max_copied, rest)
 
     # Returns
 
@@ -244,7 +248,7 @@ class Compiler:
     # Writing it
 
     @_or_none
-    def _make(self, head: Kprobe, way: HitWay, behind: int, rest: Rest) -> CompiledCode | None:
+    def _make(self, head: Kprobe, way: EntryKind, behind: int, rest: Rest) -> CompiledCode | None:
         """What a probe does at a hit, with `behind` bytes at most that `rest` adds."""
         builder = ProgramBuilder()
         if not self.enabled or not head.emit(builder, way):
@@ -253,7 +257,9 @@ class Compiler:
         live = self._verdict.all_live if head.post_handler is not None else None
         return self._write(builder, self._handler(builder, head.address, live), behind, rest)
 
-    def _handler(self, builder: ProgramBuilder, address: int, live: Live | None = None) -> HandlerCode:
+    def _handler(
+        self, builder: ProgramBuilder, address: int, live: LiveRegisters | None = None
+    ) -> HandlerCode:
         """It saves what may be read behind the probe at `address`, if nothing else is said."""
         if self.saves_all:
             return self._arch.handler_code(builder.program(), address, None)
@@ -297,10 +303,10 @@ class Compiler:
 
     # Freeing
 
-    def drop_asides(self, owner: object) -> None:
+    def drop_asm_thunks(self, owner: object) -> None:
         """What its handlers in assembly are has changed."""
-        for key in [key for key in self.asides if any(each is owner for each in key)]:
-            self.retire(self.asides.pop(key))
+        for key in [key for key in self.asm_thunks if any(each is owner for each in key)]:
+            self.retire(self.asm_thunks.pop(key))
 
     def retire(self, code: CompiledCode) -> None:
         """Nothing jumps to it any more; CPUs in it still go on to slots, detours and trampolines."""

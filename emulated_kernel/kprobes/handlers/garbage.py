@@ -1,33 +1,33 @@
-"""TextGarbage: unreferenced executable memory, kept until no register and no stack holds an address in it."""
+"""DeferredFree: frees executable memory when no register and no stack holds an address in it any more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.scheduler import DelayedWork, Scheduler, Span
+from emulated_kernel.kprobes.scheduler import DelayedWork, GracePeriod, Span
 
 COLLECT_DELAY = 5
 """Jiffies until the garbage is looked at, so that much goes at once."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _GarbagePiece:
+class _DeferredPiece:
     span: Span
     free: Callable[[], None]
     leads_on: bool
 
 
-class TextGarbage:
+class DeferredFree:
     """Slots, detours and handlers that were taken out of use: each is freed at its quiescence.
 
     That is when no CPU's register and no live stack holds an address in it. Linux: waits for grace periods,
     of which `synchronize_rcu_tasks` is the longest.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: GracePeriod) -> None:
         self._scheduler = scheduler
-        self._pieces: list[_GarbagePiece] = []
+        self._pieces: list[_DeferredPiece] = []
         self.work = DelayedWork(self._work, scheduler)
 
     @property
@@ -37,12 +37,12 @@ class TextGarbage:
 
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:
         """Call `free` once `span` is quiescent; `leads_on`: its code may jump into other garbage."""
-        self._pieces.append(_GarbagePiece(span, free, leads_on))
+        self._pieces.append(_DeferredPiece(span, free, leads_on))
         self.work.schedule(COLLECT_DELAY)
 
     def collect(self) -> bool:
         """Free what can be freed now; False: something is left."""
-        occupied = set(self._scheduler.occupied(self.spans)) if self._pieces else set()
+        occupied = set(self._scheduler.in_use_ranges(self.spans)) if self._pieces else set()
         stuck = [piece for piece in self._pieces if piece.span in occupied]
         if any(piece.leads_on for piece in stuck):
             return False

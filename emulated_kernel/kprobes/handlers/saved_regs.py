@@ -10,7 +10,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 _KEPT = 64
 
 
-class SavedRegs:
+class PtRegsView:
     """One frame, valid until the guest goes on; the attributes are those of the live registers."""
 
     __slots__ = ("_words",)
@@ -19,7 +19,7 @@ class SavedRegs:
         self._words = words
 
 
-class SavedFrames:
+class PtRegsFrames:
     """Finds frames by address. Linux: the handler gets the same struct pt_regs by pointer."""
 
     def __init__(self, memory: GuestMemory, names: Sequence[str], word_size: int) -> None:
@@ -29,7 +29,7 @@ class SavedFrames:
         mask = (1 << 8 * word_size) - 1
         fields = {name: _word(index, mask) for index, name in enumerate(names)}
         self._class: Callable[[memoryview], Any] = type(
-            "SavedPtRegs", (SavedRegs,), {"__slots__": (), **fields}
+            "SavedPtRegs", (PtRegsView,), {"__slots__": (), **fields}
         )
         self._known: dict[int, Any] = {}
 
@@ -49,10 +49,10 @@ class SavedFrames:
 
 
 def _word(index: int, mask: int) -> property:
-    def get(self: SavedRegs) -> int:
+    def get(self: PtRegsView) -> int:
         return self._words[index]
 
-    def put(self: SavedRegs, value: int) -> None:
+    def put(self: PtRegsView, value: int) -> None:
         self._words[index] = value & mask
 
     return property(get, put)

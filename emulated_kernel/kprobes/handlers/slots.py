@@ -8,7 +8,7 @@ from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE, GuestAddr
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import HardwareError
 
@@ -22,7 +22,7 @@ class InsnSlots:
     """
 
     def __init__(
-        self, text: Text, size: int, breakpoint_: bytes, garbage: TextGarbage, lead: bytes = b""
+        self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
         """`size`: bytes of a slot, at least; `lead`: code that stands in front of each."""
         self._text = text

@@ -11,17 +11,17 @@ from functools import cached_property
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import Move
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, Cells, Moment
+from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
 from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
-from emulated_kernel.kprobes.kprobe import Emit
+from emulated_kernel.kprobes.kprobe import CompileHandler
 from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
+from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 
@@ -51,7 +51,7 @@ class Fprobe(AssemblyOwner):
     others don't exist in what they are given. Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
     """
 
-    moments = (Moment.HIT, Moment.RETURN)
+    handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     filter: str
     notfilter: str | None = None
     entry_handler: FprobeHandler | None = None
@@ -62,16 +62,17 @@ class Fprobe(AssemblyOwner):
     registers: FprobeRegs = FprobeRegs.PT_REGS
     entry_registers: Sequence[str] = ()
     exit_registers: Sequence[str] = ()
-    entry_program: Emit | None = None
-    exit_program: Emit | None = None
-    """The handlers as guest code, for HitWay.CALL and HitWay.RETURN; see Fprobes.handler_changed. The virtual
-    register CALLED is the function's address; ip isn't known."""
+    entry_program: CompileHandler | None = None
+    exit_program: CompileHandler | None = None
+    """The handlers as guest code, for EntryKind.CALL and EntryKind.RETURN; see Fprobes.handler_changed.
+
+    The virtual register CALLED is the function's address; ip isn't known."""
     code: str | None = None
     return_code: str | None = None
     """Handlers in assembly for entries and exits, in front of the others, as Kprobe.code; with `cells`."""
     is_disabled: bool = False
     """See Fprobes.disable_fprobe."""
-    cells: Cells = field(default_factory=Cells, init=False, repr=False)
+    cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """What they read and write by name."""
     assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """Of a registered one."""
@@ -202,7 +203,7 @@ class Fprobes:
         self._kprobes.sites.detach(registered.ops)
         del self._registered[fp]
         self._drop_code(fp, registered)
-        self._kprobes.compiler.drop_asides(fp)
+        self._kprobes.compiler.drop_asm_thunks(fp)
         # Its own handler may be what has called this: nothing is made of it any more.
         registered.is_python = True
         hook = fp.leave_hook()
@@ -220,9 +221,9 @@ class Fprobes:
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
         """Let it run where Python handles calls, or not while the fprobe is disabled."""
         moments = () if fp.is_disabled else fp.texts
-        registered.ops.assembly = fp if Moment.HIT in moments else None
+        registered.ops.assembly = fp if HandlerPoint.PRE in moments else None
         if fp.hook is not None:
-            fp.hook.assembled = fp.assembled if Moment.RETURN in moments else None
+            fp.hook.assembled = fp.assembled if HandlerPoint.RETURN in moments else None
 
     def disable_fprobe(self, fp: Fprobe) -> None:
         """Its handlers aren't called any more. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
@@ -251,7 +252,7 @@ class Fprobes:
     def _set_code(self, fp: Fprobe, registered: _FprobeOps, codes: Mapping[int, int]) -> None:
         assert self._kprobes.sites is not None
         self._kprobes.sites.set_code(registered.ops, codes)
-        self._kprobes.compiler.drop_asides(fp)
+        self._kprobes.compiler.drop_asm_thunks(fp)
 
     def _drop_code(self, fp: Fprobe, registered: _FprobeOps) -> None:
         registered.is_python = False
@@ -329,14 +330,14 @@ class Fprobes:
             return False
         if fp.assembled is not None:
             # In front of what uses virtual registers.
-            fp.assembled.emit(builder, Moment.HIT)
+            fp.assembled.emit(builder, HandlerPoint.PRE)
         if fp.entry_handler is not None:
             if fp.entry_program is None:
                 return False
             native.get_called(builder, CALLED)
-            if not fp.entry_program(builder, HitWay.CALL):
+            if not fp.entry_program(builder, EntryKind.CALL):
                 return False
-        return fp.hook is None or native.emit_entry(builder, HitWay.CALL, fp.hook, keeps_called=True)
+        return fp.hook is None or native.emit_entry(builder, EntryKind.CALL, fp.hook, keeps_called=True)
 
     def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Called:
         """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
@@ -351,7 +352,7 @@ class Fprobes:
                 self._call(fp, fp.entry_handler, site, seen, nothing)
                 return
 
-            def wants(instance: Instance, _regs: Any) -> bool:
+            def wants(instance: RethookNode, _regs: Any) -> bool:
                 data = instance.data
                 data[:word] = site.to_bytes(word, "little")
                 return not self._call(fp, fp.entry_handler, site, seen, data[word:])
@@ -360,11 +361,11 @@ class Fprobes:
 
         return entered
 
-    def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[Instance, Any], None]:
+    def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[RethookNode, Any], None]:
         """Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
         word, ctlblk = self._arch.word_size, self._kprobes.hits.ctlblk
 
-        def returned(instance: Instance, regs: Any) -> None:
+        def returned(instance: RethookNode, regs: Any) -> None:
             if fp.is_disabled:
                 return
             ctlblk.by_breakpoint = False
@@ -390,7 +391,7 @@ class Fprobes:
             return False
 
 
-def _exits(fp: Fprobe, builder: ProgramBuilder, way: HitWay) -> bool:
+def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
     """The exit handler behind what has left the function's address in SLOT."""
     if fp.is_disabled:
         return False

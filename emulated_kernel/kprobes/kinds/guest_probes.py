@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import KRETPROBE_MAX_DATA_SIZE, Kretprobe, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.return_hook.hook import Instance
+from emulated_kernel.kprobes.return_hook.hook import RethookNode
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError, MemoryFault
@@ -183,10 +183,10 @@ class GuestProbes:
             # Linux: of all of them the data may have as many bytes.
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE - header} bytes of data")
 
-        def entry_handler(instance: Instance, regs: Regs) -> int:
+        def entry_handler(instance: RethookNode, regs: Regs) -> int:
             return self._call(rp, entry, regs, self._instance(probe, instance))
 
-        def handler(instance: Instance, regs: Regs) -> None:
+        def handler(instance: RethookNode, regs: Regs) -> None:
             self._call(rp, leave, regs, self._instance(probe, instance))
 
         rp = Kretprobe(
@@ -202,7 +202,7 @@ class GuestProbes:
         self._write_int(probe, "kretprobe.nmissed", 0)
         return _GuestProbe(probe, rp, (entry, leave))
 
-    def _instance(self, probe: int, instance: Instance) -> int:
+    def _instance(self, probe: int, instance: RethookNode) -> int:
         """Fill in the struct kretprobe_instance in front of a call's data; its address."""
         address = instance.data_address
         self._write(address, "kretprobe_instance.rp", probe)

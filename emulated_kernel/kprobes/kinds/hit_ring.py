@@ -64,7 +64,7 @@ class HitRing:
         self._shift = (words * word).bit_length() - 1
         code = "Q" if word == 8 else "I"
         self._entry = struct.Struct(f"<{_FIXED + len(registers)}{code}")
-        self._offset = cells.alloc_cells(2 * word)
+        self._offset = cells.alloc_percpu(2 * word)
         self._cells = [cell.cast(code) for cell in cells.cells(self._offset, 2 * word)]  # type: ignore[call-overload]
         """Of each CPU: hits so far, and the address of its entries."""
         self._starts = [self._new_ring(cell) for cell in self._cells]
@@ -122,7 +122,7 @@ class HitRing:
         for view, start in zip(self._views, self._starts, strict=True):
             view.release()
             self._memory.free_pages(start)
-        self._memory.free_cells(self._offset)
+        self._memory.free_percpu(self._offset)
 
     def _note(self, address: int, regs: Any) -> None:
         """The handler, where the hit has trapped anyway."""

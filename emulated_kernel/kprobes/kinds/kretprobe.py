@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.assembled import AssembledHandlers, Moment
+from emulated_kernel.kprobes.assembled import AssembledHandlers, HandlerPoint
 from emulated_kernel.kprobes.ctlblk import HitStatus
-from emulated_kernel.kprobes.kprobe import Emit, Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import TrampolineForm
-from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
+from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 
 KRETPROBE_MAX_DATA_SIZE = 4096
@@ -23,7 +23,7 @@ _MIN_MAXACTIVE = 10
 _CLEARED_DATA_SIZE = 64
 """Bytes of a call's data that guest code clears."""
 
-KretprobeInstance = Instance
+KretprobeInstance = RethookNode
 """What handlers get: one call of the probed function, from its entry to its return."""
 KretprobeHandler = Callable[[KretprobeInstance, Regs], object]
 
@@ -39,10 +39,10 @@ class Kretprobe(Kprobe):
     Mirrors: include/linux/kprobes.h:struct kretprobe (v6.1).
     """
 
-    moments = (Moment.HIT, Moment.RETURN)
+    handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     handler: KretprobeHandler | None = None
-    return_program: Emit | None = None
-    """The handler as guest code, for HitWay.RETURN; see Kretprobes.handler_changed."""
+    return_program: CompileHandler | None = None
+    """The handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
     return_code: str | None = None
     """A handler in assembly for returns, as `code` is one for entries, with the same cells."""
     entry_handler: KretprobeHandler | None = None
@@ -57,7 +57,7 @@ class Kretprobe(Kprobe):
 
     def attach_assembly(self, assembled: AssembledHandlers) -> None:
         Kprobe.attach_assembly(self, assembled)
-        if self.hook is not None and Moment.RETURN in assembled:
+        if self.hook is not None and HandlerPoint.RETURN in assembled:
             self.hook.assembled = assembled
 
     @property
@@ -112,7 +112,7 @@ class Kretprobes:
             raise KernelError(errno.EINVAL, "the probe is registered already")
         if address in self._blacklist:
             raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
-        if self.hooks.stack.needs_fentry and address not in self._kprobes.verdict.fentry:
+        if self.hooks.stack.needs_fentry and address not in self._kprobes.probe_checker.fentry:
             raise KernelError(errno.EOPNOTSUPP, f"{address:#x} can't be traced, so its return isn't hooked")
         if rp.data_size > KRETPROBE_MAX_DATA_SIZE:
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE} bytes of data")
@@ -132,12 +132,12 @@ class Kretprobes:
         program = rp.return_program if rp.handler is not None else _nothing
         hook = self.hooks.add(self._return_handler(rp), rp.maxactive, rp.data_size, program)
         # What has a site for fentry is C; with it the compiler relies on no more (-fipa-ra is off).
-        hook.follows_convention = address in self._kprobes.verdict.mcount
+        hook.follows_convention = address in self._kprobes.probe_checker.mcount
         rp.hook, hook.probe = hook, rp
         rp.pre_handler = self._entry(rp, hook)
         rp.program = self._entry_program(rp, hook)
 
-    def _entry_program(self, rp: Kretprobe, hook: ReturnHook) -> Emit | None:
+    def _entry_program(self, rp: Kretprobe, hook: ReturnHook) -> CompileHandler | None:
         """The hooking as guest code; None where an entry handler needs Python, or there is much to clear."""
         native = self.hooks.native
         if native is None or rp.entry_handler is not None or rp.data_size > _CLEARED_DATA_SIZE:
@@ -170,7 +170,7 @@ class Kretprobes:
         """Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
         hook_call, entry_handler = self.hooks.hook_call, rp.entry_handler
 
-        def wants(instance: Instance, regs: Any) -> bool:
+        def wants(instance: RethookNode, regs: Any) -> bool:
             assert entry_handler is not None
             try:
                 return not entry_handler(instance, regs)
@@ -183,12 +183,12 @@ class Kretprobes:
 
         return entered
 
-    def _return_handler(self, rp: Kretprobe) -> Callable[[Instance, Any], None]:
+    def _return_handler(self, rp: Kretprobe) -> Callable[[RethookNode, Any], None]:
         """Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1)."""
         ctlblk = self._hits.ctlblk
         by_breakpoint = self.hooks.trampoline.form is TrampolineForm.BREAKPOINT
 
-        def returned(instance: Instance, regs: Any) -> None:
+        def returned(instance: RethookNode, regs: Any) -> None:
             if rp.handler is None:
                 return
             ctlblk.running, ctlblk.status, ctlblk.by_breakpoint = rp, HitStatus.ACTIVE, by_breakpoint
@@ -201,6 +201,6 @@ class Kretprobes:
         return returned
 
 
-def _nothing(_builder: ProgramBuilder, _way: HitWay) -> bool:
+def _nothing(_builder: ProgramBuilder, _way: EntryKind) -> bool:
     """The program of no handler."""
     return True

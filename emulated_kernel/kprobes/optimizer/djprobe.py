@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 from contextlib import AbstractContextManager, nullcontext
 
-from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
-from emulated_kernel.kprobes.profile import Wait
+from emulated_kernel.kprobes.profile import QuiesceMethod
 
 
 class Djprobes(Optimizer):
@@ -32,8 +32,8 @@ class Djprobes(Optimizer):
 
         Raises: KernelError EOPNOTSUPP (that says 0).
         """
-        found = self._verdict.detoured(kprobe.address)
-        if isinstance(found, Finding):
+        found = self._verdict.optimized_region(kprobe.address)
+        if isinstance(found, Rejection):
             raise KernelError(errno.EOPNOTSUPP, found.text)
         kprobe.length = found.length
         self.check_conflicts(kprobe)
@@ -48,11 +48,11 @@ class Djprobes(Optimizer):
         addr = kprobe.address
         if any(self.covering(addr)):
             raise KernelError(errno.EEXIST, f"{addr:#x} is in the detoured region of a djprobe")
-        kprobe.obstacle = ""
+        kprobe.rejection = ""
         if not kprobe.length:
             return
-        found = self._verdict.detoured(addr)
-        if isinstance(found, Finding):
+        found = self._verdict.optimized_region(addr)
+        if isinstance(found, Rejection):
             raise KernelError(errno.EINVAL, f"length {kprobe.length}: {found.text}")
         if found.length != kprobe.length:
             told = f"the detoured region at {addr:#x} has {found.length} bytes"
@@ -60,14 +60,14 @@ class Djprobes(Optimizer):
         for inner in range(addr + 1, found.end):
             if self._table.get(inner) is not None:
                 kprobe.length = 0
-                kprobe.obstacle = f"0x{addr:x}: a probe at 0x{inner:x} was in its region before"
+                kprobe.rejection = f"0x{addr:x}: a probe at 0x{inner:x} was in its region before"
 
     def unoptimize(self, head: Kprobe, *, force: bool) -> None:
         """See Optimizer.unoptimize; always at once. Source: section 3.6.2."""
         del force
         super().unoptimize(head, force=True)
 
-    def free(self, head: AggregatorProbe) -> None:
+    def free(self, head: AggrKprobe) -> None:
         """Give back what a probe without members holds: at the next commit, for CPUs may be in its detour."""
         if head.detour is not None and head not in self.freeing:
             self.freeing[head] = None
@@ -88,7 +88,7 @@ class Djprobes(Optimizer):
 
     def _all_at_known_places(self) -> AbstractContextManager[bool]:
         """Section 2.2: without preemption every CPU's trip through the scheduler is enough."""
-        if self._profile.djprobe is Wait.FREEZE_PROCESSES:
+        if self._profile.djprobe is QuiesceMethod.FREEZE_PROCESSES:
             return self._scheduler.frozen()
         self._scheduler.yield_to_tasks()
         return nullcontext(True)

@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any, ClassVar
 
 from emulated_kernel.abi import GuestAddr
-from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.guest_code import DetourBuffer
-from emulated_kernel.kprobes.handlers.garbage import TextGarbage
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
-from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
+from emulated_kernel.kprobes.handlers.garbage import DeferredFree
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.out_of_line import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.profile import Profile
-from emulated_kernel.kprobes.scheduler import DelayedWork, Scheduler, Span
+from emulated_kernel.kprobes.scheduler import DelayedWork, GracePeriod, Span
 from emulated_kernel.kprobes.table import ProbeTable
-from emulated_kernel.kprobes.trap_routes import TrapRoutes
+from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -29,7 +29,7 @@ OPTIMIZE_DELAY = 5
 """Jiffies from the first request to the optimizer's run, so that several are done at once."""
 
 
-Queue = dict[AggregatorProbe, None]
+Queue = dict[AggrKprobe, None]
 """One of Linux's lists; a set that keeps its order, as thousands of probes are looked for in it."""
 
 
@@ -45,15 +45,15 @@ class Optimizer:
     """Why a probe that gets its jump has none yet."""
 
     _table: ProbeTable
-    _verdict: Verdict[Any]
+    _verdict: ProbeChecker[Any]
     _arch: Arch
     _text: Text
     _poker: TextPoker
-    _routes: TrapRoutes
+    _routes: BreakpointDispatch
     _breakpoints: Breakpoints
-    _copies: Copies
-    _garbage: TextGarbage
-    _scheduler: Scheduler
+    _copies: InsnCopier
+    _garbage: DeferredFree
+    _scheduler: GracePeriod
     _profile: Profile
     allowed: bool = field(default=True, init=False)
     """sysctl debug.kprobes-optimization."""
@@ -66,30 +66,30 @@ class Optimizer:
 
     # Detours
 
-    def prepare(self, head: AggregatorProbe) -> None:
-        """Make the detour of a probe; where there can't be one its `obstacle` says why.
+    def prepare(self, head: AggrKprobe) -> None:
+        """Make the detour of a probe; where there can't be one its `rejection` says why.
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
         """
         addr = head.address
-        region = self._verdict.detoured(addr)
-        if isinstance(region, Finding):
-            head.obstacle = region
+        region = self._verdict.optimized_region(addr)
+        if isinstance(region, Rejection):
+            head.rejection = region
             return
         if self._text.is_foreign(addr, region.length):
-            head.obstacle = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
+            head.rejection = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
             return
         try:
             buffer = self._text.alloc_text(self._arch.max_detour)
         except HardwareError:
-            head.obstacle = f"0x{addr:x}: no executable memory left for a detour buffer"
+            head.rejection = f"0x{addr:x}: no executable memory left for a detour buffer"
             return
         try:
             detour = self._arch.detour(region, buffer)
             jump = self._arch.detour_jump(region, buffer)
         except KernelError as error:
             self._text.free_text(buffer)
-            head.obstacle = f"0x{addr:x}: {error.strerror}"
+            head.rejection = f"0x{addr:x}: {error.strerror}"
             return
         self._text.poke(buffer, detour.code)
         head.has_used_detour = False
@@ -102,7 +102,7 @@ class Optimizer:
             jump=jump,
         )
 
-    def _discard(self, head: AggregatorProbe) -> None:
+    def _discard(self, head: AggrKprobe) -> None:
         """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
 
         Linux: nobody is left in a detour when it goes, for it goes by the worker alone. Deviates: one whose
@@ -121,7 +121,7 @@ class Optimizer:
         self._routes.remove_detour(detour.trap)
         self._text.free_text(detour.address)
 
-    def kill(self, head: AggregatorProbe) -> None:
+    def kill(self, head: AggrKprobe) -> None:
         """The probed text goes: it isn't touched. Mirrors: kernel/kprobes.c:kill_optimized_kprobe (v6.1)."""
         was_queued = self.is_queued(head)
         for queue in (self.optimizing, self.unoptimizing, self.freeing):
@@ -139,7 +139,7 @@ class Optimizer:
             if any(start <= head.address < end for start, end in spans):
                 head.flags |= KprobeFlag.GONE
 
-    def free(self, head: AggregatorProbe) -> None:
+    def free(self, head: AggrKprobe) -> None:
         """Give back all that a probe without members holds. Mirrors: free_aggr_kprobe (v6.1)."""
         self._discard(head)
         self._copies.release(head)
@@ -161,7 +161,7 @@ class Optimizer:
         """Mirrors: kernel/kprobes.c:kprobe_disarmed (v6.1)."""
         return head.is_disabled and not self.is_queued(head)
 
-    def covering(self, addr: int) -> Iterator[AggregatorProbe]:
+    def covering(self, addr: int) -> Iterator[AggrKprobe]:
         """The probes that can be optimized and whose jumps would cover `addr` behind their first bytes.
 
         Linux: looks at the nearest probe before `addr` alone; where that one is disabled, a breakpoint gets
@@ -170,12 +170,12 @@ class Optimizer:
         """
         for distance in range(1, self._arch.max_detoured):
             found = self._table.get(addr - distance)
-            if not isinstance(found, AggregatorProbe) or found.detour is None:
+            if not isinstance(found, AggrKprobe) or found.detour is None:
                 continue
             if distance < found.detour.length:
                 yield found
 
-    def blocked_by(self, head: AggregatorProbe) -> Kprobe | None:
+    def blocked_by(self, head: AggrKprobe) -> Kprobe | None:
         """An armed probe in what the jump would cover. Mirrors: arch_check_optimized_kprobe (v6.1)."""
         assert head.detour is not None
         for distance in range(1, head.detour.length):
@@ -188,7 +188,7 @@ class Optimizer:
 
     def optimize(self, head: Kprobe) -> None:
         """Queue a probe for its jump, if it may have one. Mirrors: optimize_kprobe (v6.1)."""
-        if not isinstance(head, AggregatorProbe) or head.detour is None or head.is_held:
+        if not isinstance(head, AggrKprobe) or head.detour is None or head.is_held:
             return
         if not self.allowed or head.is_disabled or self._table.all_disarmed:
             return
@@ -207,7 +207,7 @@ class Optimizer:
 
         Mirrors: kernel/kprobes.c:unoptimize_kprobe (v6.1).
         """
-        if not isinstance(head, AggregatorProbe) or self.is_disarmed(head) or not head.is_optimized:
+        if not isinstance(head, AggrKprobe) or self.is_disarmed(head) or not head.is_optimized:
             return
         if head in self.optimizing:
             del self.optimizing[head]
@@ -241,7 +241,7 @@ class Optimizer:
         if not allowed:
             self.flush()
 
-    def hold(self, head: AggregatorProbe, held: bool) -> None:
+    def hold(self, head: AggrKprobe, held: bool) -> None:
         """Keep one probe unoptimized, or let it be optimized again; done when this returns."""
         head.is_held = held
         if held:
@@ -293,7 +293,7 @@ class Optimizer:
             spans.update(self._places_of(head))
         return [*spans]
 
-    def _leading_to(self, head: AggregatorProbe) -> Iterator[Span]:
+    def _leading_to(self, head: AggrKprobe) -> Iterator[Span]:
         """Code that returns to the middle of a region without a hit: the probe's own slot, and slots, detours
         and handlers of probes whose instructions end in the region."""
         assert head.detour is not None
@@ -307,7 +307,7 @@ class Optimizer:
     def _places_of(self, probe: Kprobe) -> Iterator[Span]:
         """The executable memory of a probe."""
         yield from self._slot_of(probe)
-        detour = probe.detour if isinstance(probe, AggregatorProbe) else None
+        detour = probe.detour if isinstance(probe, AggrKprobe) else None
         for code in (detour, probe.stub, probe.compiled):
             if code is not None:
                 yield code.address, code.address + code.size
@@ -346,7 +346,7 @@ class Optimizer:
             head.is_patched = True
         self.optimizing.clear()
 
-    def _expose_breakpoint(self, head: AggregatorProbe) -> None:
+    def _expose_breakpoint(self, head: AggrKprobe) -> None:
         """Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
         breakpoint_, poker = self._breakpoint(head), self._poker
         # The poker's own breakpoint, the shortest, ends only shorter instructions.
@@ -357,11 +357,11 @@ class Optimizer:
         self._routes.drop_code(head)
         self._mark(head, optimized=False)
 
-    def _breakpoint(self, head: AggregatorProbe) -> bytes:
+    def _breakpoint(self, head: AggrKprobe) -> bytes:
         assert head.insn is not None
         return self._arch.breakpoint_for(head.insn.prepared.length)
 
-    def _mark(self, head: AggregatorProbe, *, optimized: bool) -> None:
+    def _mark(self, head: AggrKprobe, *, optimized: bool) -> None:
         if optimized:
             head.flags |= KprobeFlag.OPTIMIZED
             head.has_used_detour = True

@@ -1,4 +1,4 @@
-"""ReturnHook: one user of the return hooks; Instance: one call whose return it awaits."""
+"""ReturnHook: one user of the return hooks; RethookNode: one call whose return it awaits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner
 from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.kprobe import Emit, Kprobe
+from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
 
 
 @dataclass(eq=False, slots=True)
-class Instance:
+class RethookNode:
     """A call whose return is awaited. Mirrors: struct rethook_node (v6.1)."""
 
     hook: ReturnHook
@@ -41,7 +41,7 @@ class Instance:
         return self.hook.probe
 
 
-ReturnHandler = Callable[[Instance, Any], None]
+ReturnHandler = Callable[[RethookNode, Any], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -52,8 +52,8 @@ class ReturnHook(AssemblyOwner):
     handler: ReturnHandler
     data_size: int
     stack: ShadowStack
-    program: Emit | None = None
-    """The handler as guest code; it gets HitWay.RETURN."""
+    program: CompileHandler | None = None
+    """The handler as guest code; it gets EntryKind.RETURN."""
     code: CompiledCode | None = None
     """What was made of it."""
     follows_convention: bool = False

@@ -12,7 +12,7 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
-from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.task_events import TaskObserver
 
@@ -33,7 +33,7 @@ class HookSets(TaskObserver):
         abi: Mapping[str, int],
         arch: Arch,
         kprobes: Kprobes,
-        scheduler: Scheduler,
+        scheduler: GracePeriod,
         chosen: str | None,
     ) -> None:
         """`chosen` names a shadow stack that goes before the profile's."""

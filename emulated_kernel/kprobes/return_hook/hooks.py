@@ -9,22 +9,22 @@ from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.assembled import Moment
+from emulated_kernel.kprobes.assembled import HandlerPoint
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
-from emulated_kernel.kprobes.kprobe import Emit
+from emulated_kernel.kprobes.kprobe import CompileHandler
 from emulated_kernel.kprobes.profile import RETURN_HOOKS, TrampolineForm
 from emulated_kernel.kprobes.return_hook.base import RETURNED, Pending, ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
-from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHandler, ReturnHook
-from emulated_kernel.kprobes.return_hook.instances import InstancesCode, InstanceTable
+from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHandler, ReturnHook
+from emulated_kernel.kprobes.return_hook.instances import InstancesCode, KretprobeInstTable
 from emulated_kernel.kprobes.return_hook.native import NativeReturns
 from emulated_kernel.kprobes.return_hook.objpool import ObjpoolCode, ObjpoolStack
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack, RetStackCode, UnifiedStack
 from emulated_kernel.kprobes.return_hook.rethook import RethookCode, RethookStack
 from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
-from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _CODES: Mapping[type[ShadowStack], type[StackCode[Any]]] = {
     RethookStack: RethookCode,
     ObjpoolStack: ObjpoolCode,
-    InstanceTable: InstancesCode,
+    KretprobeInstTable: InstancesCode,
     RetStack: RetStackCode,
     UnifiedStack: RetStackCode,
 }
@@ -57,7 +57,7 @@ class ReturnHooks:
         form: TrampolineForm,
         compiler: Compiler,
         hits: HitHandling,
-        scheduler: Scheduler,
+        scheduler: GracePeriod,
         lock: ControlLock,
         stack: str,
         sets: list[ReturnHooks],
@@ -129,7 +129,7 @@ class ReturnHooks:
     # Users
 
     def add(
-        self, handler: ReturnHandler, nodes: int, data_size: int = 0, program: Emit | None = None
+        self, handler: ReturnHandler, nodes: int, data_size: int = 0, program: CompileHandler | None = None
     ) -> ReturnHook:
         """Make a hook of which `nodes` calls can be pending at a time, where the shadow stack limits that.
 
@@ -167,7 +167,7 @@ class ReturnHooks:
         self._lock.assert_held()
         self._has_assembly = None
         if hook.assembled is not None:
-            self._compiler.drop_asides(hook)
+            self._compiler.drop_asm_thunks(hook)
         if self.native is not None:
             self.native.drop_handler(hook)
 
@@ -181,7 +181,7 @@ class ReturnHooks:
         """Whether a function is hooked, or has yet to return."""
         return bool(self.stack.hooks)
 
-    def newest(self, hook: ReturnHook, before: int | None = None) -> Instance | None:
+    def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:
         """The newest pending call of the current task that this hook has; one older than node `before`."""
         task = self._tasks.current()
         for call in self.stack.pending(task):
@@ -214,7 +214,7 @@ class ReturnHooks:
     # Function entry
 
     def hook_call(
-        self, hook: ReturnHook, regs: Any, wants: Callable[[Instance, Any], bool] | None = None
+        self, hook: ReturnHook, regs: Any, wants: Callable[[RethookNode, Any], bool] | None = None
     ) -> bool:
         """Let the function that stands at its entry return to the trampoline; False: it is missed.
 
@@ -227,7 +227,7 @@ class ReturnHooks:
             hook.miss()
             return False
         if wants is not None or hook.data_size:
-            instance = Instance(hook, node, task)
+            instance = RethookNode(hook, node, task)
             if hook.data_size:
                 instance.data[:] = bytes(hook.data_size)
             if wants is not None and not wants(instance, regs):
@@ -275,7 +275,9 @@ class ReturnHooks:
         calls, _ = self._returning(self._tasks.current())
         found = (self._hooks.get(call.hook) for call in calls if call.frame == frame)
         owners = tuple(hook for hook in found if hook is not None and hook.assembled is not None)
-        return bool(owners) and self._hits.asides.run(owners, Moment.RETURN, regs, then, in_frame=in_frame)
+        return bool(owners) and self._hits.asm_thunks.run(
+            owners, HandlerPoint.RETURN, regs, then, in_frame=in_frame
+        )
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
         """The newest calls up to the first whose return address was a real one, and that.
@@ -379,5 +381,5 @@ class ReturnHooks:
             self._count_flushed(call.hook)
 
 
-def _instance(hook: ReturnHook, call: Pending, task: int) -> Instance:
-    return Instance(hook, call.node, task, call.ret_addr, call.frame)
+def _instance(hook: ReturnHook, call: Pending, task: int) -> RethookNode:
+    return RethookNode(hook, call.node, task, call.ret_addr, call.frame)

@@ -41,7 +41,7 @@ LOCK = 3
 """Word of a hook: the lock of its free instances."""
 
 
-class InstanceTable(RethookListStack):
+class KretprobeInstTable(RethookListStack):
     """All pending calls of the kernel in a table of lists; tasks of one hash share a list and its lock.
 
     Mirrors: kernel/kprobes.c:kretprobe_inst_table (v5.10).
@@ -146,7 +146,7 @@ class InstanceTable(RethookListStack):
         self.tasks.of(task)[RETHOOKS] -= count
 
 
-class InstancesCode(StackCode[InstanceTable]):
+class InstancesCode(StackCode[KretprobeInstTable]):
     """Locks are held for a few instructions, by interrupts of the same CPU never.
 
     Linux: turns interrupts off; here they don't come to compiled code (HitHandling.may_interrupt), nor is a

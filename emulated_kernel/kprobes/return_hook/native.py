@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import (
-    AddToCell,
+    AddToAbsolute,
     Arithmetic,
     Branch,
     BranchImmediate,
@@ -27,7 +27,7 @@ from emulated_kernel.arch.program.ops import (
     SetRegister,
     StoreImmediate,
 )
-from emulated_kernel.kprobes.assembled import Moment
+from emulated_kernel.kprobes.assembled import HandlerPoint
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
@@ -72,11 +72,12 @@ class NativeReturns:
     # Entries
 
     def emit_entry(
-        self, builder: ProgramBuilder, way: HitWay, hook: ReturnHook, *, keeps_called: bool = False
+        self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook, *, keeps_called: bool = False
     ) -> bool:
         """Add the hooking of a call to what is done at its function's entry, or its being missed.
 
-        The hook's data becomes zeros, or with `keeps_called`, by HitWay.CALL alone, the function's address.
+        The hook's data becomes zeros. With `keeps_called`, which needs EntryKind.CALL, it becomes the
+        function's address.
         """
         if not self._trampoline.address:
             return False
@@ -94,12 +95,12 @@ class NativeReturns:
     def emit_graph_entry(self, builder: ProgramBuilder, hook: ReturnHook, keep: Keep) -> None:
         """The same at the fentry sites of the function graph, whose calls aren't all awaited."""
         code, words = self.graph_code, self._data_words(hook)
-        done = self._enter(builder, HitWay.CALL, hook)
+        done = self._enter(builder, EntryKind.CALL, hook)
         with builder.out_of_line() as unwanted:
             code.put_back(builder, hook.address, words)
             builder.emit(Jump(done))
         keep(unwanted)
-        self._find_return(builder, HitWay.CALL)
+        self._find_return(builder, EntryKind.CALL)
         self._replace(builder, hook)
         builder.place(done)
 
@@ -109,23 +110,23 @@ class NativeReturns:
         assert isinstance(self._code, RetStackCode), "the function graph has its own shadow stack"
         return self._code
 
-    def _enter(self, builder: ProgramBuilder, way: HitWay, hook: ReturnHook) -> Label:
+    def _enter(self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook) -> Label:
         """NODE is the call; what it returns is where calls go that are missed."""
         self._prepare_handler(hook)
         done = builder.label()
         with builder.out_of_line() as missed:
-            builder.emit(AddToCell(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
+            builder.emit(AddToAbsolute(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
         self._find_return(builder, way)
         self._code.enter(builder, hook.address, missed, self._data_words(hook))
         return done
 
-    def _find_return(self, builder: ProgramBuilder, way: HitWay) -> None:
+    def _find_return(self, builder: ProgramBuilder, way: EntryKind) -> None:
         """SLOT and RET of the function that begins."""
         builder.emit(GetRegister(SLOT, self._sp))
         if self._link is not None:
             builder.emit(GetRegister(RET, self._link))
             return
-        if way is HitWay.CALL:
+        if way is EntryKind.CALL:
             builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
         # The call has just put it there: it can't fault.
         builder.emit(Load(RET, SLOT, 0, self._word))
@@ -173,8 +174,8 @@ class NativeReturns:
         builder = ProgramBuilder()
         builder.emit(GetRegister(SLOT, self._sp))
         self._code.leave(builder, hook.address, self._data_words(hook))
-        builder.emit(AddToCell(counter_at(hook.address, RETURNED, self._word), 1))
-        if not hook.program(builder, HitWay.RETURN) or not self._emit_assembly(builder, hook):
+        builder.emit(AddToAbsolute(counter_at(hook.address, RETURNED, self._word), 1))
+        if not hook.program(builder, EntryKind.RETURN) or not self._emit_assembly(builder, hook):
             return
         hook.code = self._compiler.returning(builder, self._finish)
         if hook.code is not None:
@@ -184,9 +185,9 @@ class NativeReturns:
         """False where it reads a register that the trampoline doesn't keep."""
         assembled = hook.assembled
         if assembled is not None:
-            if not (self._compiler.saves_all or self._kept.issuperset(assembled.reads(Moment.RETURN))):
+            if not (self._compiler.saves_all or self._kept.issuperset(assembled.reads(HandlerPoint.RETURN))):
                 return False
-            assembled.emit(builder, Moment.RETURN)
+            assembled.emit(builder, HandlerPoint.RETURN)
         return True
 
     def drop_handler(self, hook: ReturnHook) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import Arithmetic, CompareExchange, Compute, Label, LoadCell, Move
+from emulated_kernel.arch.program.ops import Arithmetic, CompareExchange, Compute, Label, LoadAbsolute, Move
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.return_hook.base import POOL
 from emulated_kernel.kprobes.return_hook.rethook_list import NEXT_FREE, RethookListCode, RethookListStack
@@ -79,7 +79,7 @@ class RethookCode(RethookListCode[RethookStack]):
 
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
         head, mask, again = hook + POOL * self.word, self.stack.number_mask, builder.label()
-        builder.emit(LoadCell(FIRST, head, self.word))
+        builder.emit(LoadAbsolute(FIRST, head, self.word))
         builder.place(again)
         builder.emit(
             Move(NODE, FIRST),
@@ -94,7 +94,7 @@ class RethookCode(RethookListCode[RethookStack]):
 
     def _put(self, builder: ProgramBuilder, hook: int) -> None:
         head, again = hook + POOL * self.word, builder.label()
-        builder.emit(LoadCell(FIRST, head, self.word))
+        builder.emit(LoadAbsolute(FIRST, head, self.word))
         builder.place(again)
         builder.emit(
             Move(TASK, FIRST),

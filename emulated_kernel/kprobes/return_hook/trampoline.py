@@ -8,7 +8,7 @@ from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
+from emulated_kernel.kprobes.handlers.saved_regs import PtRegsFrames
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.machine.probed_machine import ProbedMachine
 
@@ -43,7 +43,7 @@ class Trampoline:
         self.form = form
         self._returned = returned
         self._run_aside = run_aside
-        self._frames = SavedFrames(machine.memory, arch.pt_regs, arch.word_size)
+        self._frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
         self.address = 0
         """What replaces return addresses; 0 before anything was hooked."""
         self.size = 0

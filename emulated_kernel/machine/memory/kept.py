@@ -13,7 +13,7 @@ _MREMAP_FIXED = 2
 
 
 @dataclass(frozen=True)
-class KeptLayout:
+class PersistentLayout:
     """Offsets in bytes; the same for all machines with one image and number of CPUs."""
 
     cells_at: tuple[int, ...]

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.machine.memory.kept import KeptLayout, map_over, put_into
+from emulated_kernel.machine.memory.kept import PersistentLayout, map_over, put_into
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
 
@@ -51,15 +51,15 @@ class RecordMemory:
         self._cells = UnitPool(reserved, self._size, CELL_UNIT)
         self._file: BinaryIO | None = None
 
-    def alloc_cells(self, size: int) -> int:
+    def alloc_percpu(self, size: int) -> int:
         """Offset of `size` bytes of each CPU, zeroed. Raises: HardwareError (none left)."""
         offset = self._cells.alloc(size)
         for view in self.cells(offset, size):
             view[:] = bytes(size)
         return offset
 
-    def free_cells(self, offset: int) -> None:
-        """Give back what `alloc_cells` returned. Raises: HardwareError (not allocated)."""
+    def free_percpu(self, offset: int) -> None:
+        """Give back what `alloc_percpu` returned. Raises: HardwareError (not allocated)."""
         self._cells.free(offset)
 
     def cells(self, offset: int, size: int) -> list[memoryview]:
@@ -89,7 +89,7 @@ class RecordMemory:
         va = self._pages.alloc(size)
         if self._file is not None:
             try:
-                os.posix_fallocate(self._file.fileno(), self.kept_layout.pages(va, size), size)
+                os.posix_fallocate(self._file.fileno(), self.persistent_layout.pages(va, size), size)
             except OSError as error:
                 self._pages.free(va)
                 raise HardwareError(f"{self._file.name}: {error.strerror}") from error
@@ -112,12 +112,12 @@ class RecordMemory:
     # In a file
 
     @cached_property
-    def kept_layout(self) -> KeptLayout:
+    def persistent_layout(self) -> PersistentLayout:
         """Of a file that has all cells and pages, behind one page of its own."""
         spans = [self._span(base) for base in self._bases()]
         starts = [PAGE_SIZE + sum(size for _, size in spans[:cpu]) for cpu in range(len(spans))]
         first = [base + self._cells.base for base in self._bases()]
-        return KeptLayout(
+        return PersistentLayout(
             tuple(start + at - va for start, at, (va, _) in zip(starts, first, spans, strict=True)),
             self._cells.base,
             self._size,
@@ -137,7 +137,7 @@ class RecordMemory:
 
         Raises: OSError (after which all of them have what they had, some in the file that they were in).
         """
-        layout, memory, descriptor = self.kept_layout, self._memory, file.fileno()
+        layout, memory, descriptor = self.persistent_layout, self._memory, file.fileno()
         os.ftruncate(descriptor, layout.size)
         ranges = [(memory.translate(layout.pages_base), layout.pages_size, layout.pages_at)]
         for address, size in self._pages.extents():

@@ -42,7 +42,7 @@ def give_room_back(table: dict[int, Any], before: int) -> bool:
     return True
 
 
-class Ledger(Mapping[int, int]):
+class OriginalBytes(Mapping[int, int]):
     """Address to original byte, for exactly the bytes that differ; those of a word are one entry."""
 
     __slots__ = ("words",)
@@ -106,7 +106,7 @@ class Text:
             prot=Prot.READ | Prot.EXEC,
             fill=cpu.filler,
         )
-        self.ledger = Ledger()
+        self.ledger = OriginalBytes()
         """Read it, never change it."""
         self.before_first_change: list[Callable[[], None]] = []
         """Called when original text is about to change and nothing differs yet; it may run the guest."""

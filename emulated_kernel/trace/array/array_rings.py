@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import RingControls, RingMemory, memory_size, pages_for
 
@@ -23,7 +23,7 @@ class ArrayRings(ABC):
     Mirrors: kernel/trace/trace.h:struct array_buffer (v6.1)
     """
 
-    def __init__(self, system: TraceSystem, *, expanded: bool) -> None:
+    def __init__(self, system: TracingServices, *, expanded: bool) -> None:
         """`expanded`: with buffers of full size at once. Raises: MemoryError."""
         self.system = system
         self.listeners: list[Callable[[], None]] = []

@@ -11,7 +11,7 @@ from emulated_kernel.trace.text.cmdlines import UNKNOWN_COMM, SavedCmdlines, Tas
 
 
 @dataclass(frozen=True)
-class PastNames:
+class PreviousBootNames:
     """What tells events and tasks of then from those that have their numbers now."""
 
     events: Mapping[int, TraceEvent]
@@ -23,7 +23,7 @@ class PastNames:
 
 
 @dataclass(frozen=True)
-class BothNames(TaskNames):
+class CombinedTaskNames(TaskNames):
     """Names of then, and of now for tasks that weren't known then."""
 
     then: SavedCmdlines
@@ -38,7 +38,7 @@ class BothNames(TaskNames):
 
 
 @dataclass(frozen=True)
-class PastRecords:
+class PreviousBootRecords:
     """What a trace array had in its buffers, one a CPU; whoever takes them has them alone."""
 
     buffers: list[RingBuffer]
@@ -47,7 +47,7 @@ class PastRecords:
     has_snapshot: bool
     time_start: int = 0
     max_latency_ns: int = 0
-    names: PastNames | None = None
+    names: PreviousBootNames | None = None
     """Those that the records are printed with, where the array's kernel has others."""
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ RELEASE = "6.1.0"
 
 
 @dataclass(eq=False)
-class TraceSystem:
+class TracingServices:
     """What all trace arrays of a kernel share."""
 
     lock: ControlLock
@@ -37,7 +37,7 @@ class TraceSystem:
     arch: Arch
     tasks: Tasks
     stack: CallStack
-    here: ProbeHit
+    current_ctx: ProbeHit
     """The current task and its context, for entries that no probe writes: markers, tracers, printk."""
     memory: GuestRecords
     """Memory for ring buffers, and how guest code writes to them."""

@@ -8,9 +8,9 @@ from functools import partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.array_rings import ArrayRings
-from emulated_kernel.trace.array.past import BothNames, PastNames, PastRecords
+from emulated_kernel.trace.array.past import CombinedTaskNames, PreviousBootNames, PreviousBootRecords
 from emulated_kernel.trace.array.snapshot import Snapshot
-from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TraceSystem
+from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TracingServices
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.fetch.load import read_string
@@ -20,7 +20,7 @@ from emulated_kernel.trace.output import function_graph
 from emulated_kernel.trace.output.function_graph import GraphPrinter
 from emulated_kernel.trace.output.line_formatter import LineFormatter
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
-from emulated_kernel.trace.output.trace_file import HeaderFacts, header_text, timed_records, trace_lines
+from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
 from emulated_kernel.trace.ring.layout import RecordTarget, RingMemory
@@ -51,7 +51,7 @@ class TraceArray(ArrayRings, Recorder):
     Mirrors: kernel/trace/trace.c:struct trace_array (v6.1)
     """
 
-    def __init__(self, system: TraceSystem, *, expanded: bool = False) -> None:
+    def __init__(self, system: TracingServices, *, expanded: bool = False) -> None:
         """`expanded`: with buffers of full size at once, as instances have.
 
         Raises: MemoryError (nothing taken).
@@ -83,7 +83,7 @@ class TraceArray(ArrayRings, Recorder):
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._records_comm, self._records_tgid = True, False
-        self._past: PastNames | None = None
+        self._past: PreviousBootNames | None = None
         """Of records that another run has made."""
         try:
             self.snapshot = Snapshot(self)
@@ -244,10 +244,10 @@ class TraceArray(ArrayRings, Recorder):
         self.snapshot.clear()
         self.clear_trace()
 
-    def past(self) -> PastRecords:
+    def past(self) -> PreviousBootRecords:
         """The records, for another kernel's array to take."""
         aside = self.snapshot
-        return PastRecords(
+        return PreviousBootRecords(
             self.buffers,
             aside.buffers,
             aside.is_allocated,
@@ -256,11 +256,11 @@ class TraceArray(ArrayRings, Recorder):
             self._past,
         )
 
-    def memory_for(self, past: PastRecords) -> list[RingMemory]:
+    def memory_for(self, past: PreviousBootRecords) -> list[RingMemory]:
         """Where take_records() moves those buffers to. Raises: MemoryError."""
         return self.allocate([buffer.nr_pages for buffer in (*past.buffers, *past.aside)])
 
-    def take_records(self, past: PastRecords, memory: list[RingMemory]) -> None:
+    def take_records(self, past: PreviousBootRecords, memory: list[RingMemory]) -> None:
         """Have the buffers of another kernel's array, with what is in them."""
         rooms = iter(memory)
         for mine, theirs in ((self.buffers, past.buffers), (self.snapshot.buffers, past.aside)):
@@ -295,7 +295,7 @@ class TraceArray(ArrayRings, Recorder):
             return 0
         text = data[:MARKER_LIMIT]
         system = self.system
-        recorded = system.markers.written(self, text, system.here) if self._tracing_on else None
+        recorded = system.markers.written(self, text, system.current_ctx) if self._tracing_on else None
         self._write_mark(EntryType.PRINT, print_entry(text, system.arch.word_size))
         if recorded is not None:
             recorded()
@@ -346,7 +346,7 @@ class TraceArray(ArrayRings, Recorder):
         stats = [buffer.stats() for buffer in buffers]
         entries = sum(s.entries for s in stats)
         overruns = sum(s.overrun for s in stats)
-        facts = HeaderFacts(
+        facts = TraceHeader(
             tracer=self.current_tracer,
             entries=entries,
             total=entries + overruns,
@@ -379,7 +379,7 @@ class TraceArray(ArrayRings, Recorder):
             flags,
             in_ns=self.clock.in_ns,
             find_event=by_id if past is None else partial(past.find_event, by_id),
-            cmdlines=system.cmdlines if past is None else BothNames(past.cmdlines, system.cmdlines),
+            cmdlines=system.cmdlines if past is None else CombinedTaskNames(past.cmdlines, system.cmdlines),
             style=AddressStyle(
                 system.symbols,
                 word_size=system.arch.word_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.int64_on_32 import shift_left, shift_right
 from emulated_kernel.arch.program.ops import (
     Arithmetic,
@@ -24,7 +24,7 @@ from emulated_kernel.arch.program.ops import (
     Store,
     StoreImmediate,
 )
-from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram
 from emulated_kernel.trace.fetch.types import (
@@ -69,7 +69,7 @@ class FetchEmitter:
     """Emits the fetching of one event's arguments at one probed address."""
 
     def __init__(
-        self, builder: ProgramBuilder, arch: Arch, places: GuestPlaces, address: int, way: HitWay
+        self, builder: ProgramBuilder, arch: Arch, places: GuestAddresses, address: int, way: EntryKind
     ) -> None:
         self._builder = builder
         self._emit = builder.emit
@@ -77,8 +77,8 @@ class FetchEmitter:
         self._places = places
         self._address = address
         self._word = arch.word_size
-        self._is_return = way is HitWay.RETURN
-        pushes = way in (HitWay.CALL, HitWay.RETURN) and arch.registers.link is None
+        self._is_return = way is EntryKind.RETURN
+        pushes = way in (EntryKind.CALL, EntryKind.RETURN) and arch.registers.link is None
         self._below = self._word if pushes else 0
         """Bytes on the stack that the probed code doesn't know of."""
 

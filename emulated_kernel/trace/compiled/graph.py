@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from enum import Enum, IntFlag, auto
 from struct import Struct
 
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.int64_on_32 import branch_long
 from emulated_kernel.arch.program.ops import (
     Arithmetic,
@@ -30,7 +30,7 @@ from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.native import NativeReturns
 from emulated_kernel.kprobes.return_hook.stack_code import NODE
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
-from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
 from emulated_kernel.trace.ring.layout import WRITE_STAMP, RecordTarget
 from emulated_kernel.trace.ring.trace_entry import EntryType
@@ -111,7 +111,7 @@ class GraphEmitter:
         compiled: CompiledGraph,
         native: NativeReturns,
         hook: ReturnHook,
-        places: GuestPlaces,
+        places: GuestAddresses,
         word_size: int,
     ) -> None:
         self._builder = builder
@@ -157,7 +157,7 @@ class GraphEmitter:
         if kind is CallKind.HIDDEN:
             emit(StoreImmediate(_CALL, CALLED, 0, _CELL))
             return
-        record = RecordEmitter(builder, places, HitWay.CALL, self._word)
+        record = RecordEmitter(builder, places, EntryKind.CALL, self._word)
         record.read_clock()
         emit(Store(_CALL, CALLED, VALUE, self._word))
         if self._word < _CELL:
@@ -205,7 +205,7 @@ class GraphEmitter:
             Load(TEMP, _CALL, _FLAGS, 4),
             BranchImmediate(Condition.ANY_BIT, TEMP, CallFlag.HIDDEN, done),
         )
-        record = RecordEmitter(builder, self._places, HitWay.RETURN, self._word)
+        record = RecordEmitter(builder, self._places, EntryKind.RETURN, self._word)
         record.read_clock()
         if self._compiled.threshold_ns:
             self._check_duration(done)

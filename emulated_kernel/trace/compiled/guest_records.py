@@ -8,7 +8,7 @@ from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, Asking, GuestPlaces, HitCounter
+from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestAddresses, HitCounter, NeedResched
 from emulated_kernel.trace.hits.probe_hit import Tasks
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControls, RingMemory
@@ -25,12 +25,12 @@ class GuestRecords(TaskObserver):
         self._cells = cells
         self.tasks = tasks
         self._cmdlines = cmdlines
-        self._request_at = cells.alloc_cells(2 * _CELL)
+        self._request_at = cells.alloc_percpu(2 * _CELL)
         self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, 2 * _CELL)]
         """Of each CPU."""
-        self._last_pid_at = cells.alloc_cells(_CELL)
+        self._last_pid_at = cells.alloc_percpu(_CELL)
         self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
-        self._scratch_at = cells.alloc_cells(SCRATCH_SIZE)
+        self._scratch_at = cells.alloc_percpu(SCRATCH_SIZE)
         self._clock = clock
         self.call_begins()
 
@@ -52,30 +52,30 @@ class GuestRecords(TaskObserver):
         """Control blocks for the ring buffers of that many CPUs. Raises: MemoryError."""
         cells = self._cells
         try:
-            offset = cells.alloc_cells(CONTROL_SIZE)
+            offset = cells.alloc_percpu(CONTROL_SIZE)
         except HardwareError as error:
             raise MemoryError("ring buffers' control blocks") from error
         blocks = cells.cells(offset, CONTROL_SIZE)[:cpus]
-        return RingControls(blocks, offset, lambda: cells.free_cells(offset))
+        return RingControls(blocks, offset, lambda: cells.free_percpu(offset))
 
     def new_counter(self) -> HitCounter | None:
         """A counter at 0; None if the per-CPU memory is used up."""
         cells = self._cells
         try:
-            offset = cells.alloc_cells(_CELL)
+            offset = cells.alloc_percpu(_CELL)
         except HardwareError:
             return None
-        return HitCounter(offset, cells.words, cells.word_index(offset), lambda: cells.free_cells(offset))
+        return HitCounter(offset, cells.words, cells.word_index(offset), lambda: cells.free_percpu(offset))
 
     def places(
         self,
         abi: Mapping[str, int],
         interrupt_flag: tuple[str, int],
         breakpoint_context: tuple[int, int],
-        asking: Asking,
-    ) -> GuestPlaces:
+        resched: NeedResched,
+    ) -> GuestAddresses:
         """All that compiled handlers need to know of this guest."""
-        return GuestPlaces(
+        return GuestAddresses(
             clock=abi["host_clock"],
             time=self._clock,
             this_cpu_off=abi["percpu.this_cpu_off"],
@@ -85,7 +85,7 @@ class GuestRecords(TaskObserver):
             comm=abi["task_struct.comm"],
             preempt_count=abi["percpu.preempt_count"],
             need_resched=abi["percpu.need_resched"],
-            asking=asking,
+            resched=resched,
             hardirq_mask=abi["preempt.hardirq_mask"],
             softirq_mask=abi["preempt.softirq_mask"],
             interrupt_flag=interrupt_flag,

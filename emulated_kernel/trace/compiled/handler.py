@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import Arithmetic, ComputeImmediate, Label, Move, StoreImmediate
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, POSITION, FetchEmitter, can_fetch
 from emulated_kernel.trace.compiled.filter import can_filter, emit_filter
-from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
@@ -66,10 +66,10 @@ class EventEmitter:
         self,
         builder: ProgramBuilder,
         compiled: CompiledEvent,
-        way: HitWay,
+        way: EntryKind,
         address: int,
         arch: Arch,
-        places: GuestPlaces,
+        places: GuestAddresses,
     ) -> None:
         self._builder = builder
         self._compiled = compiled
@@ -78,7 +78,7 @@ class EventEmitter:
         self._word = arch.word_size
         self._fetch = FetchEmitter(builder, arch, places, address, way)
         self._record = RecordEmitter(builder, places, way, self._word)
-        self._is_return = way is HitWay.RETURN
+        self._is_return = way is EntryKind.RETURN
         header = self._word * (2 if self._is_return else 1)
         self._fixed = ENTRY_HEADER_SIZE + header + sum(arg.size for arg in compiled.args)
         self._is_dynamic = any(arg.type.is_dynamic for arg in compiled.args)

@@ -38,17 +38,17 @@ class HitCounter:
 
 
 @dataclass(frozen=True)
-class Asking:
+class NeedResched:
     """How a kernel says that the current task is asked to give the CPU up."""
 
-    not_asked: int = 0
+    not_needed: int = 0
     """What the u32 `need_resched` has of it while it isn't: nothing, or one bit."""
     task_flag: tuple[int, int] | None = None
     """Offset in a task_struct of a u32, and the bit there that says so too."""
 
 
 @dataclass(frozen=True)
-class GuestPlaces:
+class GuestAddresses:
     """Addresses and offsets in the guest, in bytes; a per-CPU offset counts from the CPU's base."""
 
     clock: int
@@ -67,7 +67,7 @@ class GuestPlaces:
     preempt_count: int
     """Per-CPU offset of a u32, as is `need_resched`."""
     need_resched: int
-    asking: Asking
+    resched: NeedResched
     hardirq_mask: int
     softirq_mask: int
     interrupt_flag: tuple[str, int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import (
     AddAndFetch,
     AddToPerCpu,
@@ -28,7 +28,7 @@ from emulated_kernel.arch.program.ops import (
 )
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
-from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.ring.layout import (
     FLAGS,
     TAIL_ENTRIES,
@@ -73,7 +73,9 @@ class EventSpace:
 class RecordEmitter:
     """Emits the common fields and the writing of one event's records."""
 
-    def __init__(self, builder: ProgramBuilder, places: GuestPlaces, way: HitWay, word_size: int) -> None:
+    def __init__(
+        self, builder: ProgramBuilder, places: GuestAddresses, way: EntryKind, word_size: int
+    ) -> None:
         self._builder = builder
         self._emit = builder.emit
         self._places = places
@@ -100,7 +102,7 @@ class RecordEmitter:
         if target is not None and target.saves_comm:
             self._remember_comm()
         emit(Store(BASE, at + _PID_AT, VALUE, 4))
-        if self._way is HitWay.BREAKPOINT:
+        if self._way is EntryKind.BREAKPOINT:
             flags, count = places.breakpoint_context
             emit(StoreImmediate(BASE, at, event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT, 4))
             return
@@ -150,29 +152,29 @@ class RecordEmitter:
 
     def _add_resched_flags(self) -> None:
         """Mirrors: HitContext.resched_flags, and LinuxContext's."""
-        emit, places, asking = self._emit, self._places, self._places.asking
+        emit, places, resched = self._emit, self._places, self._places.resched
         emit(LoadPerCpu(TEMP, places.need_resched, 4))
-        if asking.task_flag is None:
+        if resched.task_flag is None:
             self._add_flag(Condition.NE, 0, EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED)
             return
-        emit(ComputeImmediate(Arithmetic.ADD, TEMP, -asking.not_asked))
-        self._add_flag(Condition.ANY_BIT, -asking.not_asked, EntryFlag.PREEMPT_RESCHED)
-        self._emit_task_flags(asking.task_flag[0])
-        self._add_flag(Condition.ANY_BIT, asking.task_flag[1], EntryFlag.NEED_RESCHED)
+        emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
+        self._add_flag(Condition.ANY_BIT, -resched.not_needed, EntryFlag.PREEMPT_RESCHED)
+        self._emit_task_flags(resched.task_flag[0])
+        self._add_flag(Condition.ANY_BIT, resched.task_flag[1], EntryFlag.NEED_RESCHED)
 
     def _emit_task_flags(self, offset: int) -> None:
         self._emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, offset, 4))
 
     def _branch_unless_zero(self, label: Label) -> None:
         """Go to `label` if preempt_count or need_resched says anything."""
-        asking = self._places.asking
+        resched = self._places.resched
         for offset, size in self._count_loads():
             self._emit(LoadPerCpu(TEMP, offset, size))
-            if asking.not_asked:
-                self._emit(ComputeImmediate(Arithmetic.ADD, TEMP, -asking.not_asked))
+            if resched.not_needed:
+                self._emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
             self._emit(BranchImmediate(Condition.NE, TEMP, 0, label))
-        if asking.task_flag is not None:
-            offset, bit = asking.task_flag
+        if resched.task_flag is not None:
+            offset, bit = resched.task_flag
             self._emit_task_flags(offset)
             self._emit(BranchImmediate(Condition.ANY_BIT, TEMP, bit, label))
 

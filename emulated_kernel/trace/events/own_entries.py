@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.events.print_event import OwnEntryEvent
+from emulated_kernel.trace.events.print_event import FtraceEntryEvent
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 
 _THREE = r'"\t=> %ps\n\t=> %ps\n\t=> %ps\n"'
@@ -27,7 +27,7 @@ _CALL = "unsigned long ip; unsigned long parent_ip"
 
 
 @dataclass(frozen=True)
-class OwnEntry:
+class FtraceEntry:
     """An entry's type, fields and print format; `packed`: its fields aren't aligned."""
 
     id: int
@@ -38,16 +38,16 @@ class OwnEntry:
     packed: bool = False
 
 
-OWN_ENTRIES = (
-    OwnEntry(1, "function", _CALL, '" %ps <-- %ps", (void *)REC->ip, (void *)REC->parent_ip'),
-    OwnEntry(
+FTRACE_ENTRIES = (
+    FtraceEntry(1, "function", _CALL, '" %ps <-- %ps", (void *)REC->ip, (void *)REC->parent_ip'),
+    FtraceEntry(
         11,
         "funcgraph_entry",
         "unsigned long func; int depth",
         '"--> %ps (%d)", (void *)REC->func, REC->depth',
         packed=True,
     ),
-    OwnEntry(
+    FtraceEntry(
         10,
         "funcgraph_exit",
         "unsigned long func; int depth; unsigned int overrun; "
@@ -56,16 +56,16 @@ OWN_ENTRIES = (
         "(void *)REC->func, REC->depth, REC->calltime, REC->rettime, REC->depth",
         packed=True,
     ),
-    OwnEntry(2, "context_switch", _SWITCH_FIELDS, f'"%u:%u:%u  ==> %u:%u:%u [%03u]", {_SWITCH}'),
-    OwnEntry(3, "wakeup", _SWITCH_FIELDS, f'"%u:%u:%u  ==+ %u:%u:%u [%03u]", {_SWITCH}'),
-    OwnEntry(4, "kernel_stack", "int size; unsigned long caller[8]", _STACK),
-    OwnEntry(12, "user_stack", "unsigned int tgid; unsigned long caller[8]", _STACK),
-    OwnEntry(
+    FtraceEntry(2, "context_switch", _SWITCH_FIELDS, f'"%u:%u:%u  ==> %u:%u:%u [%03u]", {_SWITCH}'),
+    FtraceEntry(3, "wakeup", _SWITCH_FIELDS, f'"%u:%u:%u  ==+ %u:%u:%u [%03u]", {_SWITCH}'),
+    FtraceEntry(4, "kernel_stack", "int size; unsigned long caller[8]", _STACK),
+    FtraceEntry(12, "user_stack", "unsigned int tgid; unsigned long caller[8]", _STACK),
+    FtraceEntry(
         6, "bprint", "unsigned long ip; const char * fmt; u32 buf[]", '"%ps: %s", (void *)REC->ip, REC->fmt'
     ),
-    OwnEntry(18, "raw_data", "unsigned int id; char buf[]", '"id:%04x %08x", REC->id, (int)REC->buf[0]'),
-    OwnEntry(14, "bputs", "unsigned long ip; const char * str", '"%ps: %s", (void *)REC->ip, REC->str'),
-    OwnEntry(
+    FtraceEntry(18, "raw_data", "unsigned int id; char buf[]", '"id:%04x %08x", REC->id, (int)REC->buf[0]'),
+    FtraceEntry(14, "bputs", "unsigned long ip; const char * str", '"%ps: %s", (void *)REC->ip, REC->str'),
+    FtraceEntry(
         7,
         "mmiotrace_rw",
         "resource_size_t phys; unsigned long value; unsigned long pc; int map_id; "
@@ -73,19 +73,19 @@ OWN_ENTRIES = (
         '"%lx %lx %lx %d %x %x", (unsigned long)REC->phys, REC->value, REC->pc, REC->map_id, REC->opcode, '
         "REC->width",
     ),
-    OwnEntry(
+    FtraceEntry(
         8,
         "mmiotrace_map",
         "resource_size_t phys; unsigned long virt; unsigned long len; int map_id; unsigned char opcode",
         '"%lx %lx %lx %d %x", (unsigned long)REC->phys, REC->virt, REC->len, REC->map_id, REC->opcode',
     ),
-    OwnEntry(
+    FtraceEntry(
         9,
         "branch",
         "unsigned int line; char func[31]; char file[21]; char correct; char constant",
         '"%u:%s:%s (%u)%s", REC->line, REC->func, REC->file, REC->correct, REC->constant ? " CONSTANT" : ""',
     ),
-    OwnEntry(
+    FtraceEntry(
         15,
         "hwlat",
         "u64 duration; u64 outer_duration; u64 nmi_total_ts; s64 tv_sec; long tv_nsec; "
@@ -94,14 +94,14 @@ OWN_ENTRIES = (
         "REC->seqnum, REC->tv_sec, REC->tv_nsec, REC->duration, REC->outer_duration, REC->count, "
         "REC->nmi_total_ts, REC->nmi_count",
     ),
-    OwnEntry(
+    FtraceEntry(
         19,
         "func_repeats",
         f"{_CALL}; u16 count; u16 top_delta_ts; u32 bottom_delta_ts",
         r'" %ps <-%ps\t(repeats:%u  delta: -%llu)", (void *)REC->ip, (void *)REC->parent_ip, REC->count, '
         "(((u64)(REC)->top_delta_ts << 32) | (REC)->bottom_delta_ts)",
     ),
-    OwnEntry(
+    FtraceEntry(
         16,
         "osnoise",
         "u64 noise; u64 runtime; u64 max_sample; unsigned int hw_count; unsigned int nmi_count; "
@@ -110,7 +110,7 @@ OWN_ENTRIES = (
         "REC->noise, REC->max_sample, REC->hw_count, REC->nmi_count, REC->irq_count, REC->softirq_count, "
         "REC->thread_count",
     ),
-    OwnEntry(
+    FtraceEntry(
         17,
         "timerlat",
         "unsigned int seqnum; int context; u64 timer_latency",
@@ -126,13 +126,13 @@ _SIZES = {
 _SIGNED = frozenset(("char", "int", "long", "s64"))
 
 
-def own_events(word_size: int) -> Iterator[TraceEvent]:
+def ftrace_entry_events(word_size: int) -> Iterator[TraceEvent]:
     """An event of each entry."""
-    for entry in OWN_ENTRIES:
-        yield OwnEntryEvent(entry.id, entry.name, _fields(entry, word_size), entry.print_fmt, word_size)
+    for entry in FTRACE_ENTRIES:
+        yield FtraceEntryEvent(entry.id, entry.name, _fields(entry, word_size), entry.print_fmt, word_size)
 
 
-def _fields(entry: OwnEntry, word_size: int) -> Iterator[EventField]:
+def _fields(entry: FtraceEntry, word_size: int) -> Iterator[EventField]:
     at = COMMON_SIZE
     for declaration in entry.fields.split("; "):
         type_name, _, name = declaration.rpartition(" ")

@@ -19,7 +19,7 @@ from emulated_kernel.trace.symbols import KernelSymbols
 FTRACE_SYSTEM = "ftrace"
 
 
-class OwnEntryEvent(TraceEvent):
+class FtraceEntryEvent(TraceEvent):
     """An event of tracing's own entries: nobody enables it, and it is there for its format."""
 
     is_switchable = False
@@ -44,7 +44,7 @@ class OwnEntryEvent(TraceEvent):
         return ENTRY_PRINTERS[self.id](payload, style).removesuffix("\n")
 
 
-class PrintEvent(OwnEntryEvent):
+class PrintEvent(FtraceEntryEvent):
     """ftrace:print. Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1)."""
 
     def __init__(self, word_size: int) -> None:

@@ -13,7 +13,7 @@ from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, Fe
 from emulated_kernel.trace.fetch.types import FetchType, bitfield_of, find_fetch_type
 from emulated_kernel.trace.text.chars import is_good_name
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
-from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 
 MAX_TRACE_ARGS = 128
 MAX_ARG_NAME_LEN = 32
@@ -70,7 +70,7 @@ class FetchContext:
     """Where the arguments are evaluated, which decides what they may be."""
 
     arch: Arch
-    log: CommandLog
+    log: TraceProbeLog
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
@@ -107,7 +107,7 @@ def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
     return args
 
 
-def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: CommandLog) -> tuple[str, str, int]:
+def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProbeLog) -> tuple[str, str, int]:
     """Name, expression, and the expression's offset in the word."""
     name, equals, body = word.partition("=")
     if not equals:

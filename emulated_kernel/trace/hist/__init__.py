@@ -1,5 +1,5 @@
 """Histogram triggers: counting hits by key, variables between events, and what follows from them.
 
-From outside: trigger.HistCommand, a command of triggers, and system.HistSystem. Under the control lock:
+From outside: trigger.HistCommand, a command of triggers, and system.HistServices. Under the control lock:
 hits count into maps, files read and clear them while the guest stands still.
 """

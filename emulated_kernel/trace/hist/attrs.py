@@ -10,7 +10,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.map import MAX_BITS, MIN_BITS, VARS_MAX
 from emulated_kernel.trace.text.chars import SPACES
-from emulated_kernel.trace.text.error_log import CulpritLog
+from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.text.numbers import kstrtoul
 
 ACTIONS_MAX = 8
@@ -59,7 +59,7 @@ def split_filter(text: str) -> tuple[str, str | None]:
     return text, None
 
 
-def parse_attrs(text: str, log: CulpritLog) -> HistAttrs:
+def parse_attrs(text: str, log: LastCommandLog) -> HistAttrs:
     """Raises: KernelError EINVAL, ERANGE. Mirrors: parse_hist_trigger_attrs (v6.1)."""
     attrs = HistAttrs()
     for part in text.split(":"):
@@ -82,7 +82,7 @@ def parse_attrs(text: str, log: CulpritLog) -> HistAttrs:
     return attrs
 
 
-def _assign(attrs: HistAttrs, part: str, log: CulpritLog) -> None:
+def _assign(attrs: HistAttrs, part: str, log: LastCommandLog) -> None:
     name, _, value = part.partition("=")
     match name:
         case "key" | "keys":
@@ -111,7 +111,7 @@ def _map_bits(text: str) -> int:
     return bits
 
 
-def parse_variables(attrs: HistAttrs, log: CulpritLog) -> list[tuple[str, str]]:
+def parse_variables(attrs: HistAttrs, log: LastCommandLog) -> list[tuple[str, str]]:
     """Names and expressions of variables. Raises: KernelError EINVAL.
 
     Mirrors: parse_var_defs (v6.1).

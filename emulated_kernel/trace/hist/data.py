@@ -34,11 +34,11 @@ from emulated_kernel.trace.hist.map import (
     Value,
 )
 from emulated_kernel.trace.hist.operators import leftmost_operand, remains_of
-from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.system import HistServices
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
-from emulated_kernel.trace.text.error_log import CulpritLog
+from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 
 HITCOUNT = "hitcount"
@@ -53,9 +53,9 @@ class HistData(Histogram):
     def __init__(
         self,
         triggers: EventTriggers,
-        system: HistSystem,
+        system: HistServices,
         file: EventFile,
-        log: CulpritLog,
+        log: LastCommandLog,
         attrs: HistAttrs,
         *,
         removes: bool,

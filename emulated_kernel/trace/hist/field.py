@@ -17,7 +17,7 @@ from emulated_kernel.trace.hist.map import DEFAULT_BITS, U64, Element, TracingMa
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
-from emulated_kernel.trace.text.error_log import CulpritLog
+from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 
 MAX_STRING = 256
@@ -203,7 +203,9 @@ class HistField:
 class Histogram:
     """Its fields and its map, as fields, actions and other histograms see them."""
 
-    def __init__(self, triggers: EventTriggers, file: EventFile, log: CulpritLog, attrs: HistAttrs) -> None:
+    def __init__(
+        self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs
+    ) -> None:
         self.triggers = triggers
         self.file = file
         self.log = log

@@ -36,7 +36,7 @@ def hists_of(file: EventFile) -> Iterator[Histogram]:
 
 
 @dataclass
-class HistSystem:
+class HistServices:
     """The histograms of a kernel, in all its trace arrays."""
 
     registry: EventRegistry

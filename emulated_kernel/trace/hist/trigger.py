@@ -16,11 +16,11 @@ from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField
 from emulated_kernel.trace.hist.output import HistPrinter, command_text
-from emulated_kernel.trace.hist.system import HistHolder, HistSystem
+from emulated_kernel.trace.hist.system import HistHolder, HistServices
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.synth.event import SyntheticEvent
-from emulated_kernel.trace.text.error_log import CulpritLog
+from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import (
     EventTriggers,
     TriggerCommand,
@@ -67,7 +67,7 @@ class HistTrigger(HistHolder):
 class HistCommand(TriggerCommand):
     """`hist:keys=...`. Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_parse (v6.1)."""
 
-    system: HistSystem
+    system: HistServices
     name: str = "hist"
     named: list[HistTrigger] = field(default_factory=list, compare=False)
     """Those with a name, in all trace arrays, newest first."""
@@ -77,11 +77,11 @@ class HistCommand(TriggerCommand):
         if rest is None:
             raise KernelError(errno.EINVAL, "keys are missing")
         location = f"{_PREFIX}{file.event.group}:{file.event.name}"
-        log = CulpritLog(triggers.error_log, location, _PREFIX + rest)
+        log = LastCommandLog(triggers.error_log, location, _PREFIX + rest)
         self._run(triggers, file, log, rest, removes=removes)
 
     def _run(
-        self, triggers: EventTriggers, file: EventFile, log: CulpritLog, text: str, *, removes: bool
+        self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, text: str, *, removes: bool
     ) -> None:
         command, condition = split_filter(text)
         attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), log)

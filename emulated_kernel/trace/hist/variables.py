@@ -10,7 +10,7 @@ from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram
 from emulated_kernel.trace.hist.map import VARS_MAX
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
-from emulated_kernel.trace.hist.system import HistSystem, hists_of
+from emulated_kernel.trace.hist.system import HistServices, hists_of
 
 
 def find_file_variable(file: EventFile, name: str) -> HistField | None:
@@ -22,7 +22,7 @@ def find_file_variable(file: EventFile, name: str) -> HistField | None:
 class Variables:
     """What a histogram that is being made knows of variables."""
 
-    def __init__(self, owner: Histogram, system: HistSystem) -> None:
+    def __init__(self, owner: Histogram, system: HistServices) -> None:
         self.owner = owner
         self._system = system
         self.log = owner.log

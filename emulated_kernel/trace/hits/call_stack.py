@@ -135,7 +135,7 @@ class CallStack:
         address = place.ip - place.is_behind_call
         if self._symbols.lookup(address) is not None:
             return place
-        stands_for = self._kprobes.stands_for(address)
+        stands_for = self._kprobes.resolve_probed_address(address)
         if stands_for is None:
             return place
         probed, detour = stands_for

@@ -40,7 +40,7 @@ _LATENCY_LEGEND = (
 
 
 @dataclass(frozen=True)
-class HeaderFacts:
+class TraceHeader:
     """What a header tells of its trace array and kernel."""
 
     tracer: str
@@ -52,7 +52,7 @@ class HeaderFacts:
     tracer_options: TracerOptions
 
 
-def header_text(facts: HeaderFacts, flags: TraceOption) -> str:
+def header_text(facts: TraceHeader, flags: TraceOption) -> str:
     """The header of a trace file under these options.
 
     Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1), too.
@@ -85,7 +85,7 @@ def _columns(tgid: bool, *, irqs: bool) -> str:
     )
 
 
-def _latency_header(facts: HeaderFacts) -> str:
+def _latency_header(facts: TraceHeader) -> str:
     """M is the preemption model in Linux's words."""
     rule = "#    -----------------\n"
     return (

@@ -17,7 +17,7 @@ from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul
-from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64
@@ -73,7 +73,7 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 
 def parse_definition(
-    argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: CommandLog, letters: str = "pr"
+    argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: TraceProbeLog, letters: str = "pr"
 ) -> ProbeDefinition | None:
     """Parse a command of one word or more; None where it isn't for kprobes, but maybe another kind of event.
 
@@ -104,7 +104,7 @@ def parse_definition(
     return ProbeDefinition(group, event, place, found, maxactive, args)
 
 
-def _maxactive(head: str, log: CommandLog) -> int:
+def _maxactive(head: str, log: TraceProbeLog) -> int:
     """The number after `r`, 0 where there is none. Linux: anything that isn't a digit is skipped."""
     if not head[1:2].isdecimal():
         return 0
@@ -123,7 +123,7 @@ def _maxactive(head: str, log: CommandLog) -> int:
     return value if value <= KRETPROBE_MAXACTIVE_MAX else 0
 
 
-def _place(word: str, letter: str, bits: int, log: CommandLog) -> ProbePoint:
+def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
     """Of a jprobe it is a function, whose arguments it sees."""
     is_return, is_jprobe = letter == "r", letter == "j"
     if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:
@@ -143,7 +143,7 @@ def _place(word: str, letter: str, bits: int, log: CommandLog) -> ProbePoint:
 
 
 def _check_symbol(
-    place: ProbePoint, symbol: str, found: Location | None, symbols: KernelSymbols, log: CommandLog
+    place: ProbePoint, symbol: str, found: Location | None, symbols: KernelSymbols, log: TraceProbeLog
 ) -> None:
     """An unknown place in a module is no error yet: it may come later."""
     if place.is_return and found is not None and found.offset:
@@ -183,7 +183,7 @@ def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg
 
 
 def parse_event_name(
-    text: str, offset: int, log: CommandLog, group: str = KPROBE_EVENT_SYSTEM
+    text: str, offset: int, log: TraceProbeLog, group: str = KPROBE_EVENT_SYSTEM
 ) -> tuple[str, str]:
     """Group and event of [GRP/][EVENT], a dot for the slash also; the event "" where only a group is given.
 
@@ -207,7 +207,7 @@ def parse_event_name(
     return group, event
 
 
-def _check_group(group: str, offset: int, log: CommandLog) -> None:
+def _check_group(group: str, offset: int, log: TraceProbeLog) -> None:
     if not group:
         raise log.error(offset, ProbeError.NO_GROUP_NAME)
     if len(group) >= MAX_EVENT_NAME_LEN:

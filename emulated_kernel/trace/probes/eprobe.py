@@ -28,7 +28,7 @@ from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent,
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text
-from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 
 EPROBE_EVENT_SYSTEM = "eprobes"
 _COMM = ("comm", "COMM")
@@ -149,7 +149,7 @@ class EventProbes(ProbeKind[Eprobe]):
         argv = argv_split(command)
         if len(argv) < 2 or not argv[0].startswith("e"):
             return False
-        log = CommandLog(self.error_log, "event_probe", argv)
+        log = TraceProbeLog(self.error_log, "event_probe", argv)
         self._register(self._parse(argv, log), log)
         return True
 
@@ -165,7 +165,7 @@ class EventProbes(ProbeKind[Eprobe]):
             probe.target.let_go()
             raise
 
-    def _parse(self, argv: Sequence[str], log: CommandLog) -> Eprobe:
+    def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> Eprobe:
         """Mirrors: __trace_eprobe_create (v6.1)."""
         group, event = EPROBE_EVENT_SYSTEM, ""
         before, colon, name = argv[0].partition(":")
@@ -189,7 +189,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return Eprobe(self, made, condition, self._arch)
 
     @staticmethod
-    def _target_names(word: str, log: CommandLog) -> tuple[str, str]:
+    def _target_names(word: str, log: TraceProbeLog) -> tuple[str, str]:
         try:
             group, name = parse_event_name(word, 0, log, "")
         except KernelError:
@@ -204,7 +204,7 @@ class EventProbes(ProbeKind[Eprobe]):
         is_eligible = found is not None and found.is_switchable
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
-    def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: CommandLog) -> EventFilter:
+    def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
         """Mirrors: trace_eprobe_parse_filter (v6.1)."""
         if not words:
             raise log.error(0, ProbeError.NO_EP_FILTER)
@@ -215,7 +215,7 @@ class EventProbes(ProbeKind[Eprobe]):
             log_filter_error(self.error_log, text, failure)
             raise KernelError(errno.EINVAL, "malformed filter") from None
 
-    def _finish(self, target: TraceEvent, log: CommandLog, arg: ProbeArg) -> ProbeArg:
+    def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
         """Find the field and the symbol that an argument names. Mirrors: trace_eprobe_tp_update_arg."""
         load = arg.stages.load
         if load.op is FetchOp.TP_ARG and all(field.name != load.name for field in target.fields):

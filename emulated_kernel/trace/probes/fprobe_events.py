@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.trace.fetch.ops import FetchOp
 from emulated_kernel.trace.probes.definition import ProbeDefinition
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
-from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 
@@ -87,7 +87,7 @@ class TraceFprobe(TraceKprobe):
     def place_text(self) -> str:
         return super().place_text + ("%return" if self.place.is_return else "")
 
-    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """False too where an entry's ip is asked for, which is behind the fentry site and no constant."""
         loads = (arg.stages.load for arg in self.args)
         asks = any(load.op is FetchOp.REG and load.name == "ip" for load in loads)
@@ -95,7 +95,7 @@ class TraceFprobe(TraceKprobe):
 
     def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
         """Its handler. At the exit regs.ip is where the function returns to."""
-        hit = self.engine.hit
+        hit = self.engine.probe_ctx
         hit.regs, hit.return_address = regs, regs.ip if self.place.is_return else 0
         self.hit(hit)
 
@@ -109,7 +109,7 @@ class FprobeEvents(KprobeEvents):
     probe_class = TraceFprobe
     log_name = "trace_fprobe"
 
-    def _parse(self, argv: Sequence[str], log: CommandLog) -> ProbeDefinition | None:
+    def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         """Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.5)."""
         if len(argv) < 2 or argv[0][0] != "f":
             return None

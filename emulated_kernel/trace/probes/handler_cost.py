@@ -6,18 +6,18 @@ from dataclasses import replace
 from time import thread_time_ns
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
-from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import RecordTarget, memory_size
 
-_HITS = {HitWay.BREAKPOINT: 500, HitWay.JUMP: 4000, HitWay.CALL: 4000}
+_HITS = {EntryKind.BREAKPOINT: 500, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
 """A round: so many that entering the guest for it is little beside them."""
 _ROUNDS = 7
 _PAGES = 4
@@ -28,7 +28,7 @@ class HandlerCosts:
     """Measures compiled handlers of events; everything that they write to is set aside for that."""
 
     def __init__(
-        self, machine: Machine, arch: Arch, compiler: Compiler, records: GuestRecords, places: GuestPlaces
+        self, machine: Machine, arch: Arch, compiler: Compiler, records: GuestRecords, places: GuestAddresses
     ) -> None:
         self._machine = machine
         self._arch = arch
@@ -38,7 +38,7 @@ class HandlerCosts:
             RingBuffer(controls.place(cpu, records.allocate(memory_size(_PAGES))), _PAGES)
             for cpu in range(len(controls.blocks))
         ]
-        self._offset = machine.records.alloc_cells(_CELLS_SIZE)
+        self._offset = machine.records.alloc_percpu(_CELLS_SIZE)
         self._at = machine.records.address(self._offset)
         self._cells = [cell.cast("Q") for cell in machine.records.cells(self._offset, _CELLS_SIZE)]
         self._tasks = records.tasks
@@ -51,7 +51,7 @@ class HandlerCosts:
         self._cells[self._tasks.cpu()][_PID >> 3] = self._tasks.pid()
         return True
 
-    def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: HitWay) -> float | None:
+    def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: EntryKind) -> float | None:
         """Nanoseconds of the host's CPU that a hit takes; None where that can't be measured.
 
         By a breakpoint its trap is a part of it. The registers are those of the hit before the handler was
@@ -72,7 +72,7 @@ class HandlerCosts:
             if code is None:
                 return None
             entry = code.entry
-            if way is HitWay.BREAKPOINT:
+            if way is EntryKind.BREAKPOINT:
                 text.poke(trap, self._arch.breakpoint)
                 self._machine.breakpoints[trap] = lambda regs: setattr(regs, "ip", code.entry)
                 entry = trap

@@ -13,7 +13,7 @@ from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent, ProbeEngine, TraceKprobe
 from emulated_kernel.trace.probes.trace_probe import ProbeKind
 from emulated_kernel.trace.text.chars import argv_split
-from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 
 _MODULE_MAY_COME = (
     "trace_kprobe: This probe might be able to register after target module is loaded. Continue."
@@ -51,7 +51,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         argv = argv_split(command)
         if not argv:
             return True
-        log = CommandLog(self.error_log, self.log_name, argv)
+        log = TraceProbeLog(self.error_log, self.log_name, argv)
         definition = self._parse(argv, log)
         if definition is None:
             return False
@@ -62,13 +62,13 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             raise
         return True
 
-    def _parse(self, argv: Sequence[str], log: CommandLog) -> ProbeDefinition | None:
+    def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         engine = self._engine
         letters = "prj" if engine.has_jprobes else "pr"
         return parse_definition(argv, engine.arch, engine.symbols, log, letters)
 
     @staticmethod
-    def _log_failure(failure: KernelError, log: CommandLog) -> None:
+    def _log_failure(failure: KernelError, log: TraceProbeLog) -> None:
         log.index = 1
         match failure.errno:
             case errno.EILSEQ:

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import AddToPerCpu
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
@@ -18,7 +18,7 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
-from emulated_kernel.trace.compiled.places import GuestPlaces, HitCounter
+from emulated_kernel.trace.compiled.places import GuestAddresses, HitCounter
 from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
 from emulated_kernel.trace.fetch.load import FetchEnvironment
 from emulated_kernel.trace.fetch.run import store
@@ -49,9 +49,9 @@ class ProbeEngine:
     kprobes: Kprobes
     kretprobes: Kretprobes
     fprobes: Fprobes
-    hit: ProbeHit
+    probe_ctx: ProbeHit
     """Filled in at each hit."""
-    places: GuestPlaces | None
+    places: GuestAddresses | None
     """For handlers in guest code; None where all are Python's."""
     has_jprobes: bool = False
     """Extends: kprobe_events takes `j` lines, in a kernel that has jprobes."""
@@ -71,7 +71,7 @@ class EventKprobe(Kprobe):
     def has_program(self) -> bool:
         return True
 
-    def emit_pre_handlers(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit_pre_handlers(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         return self.user.emit(builder, way)
 
 
@@ -82,7 +82,7 @@ def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
     """The pre_handler of all events' kprobes."""
     assert isinstance(kprobe, EventKprobe)
     user = kprobe.user
-    hit = user.engine.hit
+    hit = user.engine.probe_ctx
     hit.regs = regs
     user.hit(hit)
 
@@ -193,9 +193,9 @@ class TraceKprobe(TraceProbe):
         self._hook(address)
 
     def _is_notrace(self, address: int) -> bool:
-        """See Verdict.check_traced, whose tables don't have trampolines, text of the host's own."""
+        """See ProbeChecker.check_traced, whose tables don't have trampolines, text of the host's own."""
         is_trampoline = self.found is not None and self.found.symbol.name in ADDED_TEXT
-        return is_trampoline or self.engine.kprobes.verdict.check_traced(address) is not None
+        return is_trampoline or self.engine.kprobes.probe_checker.check_traced(address) is not None
 
     def _hook(self, address: int | None) -> None:
         engine, disabled = self.engine, not self.event.is_enabled
@@ -307,7 +307,7 @@ class TraceKprobe(TraceProbe):
     # Hits
 
     def _returned(self, instance: KretprobeInstance, regs: Regs) -> None:
-        hit = self.engine.hit
+        hit = self.engine.probe_ctx
         hit.regs, hit.return_address = regs, instance.ret_addr
         self.hit(hit)
 
@@ -326,7 +326,7 @@ class TraceKprobe(TraceProbe):
             header += hit.return_address.to_bytes(self.event.word_size, "little")
         self.event.record(store(self.args, header, environment), hit)
 
-    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """Add what hit() does to guest code; False, with nothing added, where it takes Python."""
         engine = self.engine
         if not self.address or engine.places is None:
@@ -340,7 +340,12 @@ class TraceKprobe(TraceProbe):
         return True
 
     def emit_apart(
-        self, builder: ProgramBuilder, way: HitWay, places: GuestPlaces, target: RecordTarget, counter: int
+        self,
+        builder: ProgramBuilder,
+        way: EntryKind,
+        places: GuestAddresses,
+        target: RecordTarget,
+        counter: int,
     ) -> bool:
         """As emit(), but all that is written to is given: every record goes to `target`.
 

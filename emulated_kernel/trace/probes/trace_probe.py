@@ -14,7 +14,7 @@ from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventKind
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import to_text
-from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 
 ENTRY_ADDRESSES, RETURN_ADDRESSES = ("__probe_ip",), ("__probe_func", "__probe_ret_ip")
 """What the events of probes on code begin with."""
@@ -191,7 +191,7 @@ class ProbeKind(EventKind[P]):
             return None
         return event if all(each.kind is self for each in event.probes) else None
 
-    def _register(self, probe: P, log: CommandLog) -> None:
+    def _register(self, probe: P, log: TraceProbeLog) -> None:
         """Put a probe on the list, and its event into the registry unless there is one of that name already.
 
         Raises: KernelError EEXIST (logged), ENOSPC, as `_insert`. Mirrors: register_trace_kprobe (v6.1).
@@ -237,7 +237,7 @@ class ProbeKind(EventKind[P]):
             self._forget(event)
 
 
-def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: CommandLog) -> None:
+def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog) -> None:
     """Whether `probe` may be one more of an event. Mirrors: append_trace_kprobe (v6.1)."""
     if probe.event.addresses != event.addresses:
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)

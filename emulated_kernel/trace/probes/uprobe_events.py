@@ -24,14 +24,14 @@ from emulated_kernel.trace.probes.trace_probe import (
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
-from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 
 UPROBE_EVENT_SYSTEM = "uprobes"
 _RETURN = "%return"
 
 
 @dataclass(frozen=True)
-class UserPlace:
+class UprobePoint:
     """Where in a file to probe; both offsets in bytes, `reference` 0 where no counter was given."""
 
     path: str
@@ -69,7 +69,7 @@ class TraceUprobe(TraceProbe):
     __slots__ = ("place",)
 
     def __init__(
-        self, kind: UprobeEvents, event: UprobeTraceEvent, place: UserPlace, args: tuple[ProbeArg, ...]
+        self, kind: UprobeEvents, event: UprobeTraceEvent, place: UprobePoint, args: tuple[ProbeArg, ...]
     ) -> None:
         super().__init__(kind, event, args)
         self.place = place
@@ -119,7 +119,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
             return False
         if not is_digit(argv[1].rpartition(":")[2]) or ":" not in argv[1]:
             return False
-        log = CommandLog(self.error_log, "trace_uprobe", argv)
+        log = TraceProbeLog(self.error_log, "trace_uprobe", argv)
         log.index = 1
         place = _parse_place(argv[1], argv[0][0] == "r", self._arch.bits, log)
         log.index = 0
@@ -134,7 +134,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         self._register(TraceUprobe(self, event, place, args), log)
         return True
 
-    def _check_reference(self, place: UserPlace) -> None:
+    def _check_reference(self, place: UprobePoint) -> None:
         """Mirrors: kernel/trace/trace_uprobe.c:validate_ref_ctr_offset (v6.1)."""
         for other in (probe.place for probe in self._own):
             same = (other.inode, other.offset) == (place.inode, place.offset)
@@ -143,7 +143,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
                 raise KernelError(errno.EINVAL, "another probe there has another reference counter")
 
 
-def _parse_place(word: str, is_return: bool, bits: int, log: CommandLog) -> UserPlace:
+def _parse_place(word: str, is_return: bool, bits: int, log: TraceProbeLog) -> UprobePoint:
     path, _, rest = word.rpartition(":")
     at = len(path) + 1
     inode = _find_file(path, log)
@@ -155,10 +155,10 @@ def _parse_place(word: str, is_return: bool, bits: int, log: CommandLog) -> User
     if percent and percent + suffix != _RETURN:
         raise log.error(at + len(digits), ProbeError.BAD_ADDR_SUFFIX)
     offset = _number(digits, at, bits, ProbeError.BAD_UPROBE_OFFS, log)
-    return UserPlace(path, offset, reference, is_return or bool(percent), inode)
+    return UprobePoint(path, offset, reference, is_return or bool(percent), inode)
 
 
-def _find_file(path: str, log: CommandLog) -> tuple[int, int]:
+def _find_file(path: str, log: TraceProbeLog) -> tuple[int, int]:
     """Device and inode, which tell whether two paths are one file."""
     try:
         found = os.stat(path.encode("latin-1"))
@@ -170,7 +170,7 @@ def _find_file(path: str, log: CommandLog) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _reference(text: str, at: int, bits: int, log: CommandLog) -> int:
+def _reference(text: str, at: int, bits: int, log: TraceProbeLog) -> int:
     number, brace, rest = text.partition(")")
     if not brace:
         raise log.error(at + len(text), ProbeError.REFCNT_OPEN_BRACE)
@@ -179,7 +179,7 @@ def _reference(text: str, at: int, bits: int, log: CommandLog) -> int:
     return _number(number, at, bits, ProbeError.BAD_REFCNT, log)
 
 
-def _number(text: str, at: int, bits: int, error: ProbeError, log: CommandLog) -> int:
+def _number(text: str, at: int, bits: int, error: ProbeError, log: TraceProbeLog) -> int:
     try:
         return kstrtoul(text, 0, bits)
     except KernelError as failure:

@@ -44,7 +44,7 @@ _COUNT_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
-class Salvaged:
+class RecoveredBuffer:
     """A ring buffer in memory of its own, and what was found on the way."""
 
     buffer: RingBuffer
@@ -57,7 +57,7 @@ class Salvaged:
 
 
 @dataclass(frozen=True)
-class _Walked:
+class _IntactEvents:
     """The sound events at the start of a page's data."""
 
     count: int
@@ -68,7 +68,7 @@ class _Walked:
     """There is nothing else."""
 
 
-class Unreadable(ValueError):
+class UnreadableControlBlock(ValueError):
     """Bytes that hold no sound control block of a ring buffer."""
 
     def __init__(self, message: str, lost: int) -> None:
@@ -77,7 +77,7 @@ class Unreadable(ValueError):
         self.lost = lost
 
 
-class _Wreck:
+class _DamagedBuffer:
     """A control block and its pages, as they were found."""
 
     def __init__(self, block: bytes, read: Callable[[int, int], bytes]) -> None:
@@ -176,7 +176,7 @@ class _Wreck:
         used = (control.tail_slot - control.head_slot) % count + 1
         return [self.table[SLOTS + (control.head_slot + i) % count] for i in range(used)]
 
-    def walk(self, page: int, offset: int, end: int, stamp: int) -> _Walked:
+    def walk(self, page: int, offset: int, end: int, stamp: int) -> _IntactEvents:
         """The sound events of a page in [offset, end), `stamp` being the time before them."""
         words, data = self.words32, self.header(page) + PAGE_HEADER_SIZE
         count, sound = 0, offset
@@ -202,22 +202,22 @@ class _Wreck:
             offset += size
             sound = offset
             count += kind <= MAX_TYPE_LEN
-        return _Walked(count, sound, stamp, sound >= end)
+        return _IntactEvents(count, sound, stamp, sound >= end)
 
 
-def salvage(block: bytes, read: Callable[[int, int], bytes]) -> Salvaged | None:
+def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> RecoveredBuffer | None:
     """The buffer of a control block; None where that has none. `read` gives pages by address.
 
-    Raises: Unreadable, OSError (as `read` does).
+    Raises: UnreadableControlBlock, OSError (as `read` does).
     """
     if not any(block[: offset_of("aside")]):
         return None
     found = RingControl.from_buffer_copy(block)
     expected = found.entries + found.tail_entries - found.overrun - found.read
     try:
-        wreck = _Wreck(block, read)
+        wreck = _DamagedBuffer(block, read)
     except ValueError as error:
-        raise Unreadable(str(error), expected if 0 <= expected < _LOST_LIMIT else 0) from error
+        raise UnreadableControlBlock(str(error), expected if 0 <= expected < _LOST_LIMIT else 0) from error
     control, reader, tail_page = wreck.control, wreck.control.reader_page, wreck.control.tail_page
     consumed = wreck.walk(reader, 0, min(control.reader_read, wreck.end(reader)), wreck.stamp(reader))
     control.reader_read, control.read_stamp = consumed.end, consumed.stamp
@@ -251,10 +251,10 @@ def salvage(block: bytes, read: Callable[[int, int], bytes]) -> Salvaged | None:
         torn = max(torn, missing) if is_told else torn
         damage = f"records missing: {missing}" if is_told else "counters and pages disagree"
     pages = RingMemory(wreck.memory, control.base, wreck.block)
-    return Salvaged(RingBuffer.over(pages, wreck.count), torn, damage, bool(control.aside))
+    return RecoveredBuffer(RingBuffer.over(pages, wreck.count), torn, damage, bool(control.aside))
 
 
-def _count(wreck: _Wreck, unread: int, size: int) -> None:
+def _count(wreck: _DamagedBuffer, unread: int, size: int) -> None:
     """Let the counters say what the pages hold."""
     control = wreck.control
     for word in ("overrun", "dropped", "read", "read_bytes"):

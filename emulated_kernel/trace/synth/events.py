@@ -12,7 +12,7 @@ from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventCommands,
 from emulated_kernel.trace.synth.event import FIELDS_MAX, SYSTEM, SyntheticEvent
 from emulated_kernel.trace.synth.fields import SyntheticField, make_field
 from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, split_at, to_text
-from emulated_kernel.trace.text.error_log import CulpritLog
+from emulated_kernel.trace.text.error_log import LastCommandLog
 
 _LOCATION = "synthetic_events"
 
@@ -99,7 +99,7 @@ class SyntheticEvents(EventKind[_Entry]):
         if not command:
             return
         if not command.startswith("!"):
-            self._create(command, CulpritLog(self.error_log, _LOCATION, command))
+            self._create(command, LastCommandLog(self.error_log, _LOCATION, command))
             return
         name = _split_name(command)[0][1:]
         entry = self._find(name)
@@ -117,7 +117,7 @@ class SyntheticEvents(EventKind[_Entry]):
             return True
         if not command.startswith("s:"):
             return False
-        log = CulpritLog(self.error_log, _LOCATION, command)
+        log = LastCommandLog(self.error_log, _LOCATION, command)
         rest = command[2:]
         if _split_name(command)[1] is None:
             raise log.error(SynthError.INVALID_CMD)
@@ -128,7 +128,7 @@ class SyntheticEvents(EventKind[_Entry]):
         self._create(rest, log)
         return True
 
-    def _create(self, text: str, log: CulpritLog) -> None:
+    def _create(self, text: str, log: LastCommandLog) -> None:
         """From a name, a type and a field's name at least. Mirrors: check_command, __create_synth_event."""
         name, fields = _split_name(text)
         is_whole = fields is not None and len(argv_split(text.partition(";")[0])) >= 3
@@ -150,7 +150,7 @@ def _split_name(text: str) -> tuple[str, str | None]:
     return name, None if rest is None else rest.lstrip(SPACES)
 
 
-def _parse_fields(text: str, word_size: int, log: CulpritLog) -> list[SyntheticField]:
+def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[SyntheticField]:
     """Semicolons are for clarity: without them a field ends where its name does."""
     found: list[SyntheticField] = []
     for part in text.split(";"):
@@ -166,7 +166,7 @@ def _parse_fields(text: str, word_size: int, log: CulpritLog) -> list[SyntheticF
     return found
 
 
-def _parse_field(words: Sequence[str], word_size: int, log: CulpritLog) -> tuple[SyntheticField, int]:
+def _parse_field(words: Sequence[str], word_size: int, log: LastCommandLog) -> tuple[SyntheticField, int]:
     """The field that the words start with, and how many it takes. Mirrors: parse_synth_field (v6.1)."""
     size = 2 if words[0] == "unsigned" else 1
     if len(words) <= size:

@@ -43,7 +43,7 @@ class ErrorLog:
         self._entries.clear()
 
 
-class CulpritLog:
+class LastCommandLog:
     """A command that is parsed as a text; carets point at the first place in it that reads like the culprit.
 
     Mirrors: kernel/trace/trace_events_hist.c:last_cmd_set, errpos; trace_events_synth.c (v6.1).

@@ -76,7 +76,7 @@ class ProbeError(Enum):
     NO_EP_FILTER = "No filter rule after 'if'"
 
 
-class CommandLog:
+class TraceProbeLog:
     """The command being parsed, as words, and which of them is looked at.
 
     Mirrors: kernel/trace/trace_probe.c:trace_probe_log (v6.1).

@@ -9,7 +9,7 @@ from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
@@ -33,7 +33,7 @@ class KernelFunctions:
         fentry: Collection[int],
         symbols: KernelSymbols,
         hit: ProbeHit,
-        verdict: Verdict[Any],
+        verdict: ProbeChecker[Any],
         arch: Arch,
     ) -> None:
         self._sites = sites

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.tables import ProbedTables
@@ -17,12 +17,12 @@ from emulated_kernel.kprobes.ftrace import FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
 from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
+from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
-from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.compiled.graph import CALLED, CompiledGraph, GraphEmitter
-from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 
@@ -34,11 +34,11 @@ class GraphUser(ABC):
     """Bytes that it keeps of each call; at CALLED stands when that was, a u64 in ns."""
 
     @abstractmethod
-    def entered(self, func: int, caller: Instance | None, regs: Any, /) -> bytes | None:
+    def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:
         """A function begins; `caller` is the newest call awaited. What to keep, None if not to be awaited."""
 
     @abstractmethod
-    def returned(self, instance: Instance, regs: Any, /) -> None:
+    def returned(self, instance: RethookNode, regs: Any, /) -> None:
         """A call that was awaited ends."""
 
     def compiled(self) -> CompiledGraph | None:
@@ -75,10 +75,10 @@ class FunctionGraph:
         self,
         kprobes: Kprobes,
         choose_hooks: Callable[[], ReturnHooks],
-        system: TraceSystem,
+        system: TracingServices,
         filters: FunctionTracer,
         sleeps: SleepTimes,
-        places: GuestPlaces,
+        places: GuestAddresses,
     ) -> None:
         """`choose_hooks` is called at each start for the hooks to use."""
         filters.on_selection.append(self.filters_changed)
@@ -100,7 +100,7 @@ class FunctionGraph:
             raise KernelError(errno.EBUSY, "function_graph and the function profiler exclude each other")
         hooks, ctlblk = self._choose_hooks(), self._kprobes.hits.ctlblk
 
-        def returned(instance: Instance, regs: Any) -> None:
+        def returned(instance: RethookNode, regs: Any) -> None:
             ctlblk.by_breakpoint = False
             user.returned(instance, regs)
 
@@ -124,7 +124,7 @@ class FunctionGraph:
         self._sleeps.stop()
         self._running = None
 
-    def caller_of(self, instance: Instance) -> Instance | None:
+    def caller_of(self, instance: RethookNode) -> RethookNode | None:
         """The awaited call that made this one, be it by way of others."""
         assert self._running is not None
         return self._running.hooks.newest(instance.hook, before=instance.node)
@@ -150,7 +150,7 @@ class FunctionGraph:
             return
         hooks, hook, user = running.hooks, running.hook, running.user
 
-        def wants(instance: Instance, regs: Any) -> bool:
+        def wants(instance: RethookNode, regs: Any) -> bool:
             kept = user.entered(site, hooks.newest(hook), regs)
             if kept is not None:
                 instance.data[:] = kept
@@ -216,7 +216,7 @@ class FunctionGraph:
                 entries |= dict.fromkeys(members, code.entry)
         sites.set_code(running.ops, entries)
 
-    def _emit_return(self, builder: ProgramBuilder, _way: HitWay) -> bool:
+    def _emit_return(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
         running = self._running
         if running is None or running.compiled is None:
             return False
@@ -229,7 +229,7 @@ class FunctionGraph:
         return GraphEmitter(builder, compiled, native, running.hook, self._places, self._word)
 
 
-def traceable_functions(image: ProbedTables, verdict: Verdict[Any]) -> dict[str, int]:
+def traceable_functions(image: ProbedTables, verdict: ProbeChecker[Any]) -> dict[str, int]:
     """Those that can be traced, by name, in the order of their addresses."""
     found = ((image.kallsyms.lookup(site), site) for site in sorted(image.mcount))
     return {

@@ -7,8 +7,8 @@ from struct import Struct
 from typing import Any
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.return_hook.hook import Instance
-from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.kprobes.return_hook.hook import RethookNode
+from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.output.function_graph import duration_text
 from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.tracers.function_graph import FunctionGraph, GraphUser
@@ -47,7 +47,9 @@ class FunctionProfiler(GraphUser):
 
     data_size = _CALL.size
 
-    def __init__(self, graph: FunctionGraph, system: TraceSystem, threshold_ns: Callable[[], int]) -> None:
+    def __init__(
+        self, graph: FunctionGraph, system: TracingServices, threshold_ns: Callable[[], int]
+    ) -> None:
         """`threshold_ns`: tracing_thresh; functions that take less on average aren't shown."""
         self.is_enabled = False
         self._graph = graph
@@ -67,14 +69,14 @@ class FunctionProfiler(GraphUser):
             self._graph.unregister()
         self.is_enabled = bool(value)
 
-    def entered(self, func: int, caller: Instance | None, regs: Any) -> bytes:
+    def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes:
         """See GraphUser. Mirrors: profile_graph_entry, function_profile_call (v6.1)."""
         del caller, regs
         profiles = self._by_cpu[self._system.tasks.cpu()]
         profiles.setdefault(func, _Profile(func)).counter += 1
         return _CALL.pack(func, self._system.now_ns(), 0)
 
-    def returned(self, instance: Instance, regs: Any) -> None:
+    def returned(self, instance: RethookNode, regs: Any) -> None:
         """See GraphUser. Mirrors: profile_graph_return (v6.1)."""
         del regs
         tasks = self._system.tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from emulated_kernel.kprobes.return_hook.hook import Instance
+from emulated_kernel.kprobes.return_hook.hook import RethookNode
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.compiled.graph import FRAME, CallFlag, CompiledGraph
@@ -116,7 +116,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
 
     # Recording
 
-    def entered(self, func: int, caller: Instance | None, regs: Any) -> bytes | None:
+    def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes | None:
         """See GraphUser. Mirrors: trace_graph_entry (v6.1)."""
         frame = self._frame(func, None if caller is None else _read(caller), regs)
         return None if frame is None else FRAME.pack(*frame)
@@ -149,7 +149,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         # What was asked for by name is recorded in interrupts too, with all that it calls.
         return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
-    def returned(self, instance: Instance, regs: Any) -> None:
+    def returned(self, instance: RethookNode, regs: Any) -> None:
         """See GraphUser. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
         frame = _read(instance)
         if frame.flags & CallFlag.HIDDEN:
@@ -176,5 +176,5 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         )
 
 
-def _read(instance: Instance) -> PendingCall:
+def _read(instance: RethookNode) -> PendingCall:
     return PendingCall(*FRAME.unpack(instance.data))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.trace.array.trace_array import TraceArray
-from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.tracers.function_graph import FunctionGraph
@@ -26,7 +26,7 @@ def build_graphs(
     functions: Functions,
     points: Mapping[str, Tracepoint],
     context: HitContext,
-    places: GuestPlaces,
+    places: GuestAddresses,
 ) -> tuple[GraphTracer, FunctionProfiler]:
     """Those of the top trace array and its `tracer` of functions; `points`: the kernel's, by GROUP:EVENT."""
     system = array.system

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.output.tracer_options import GraphOption
@@ -20,7 +20,7 @@ class SleepTimes:
     Mirrors: kernel/trace/fgraph.c:ftrace_graph_probe_sched_switch (v6.1).
     """
 
-    def __init__(self, points: Mapping[str, Tracepoint], system: TraceSystem) -> None:
+    def __init__(self, points: Mapping[str, Tracepoint], system: TracingServices) -> None:
         """`points`: the kernel's tracepoints, by GROUP:EVENT; none in an image without events."""
         event = system.events.find("sched", "sched_switch")
         fields = () if event is None else event.fields

@@ -8,7 +8,7 @@ from itertools import islice
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
@@ -44,7 +44,7 @@ class StackTracer(FunctionWatcher):
     """
 
     def __init__(
-        self, hooks: KernelFunctions, system: TraceSystem, memory: GuestMemory, abi: Mapping[str, int]
+        self, hooks: KernelFunctions, system: TracingServices, memory: GuestMemory, abi: Mapping[str, int]
     ) -> None:
         arch = system.arch
         self._hooks = hooks

@@ -45,7 +45,7 @@ class Stat(NamedTuple):
     """A front end that caches pages may ask for any page of it, and gets a whole one or an errno."""
 
 
-class Room(NamedTuple):
+class StatFs(NamedTuple):
     """What a file system has room for, as statfs(2) shows it; a pseudo file system has nothing to count."""
 
     block_size: int = 4096

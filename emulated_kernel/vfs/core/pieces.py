@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from emulated_kernel.errors import GivesWay, WouldBlock
+from emulated_kernel.errors import WouldBlock, YieldLock
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
@@ -14,7 +14,7 @@ WritePiece = Callable[[Piece, int], int]
 """Writes a piece at an offset; bytes taken, which may be fewer. Raises: KernelError."""
 
 
-class Once(Generic[T]):
+class RunOnce(Generic[T]):
     """What a file of ours does at the guest's call: once, and all the same if that never comes.
 
     Control files answer whatever the guest did: where its call fails, our answer stands.
@@ -43,7 +43,7 @@ class Once(Generic[T]):
         return self.answer
 
 
-class WriteInPieces:
+class ChunkedWrite:
     """One write(2) to an open file. Linux: what was done before an errno stays."""
 
     def __init__(self, opened: OpenFile, data: bytes, offset: int, write: WritePiece) -> None:
@@ -54,21 +54,21 @@ class WriteInPieces:
         self._taken = 0
 
     def __call__(self) -> int:
-        """One more piece; bytes taken by all. Raises: GivesWay (behind all but the last), KernelError."""
+        """One more piece; bytes taken by all. Raises: YieldLock (behind all but the last), KernelError."""
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)
         self._done += 1
         self._taken += taken
         # Where not all is taken, the rest is the writer's again.
         if taken == len(piece.data) and self._done < len(self._pieces):
-            raise GivesWay
+            raise YieldLock
         return self._taken
 
 
-def giving_way(lock: ControlLock, write: Callable[[], int]) -> int:
-    """What `write` returns, which takes the lock by itself and is asked again where it raises GivesWay."""
+def retry_yielding_lock(lock: ControlLock, write: Callable[[], int]) -> int:
+    """What `write` returns, which takes the lock by itself and is asked again where it raises YieldLock."""
     while True:
         try:
             return write()
-        except GivesWay:
-            lock.give_way()
+        except YieldLock:
+            lock.yield_lock()

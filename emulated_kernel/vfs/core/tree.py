@@ -1,4 +1,4 @@
-"""Filesystem: paths to nodes, and Linux's errno for what can't be done there."""
+"""NodeTree: paths to nodes, and Linux's errno for what can't be done there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME_MAX = 255
 """Bytes."""
 
 
-class Filesystem:
+class NodeTree:
     """A tree of nodes, with the methods that GuestMount has for paths."""
 
     def __init__(self, root: Directory, owner: Owner | None = None) -> None:

@@ -33,15 +33,15 @@ class ClientCalls:
 
     def task(self, client: Client) -> GuestTask:
         """Raises: KernelError (the guest has no room for it, or is dead)."""
-        return self._guest.mirror.task_of(client.pid, client.uid, client.gid)
+        return self._guest.processes.task_of(client.pid, client.uid, client.gid)
 
     def task_for_control(self, client: Client) -> GuestTask | None:
         """The client's task; None where the guest is so broken that it can't have one."""
         try:
-            return self._guest.mirror.task_of(client.pid, client.uid, client.gid)
+            return self._guest.processes.task_of(client.pid, client.uid, client.gid)
         except KernelError as error:
             unless_deadlock(error)
-            self._guest.executive.note(f"no task for process {client.pid}: {error.strerror}")
+            self._guest.runner.note(f"no task for process {client.pid}: {error.strerror}")
             return None
 
     def as_called(
@@ -72,7 +72,7 @@ class ClientCalls:
         call = self._guest.client_call(client.pid, client.uid)
         if call is None or call.name not in OPENS:
             return self._syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve), None
-        number = self._guest.mirror.next_fd(client.pid)
+        number = self._guest.processes.next_fd(client.pid)
         with self._syscalls.numbered(task, number):
             fd = self.as_called(client, call, [path], serve)
             return (fd if number is None else self._syscalls.real_fd(task)), number

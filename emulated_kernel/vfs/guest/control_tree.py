@@ -11,12 +11,12 @@ from functools import partial
 from emulated_kernel.abi import HostfsOp
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.executive.executive import GuestTask, RunElsewhere
+from emulated_kernel.host.executive.executive import DeferToGuest, GuestTask
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.vfs.core.client import Client, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.pieces import Once, WriteInPieces
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.pieces import ChunkedWrite, RunOnce
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.client_calls import ClientCalls, unless_deadlock
 
@@ -44,7 +44,7 @@ class ControlTree:
     """
 
     def __init__(
-        self, files: Filesystem, guest: Guest, calls: ClientCalls, watcher: ChangeWatcher | None
+        self, files: NodeTree, guest: Guest, calls: ClientCalls, watcher: ChangeWatcher | None
     ) -> None:
         self._files, self._guest, self._calls = files, guest, calls
         # What the guest has no part in.
@@ -78,14 +78,14 @@ class ControlTree:
         if not self._guest.is_watched:
             change()
             return
-        changed = Once(change)
+        changed = RunOnce(change)
 
         def execute() -> int:
             changed()
             return 0
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
-            raise RunElsewhere(execute)
+            raise DeferToGuest(execute)
 
         try:
             task, call = self._calls.task(client), self._guest.client_call(client.pid, client.uid)
@@ -157,7 +157,7 @@ class ControlTree:
 
     def _open_with(self, client: Client, task: GuestTask, path: str, flags: int) -> ControlFile:
         """By the guest's call, too."""
-        opened = Once(lambda: self._files.open(path, flags, client))
+        opened = RunOnce(lambda: self._files.open(path, flags, client))
 
         def execute() -> int:
             opened()
@@ -168,7 +168,7 @@ class ControlTree:
                 return 0
             # What a definitions file holds goes with O_TRUNC, and its directories in the guest.
             if flags & os.O_TRUNC and self._files.runs_guest(path):
-                raise RunElsewhere(execute)
+                raise DeferToGuest(execute)
             opened()
             return 0
 
@@ -196,7 +196,7 @@ class ControlTree:
 
         What it has no room for it will not take part in: that must not keep a probe from being armed.
         """
-        if self._guest.is_dead or self._guest.executive.is_busy:
+        if self._guest.is_dead or self._guest.runner.is_busy:
             return
         with suppress(KernelError):
             for opened in self._open:
@@ -221,7 +221,7 @@ class ControlTree:
         inner = file.inner
         if file.fd is None or not self._guest.is_watched:
             return inner.read(size, offset)
-        produce = Once(lambda: inner.read(size, offset))
+        produce = RunOnce(lambda: inner.read(size, offset))
         task = self._calls.task_for_control(client)
         if task is not None:
             try:
@@ -250,12 +250,12 @@ class ControlTree:
     ) -> Callable[[], int]:
         """What a write does: by itself, or as a call of the client's task in the guest."""
         inner, fd = file.inner, file.fd
-        by_piece = WriteInPieces(inner, data, offset, partial(self._write, file, handle, prepared))
+        by_piece = ChunkedWrite(inner, data, offset, partial(self._write, file, handle, prepared))
         if fd is None or not self._guest.is_watched or inner.node.replaces_kernel:
             if inner.node.notes_writer and not self._guest.is_dead:
                 self._enter(client)
             return by_piece
-        consume = Once(by_piece)
+        consume = RunOnce(by_piece)
 
         def write() -> int:
             task = self._calls.task_for_control(client)
@@ -299,7 +299,7 @@ class ControlTree:
         """What the guest's vfs_write comes back for."""
 
         def elsewhere() -> int:
-            raise RunElsewhere(consume)
+            raise DeferToGuest(consume)
 
         return elsewhere if inner.node.runs_guest else consume
 

@@ -16,9 +16,9 @@ from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Room, Stat, path_behind, still_there
-from emulated_kernel.vfs.core.pieces import giving_way
-from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
+from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, StatFs, path_behind, still_there
+from emulated_kernel.vfs.core.pieces import retry_yielding_lock
+from emulated_kernel.vfs.core.tree import CONTROL, NodeTree
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.client_calls import ClientCalls
 from emulated_kernel.vfs.guest.control_tree import ControlFile, ControlTree
@@ -60,9 +60,9 @@ class GuestMount:
     """
 
     clients_own = ()
-    """None (LinuxMount's are): with a lookup that isn't asked for, calls that end there would not be seen."""
+    """None, unlike NativeMount's: calls that end in a lookup must be seen, so each lookup is asked for."""
 
-    def __init__(self, files: Filesystem, guest: Guest, lock: ControlLock, limits: Limits) -> None:
+    def __init__(self, files: NodeTree, guest: Guest, lock: ControlLock, limits: Limits) -> None:
         self.lock = lock
         self._limits = limits
         self._closed = False
@@ -74,7 +74,7 @@ class GuestMount:
         """Who was told last that it will be notified, by handle."""
         self.serve(files, guest)
 
-    def serve(self, files: Filesystem, guest: Guest) -> None:
+    def serve(self, files: NodeTree, guest: Guest) -> None:
         """Show a kernel's files from now on; it has the same lock as the one before, which is held then.
 
         Files that are open go on as this kernel's of the same name; those of the old guest are gone with it.
@@ -342,7 +342,7 @@ class GuestMount:
                 return writing()
 
         with ExitStack() as kept:
-            return giving_way(self.lock, write)
+            return retry_yielding_lock(self.lock, write)
 
     def wait(self, handle: int, timeout: float) -> None:
         """Return once the handle may have something to give, or after `timeout` seconds; no lock is held."""
@@ -356,7 +356,7 @@ class GuestMount:
             opened = self._opened(handle)
             if isinstance(opened, ControlFile) and opened.fd is not None:
                 with suppress(KernelError):
-                    self._guest.give_up(self._guest.mirror.known(client.pid), error)
+                    self._guest.give_up(self._guest.processes.known(client.pid), error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         """Readiness as poll(2)'s mask; `notify` is called once, when the mask has changed."""
@@ -390,9 +390,9 @@ class GuestMount:
         self.lock.assert_held()
         return self._controls.is_between_parts()
 
-    def statfs(self, _path: str) -> Room:
+    def statfs(self, _path: str) -> StatFs:
         """There is nothing to count, in its ramfs neither. Mirrors: fs/libfs.c:simple_statfs (v6.1)"""
-        return Room()
+        return StatFs()
 
     def fsync(self, client: Client, handle: int) -> None:
         """fsync(2) or fdatasync(2). Raises: KernelError EINVAL (our files, which have none)."""

@@ -6,7 +6,7 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.limits import Limits
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.text.text import Text
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 
@@ -18,14 +18,14 @@ class Mounts:
         self._mounts: list[GuestMount] = []
         text.before_first_change.append(self._open_in_guest)
 
-    def add(self, files: Filesystem) -> GuestMount:
+    def add(self, files: NodeTree) -> GuestMount:
         """A new one that shows `files`."""
         self._lock.assert_held()
         mount = GuestMount(files, self._guest, self._lock, self._limits)
         self._mounts.append(mount)
         return mount
 
-    def take_over(self, mount: GuestMount, files: Filesystem) -> None:
+    def adopt_mount(self, mount: GuestMount, files: NodeTree) -> None:
         """A mount of the kernel that this one succeeds shows `files`, of this kernel, from now on."""
         self._lock.assert_held()
         mount.serve(files, self._guest)

@@ -54,7 +54,7 @@ class GuestTree:
 
     def _task(self, client: Client) -> GuestTask:
         self._guest.times.remember()
-        return self._guest.mirror.task_of(client.pid, client.uid, client.gid)
+        return self._guest.processes.task_of(client.pid, client.uid, client.gid)
 
     def getattr(self, path: str) -> Stat:
         return self._stat(self._sys.look(path))
@@ -93,7 +93,7 @@ class GuestTree:
             if flags & os.O_CREAT:
                 self._sys.set_umask(task, 0)
             return self._opened(GuestFile(self, self._sys.open(task, path, flags, mode), path, flags))
-        number = self._guest.mirror.next_fd(client.pid)
+        number = self._guest.processes.next_fd(client.pid)
         self._sys.set_umask(task, client.umask)
         with self._sys.numbered(task, number):
             fd = self._sys.of_client(task, call, [path])

@@ -9,21 +9,21 @@ from functools import partial
 
 from emulated_kernel.config import MOST_SEED
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.kernel_components import Parts
+from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.machine.clock import KINDS
 
 NSEC_PER_SEC = 1_000_000_000
 NUMBER = re.compile("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")
 
 
-def clock_text(kernel: Parts) -> str:
+def clock_text(kernel: BuiltinKernelComponents) -> str:
     """A line each for the mode, the seed and the seconds since boot."""
     clock = kernel.machine.clock
     seconds, ns = divmod(clock.now_ns(), NSEC_PER_SEC)
     return f"mode {clock.kind}\nseed {clock.seed}\ntime {seconds}.{ns:09}\n"
 
 
-def parsed_clock(kernel: Parts, line: str) -> Callable[[], None]:
+def parsed_clock(kernel: BuiltinKernelComponents, line: str) -> Callable[[], None]:
     """What does `virtual` or `real`, with `mode` before or not; `seed N`, or both, as `virtual seed 7`.
 
     The guest's time goes on where it is. Raises: KernelError EINVAL.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS, ReturnHooks
-from emulated_kernel.parts import ProbedParts
+from emulated_kernel.parts import KernelComponents
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.parse import kstrtobool
@@ -15,7 +15,7 @@ from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 
 
 def kprobes_directory(
-    kernel: ProbedParts, owner: Owner, log: Callable[[str], None] | None = None
+    kernel: KernelComponents, owner: Owner, log: Callable[[str], None] | None = None
 ) -> Directory:
     """list, enabled, blacklist as Linux has them; `optimization` stands for the sysctl; then our own.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from emulated_kernel.host.kernel_components import Parts
+from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.machine import machine_tree
 from emulated_kernel.vfs.trees.root import root_tree
 
@@ -22,8 +22,8 @@ class RootLayout(Enum):
 
 
 def build_filesystem(
-    kernel: Parts, layout: RootLayout, owner: Owner | None, further: Mapping[str, Node]
-) -> Filesystem:
+    kernel: BuiltinKernelComponents, layout: RootLayout, owner: Owner | None, further: Mapping[str, Node]
+) -> NodeTree:
     """The tree of `layout`, belonging to `owner` (root where not given), with `further` files of machine/."""
     owner = owner or Owner()
     # What the guest's own file systems are mounted on.

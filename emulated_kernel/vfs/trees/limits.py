@@ -8,11 +8,11 @@ from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.kernel_components import Parts
+from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.limits import UNLIMITED, Limit, parse_limit
 
 
-def limit_lines(kernel: Parts) -> Iterator[str]:
+def limit_lines(kernel: BuiltinKernelComponents) -> Iterator[str]:
     """A line each: name, limit, what is in use of it."""
     limits, trace = kernel.config.limits, kernel.tracing
     used = {
@@ -27,7 +27,7 @@ def limit_lines(kernel: Parts) -> Iterator[str]:
     yield f"{Limit.RUN_BUDGET_MS.value} {round(kernel.machine.run_budget * 1000)}\n"
 
 
-def parsed_limit(kernel: Parts, line: str) -> Callable[[], None]:
+def parsed_limit(kernel: BuiltinKernelComponents, line: str) -> Callable[[], None]:
     """What sets it: `NAME NUMBER` or `NAME max`. Raises: KernelError EINVAL, ERANGE."""
     words = line.split()
     if len(words) != 2:
@@ -35,7 +35,7 @@ def parsed_limit(kernel: Parts, line: str) -> Callable[[], None]:
     return partial(_set_limit, kernel, *parse_limit(*words))
 
 
-def _set_limit(kernel: Parts, limit: Limit, value: int | None) -> None:
+def _set_limit(kernel: BuiltinKernelComponents, limit: Limit, value: int | None) -> None:
     if limit is Limit.RUN_BUDGET_MS:
         assert value is not None
         kernel.machine.run_budget = value / 1000

@@ -9,7 +9,7 @@ from time import monotonic
 
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest
-from emulated_kernel.host.kernel_components import Parts
+from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.regular import PATIENCE
 from emulated_kernel.vfs.core.client import Client
@@ -35,7 +35,9 @@ MAX_LOADS = 16
 """Modules that one write can load: all of their files are read before the first is loaded."""
 
 
-def machine_tree(kernel: Parts, owner: Owner, further: Mapping[str, Node]) -> dict[str, Node]:
+def machine_tree(
+    kernel: BuiltinKernelComponents, owner: Owner, further: Mapping[str, Node]
+) -> dict[str, Node]:
     """The files of machine/ and `further` ones; `owner` may see addresses."""
     image, guest, reader, modules = kernel.live.core, kernel.guest, kernel.guest.kernel, kernel.modules
     calls = Calls(guest.call_function, kernel.machine.memory.word_size)

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from emulated_kernel.image.kallsyms import Kallsyms
-from emulated_kernel.parts import ProbedParts
+from emulated_kernel.parts import KernelComponents
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
 from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single
-from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
+from emulated_kernel.vfs.core.tree import CONTROL, NodeTree
 from emulated_kernel.vfs.trees.debugfs import kprobes_directory
 from emulated_kernel.vfs.trees.sysctl import sysctl_directory
 from emulated_kernel.vfs.trees.tracefs import kprobe_events_file, kprobe_profile_file, tracefs_directory
 
 
 def root_tree(
-    kernel: ProbedParts,
+    kernel: KernelComponents,
     owner: Owner,
     machine: Mapping[str, Node],
     mounted_on: Mapping[str, Node],
     *,
     is_tracefs: bool,
     log: Callable[[str], None] | None = None,
-) -> Filesystem:
+) -> NodeTree:
     """`machine`: the files of machine/; `mounted_on`: directories of the root, for the guest's own.
 
     `is_tracefs`: tracefs is the root, and all that is listed. `log`: see kprobes_directory().
@@ -36,7 +36,7 @@ def root_tree(
     }
     if is_tracefs:
         unlisted = {CONTROL: UnlistedDirectory(0o755, control)}
-        return Filesystem(tracefs_directory(tracing, unlisted), owner)
+        return NodeTree(tracefs_directory(tracing, unlisted), owner)
     root: dict[str, Node] = {
         "kprobes": control["kprobes"],
         "kprobe_events": kprobe_events_file(tracing.kprobe_events),
@@ -45,7 +45,7 @@ def root_tree(
         **control,
         **mounted_on,
     }
-    return Filesystem(Directory(0o755, root), owner)
+    return NodeTree(Directory(0o755, root), owner)
 
 
 def machine_files(

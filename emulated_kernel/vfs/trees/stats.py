@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from emulated_kernel.arch.program.builder import HitWay
+from emulated_kernel.arch.program.builder import EntryKind
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.hit import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
-from emulated_kernel.parts import ProbedParts
+from emulated_kernel.parts import KernelComponents
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.symbols import sprint_symbol
@@ -32,7 +32,7 @@ _GONE = "gone with its module"
 """Shown of a probe whose code was freed."""
 
 
-def stats_directory(kernel: ProbedParts, owner: Owner) -> Directory:
+def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
     """stats/<group>/<event>/...; `owner` may see addresses."""
     events = kernel.tracing.kprobe_events
     registry = events.registry
@@ -70,13 +70,13 @@ ProbeState = Mapping[str, str | int | bool]
 """Values of a stats directory's files (hits, mode, ...), by their names."""
 
 
-def probe_states(kernel: ProbedParts) -> Iterator[ProbeState]:
+def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
     """Of each event, with its name as `event`; no file is made for that."""
     for event in kernel.tracing.kprobe_events.events():
         yield {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
 
 
-def probes_file(kernel: ProbedParts) -> SeqFile:
+def probes_file(kernel: KernelComponents) -> SeqFile:
     """machine/probes: an object of JSON for each event: what its files say, in one request."""
     return SeqFile(0o400, listing(lambda: (f"{json.dumps(state)}\n" for state in probe_states(kernel))))
 
@@ -84,7 +84,7 @@ def probes_file(kernel: ProbedParts) -> SeqFile:
 class _EventStats:
     """An event's files: counters are sums over its probes; of other things each probe has a line."""
 
-    def __init__(self, event: KprobeTraceEvent, kernel: ProbedParts) -> None:
+    def __init__(self, event: KprobeTraceEvent, kernel: KernelComponents) -> None:
         self._event = event
         self._kernel = kernel
         self._kprobes = kernel.engine.kprobes
@@ -169,7 +169,7 @@ class _EventStats:
         """What was written to `optimized` and still counts: 0 holds, 1 made djprobes; empty where nothing."""
         found = self._registered()
         heads = [self._kprobes.table.valid(kprobe) for kprobe in found]
-        if any(isinstance(head, AggregatorProbe) and head.is_held for head in heads):
+        if any(isinstance(head, AggrKprobe) and head.is_held for head in heads):
             return "0"
         return "1" if any(kprobe.length for kprobe in found) else ""
 
@@ -249,7 +249,13 @@ class _EventStats:
         traps = 0 if head.compiled is not None or head.stub is None else stub_traps(head, head.stub)
         if traps > 1:
             return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
-        way = HitWay.BREAKPOINT if head.compiled is None else HitWay.CALL if head.is_ftrace else HitWay.JUMP
+        way = (
+            EntryKind.BREAKPOINT
+            if head.compiled is None
+            else EntryKind.CALL
+            if head.is_ftrace
+            else EntryKind.JUMP
+        )
         costs = self._kernel.tracing.handler_costs
         cost = None if costs is None else costs.median_ns(probe, head, way)
         text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from emulated_kernel.parts import TraceParts
+from emulated_kernel.parts import TracingComponents
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.text.printf import signed
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
@@ -25,12 +25,12 @@ from emulated_kernel.vfs.trees.trace_array_files import (
 )
 
 
-def tracefs_directory(trace: TraceParts, further: Mapping[str, Node] | None = None) -> Directory:
+def tracefs_directory(trace: TracingComponents, further: Mapping[str, Node] | None = None) -> Directory:
     """The whole of tracefs and `further` files; its root is for its owner alone."""
     return Directory(ROOT, {**trace_array_files(trace.arrays.top), **_top_files(trace), **(further or {})})
 
 
-def _top_files(trace: TraceParts) -> dict[str, Node]:
+def _top_files(trace: TracingComponents) -> dict[str, Node]:
     arrays, functions, uprobe_events = trace.arrays, trace.functions, trace.uprobe_events
     events, cmdlines = arrays.top.events, arrays.top.array.system.cmdlines
     return {

@@ -13,9 +13,9 @@ from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
 from emulated_kernel.arch.riscv.compressed import expand
 from emulated_kernel.arch.riscv.insn import (
     RiscvOpcode,
+    attributes_of_all,
     decode_all,
     decode_insn,
-    facts_of_all,
     insn_length,
 )
 from emulated_kernel.errors import KernelError
@@ -197,7 +197,7 @@ def test_what_rules_ask_of_alike_instructions_is_what_each_decodes_to(compressed
         words = (rng.getrandbits(32) & ~0x7F | rng.choice((*RiscvOpcode, 0x57)) for _ in range(20))
         code = b"".join(word.to_bytes(4, "little") for word in words)
         code = code[2 * compressed * rng.randrange(2) :]
-        facts = facts_of_all(code, 0, compressed=compressed)
+        facts = attributes_of_all(code, 0, compressed=compressed)
         decoded = dict(decode_all(code, 0, compressed=compressed))
         assert facts.keys() == decoded.keys()
         for at, each in facts.items():

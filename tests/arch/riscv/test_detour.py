@@ -104,7 +104,7 @@ def test_a_compiled_handler_in_the_detour(arch: Riscv, region: bytes) -> None:
     scratch = ScratchRegisters("t1", "t1")
     values = random_registers(3)
     program = (
-        ir.AddToCell(DATA + 8, 1),
+        ir.AddToAbsolute(DATA + 8, 1),
         ir.GetRegister(0, "a2"),
         ir.SetImmediate(1, DATA),
         ir.Store(1, 0, 0, 8),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
@@ -43,7 +43,7 @@ def check_frame(machine: Flat, case: Case) -> None:
         assert name == "status" or found == values[name] & (1 << 64) - 1, name
 
 
-def check(case: Case, arch: Riscv, handler: HandlerCode, live: Live | None) -> None:
+def check(case: Case, arch: Riscv, handler: HandlerCode, live: LiveRegisters | None) -> None:
     expected = interpret(case)
     # The end is too far for a jump.
     stub = going_on(arch, handler, CODE, CODE + len(handler.code) + arch.jump_size)
@@ -81,7 +81,7 @@ def test_programs_between_what_is_live(arch: Riscv, first: int) -> None:
         case = make(seed)
         rng = random.Random(seed)
         share = rng.choice((0, 0.3, 0.7, 1))
-        live = Live(
+        live = LiveRegisters(
             frozenset(name for name in NAMES if rng.random() < share) | {"sp", "gp", "tp", "t0"}, False
         )
         check(case, arch, arch.handler_code(case.program, PROBE, live), live)

@@ -15,7 +15,7 @@ from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, RiscvOpcode, decode_all
-from emulated_kernel.arch.riscv.verdict import RiscvVerdict
+from emulated_kernel.arch.riscv.verdict import RiscvProbeChecker
 from emulated_kernel.image.image import load_image
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 from tests.sample import WHOLE, fewer
@@ -26,10 +26,10 @@ ARCHS = [RISCV64(), RISCV64I()]
 _MEMORY = (RiscvOpcode.LOAD, RiscvOpcode.STORE, RiscvOpcode.AMO)
 
 
-def regions(arch: Riscv) -> Iterator[tuple[Region, RiscvVerdict]]:
+def regions(arch: Riscv) -> Iterator[tuple[Region, RiscvProbeChecker]]:
     """Regions, and who told them."""
     image = load_image(None, arch.name)
-    verdict = arch.verdict(image, arch.strategies["optprobe-riscv"], ftrace=False)
+    verdict = arch.probe_checker(image, arch.strategies["optprobe-riscv"], ftrace=False)
     (text,) = image.text_ranges
     at, number = text.start, 0
     while at < text.end:
@@ -37,7 +37,7 @@ def regions(arch: Riscv) -> Iterator[tuple[Region, RiscvVerdict]]:
         assert where is not None
         end = min(where.symbol.address + where.symbol.size, text.end)
         for addr in arch.instruction_boundaries(image.read(at, end - at), at):
-            region = verdict.detoured(addr)
+            region = verdict.optimized_region(addr)
             if isinstance(region, Region):
                 number += 1
                 if WHOLE or number % PARTS == 0:

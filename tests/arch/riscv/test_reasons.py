@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.assemble import LONG_JUMP_SIZE
@@ -21,34 +21,34 @@ from tests.arch.riscv.test_verdict import analysis
 @pytest.mark.parametrize("name", ["riscv64", "riscv64i"])
 def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
     arch, image = arch_named(name), load_image(None, name)
-    asked = arch.verdict(image, arch.strategy(["optprobe-riscv"]), ftrace=ftrace)
+    asked = arch.probe_checker(image, arch.strategy(["optprobe-riscv"]), ftrace=ftrace)
 
-    def one_by_one(symbol: Symbol) -> list[tuple[int, Reason | None]]:
+    def one_by_one(symbol: Symbol) -> list[tuple[int, RejectReason | None]]:
         found = []
-        for addr, refused, outcome in asked.judged(symbol):
+        for addr, refused, outcome in asked.check_each_insn(symbol):
             finding = refused or outcome
-            found.append((addr, finding.reason if isinstance(finding, Finding) else None))
+            found.append((addr, finding.reason if isinstance(finding, Rejection) else None))
         return found
 
-    seen: set[Reason | None] = set()
+    seen: set[RejectReason | None] = set()
     text = [range(*part) for part in image.text_ranges]
     for symbol in image.kallsyms.symbols:
         if symbol.size and any(symbol.address in part for part in text):
             reasons = list(asked.reasons(symbol).items())
             assert reasons == one_by_one(symbol), symbol.name
             seen |= {reason for _, reason in reasons}
-    assert {None, Reason.NOT_BOOSTABLE, Reason.NOT_COPYABLE, Reason.JUMP_INTO_RANGE} <= seen
+    assert {None, RejectReason.NOT_BOOSTABLE, RejectReason.NOT_COPYABLE, RejectReason.JUMP_INTO_RANGE} <= seen
 
 
-def _walked(found: RiscvFunctionAnalysis, addr: int) -> int | Finding:
+def _walked(found: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
     """As opt.c:search_copied_insn goes, from instruction to instruction."""
     at = addr
     while at < addr + LONG_JUMP_SIZE:
         insn = found.insns.get(at)
         if insn is None:
-            return Finding(Reason.NO_ROOM, addr)
+            return Rejection(RejectReason.NO_ROOM, addr)
         if insn.handling is not Handling.COPIED:
-            return Finding(Reason.NOT_BOOSTABLE, at)
+            return Rejection(RejectReason.NOT_BOOSTABLE, at)
         at += insn.length
     return at - addr
 
@@ -61,5 +61,5 @@ def test_room_is_whole_instructions_up_to_the_first_that_cant_be_moved() -> None
         for addr in found.insns:
             room = copied_length(found, addr)
             assert room == _walked(found, addr)
-            rooms.add(room.reason if isinstance(room, Finding) else room)
-    assert rooms == {8, 10, Reason.NO_ROOM, Reason.NOT_BOOSTABLE}
+            rooms.add(room.reason if isinstance(room, Rejection) else room)
+    assert rooms == {8, 10, RejectReason.NO_ROOM, RejectReason.NOT_BOOSTABLE}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Label, Program
 from emulated_kernel.arch.riscv.arch import Riscv
@@ -58,7 +58,7 @@ def test_locked_words_between_what_is_live(arch: Riscv) -> None:
     for seed in range(150):
         rng, case = _case(seed)
         registers = frozenset(name for name in NAMES if rng.random() < 0.5) | {"sp", "gp", "ra"}
-        live = Live(registers, flags=False)
+        live = LiveRegisters(registers, flags=False)
         check(case, arch, arch.handler_code(case.program, PROBE, live), live)
 
 

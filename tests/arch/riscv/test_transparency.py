@@ -116,7 +116,7 @@ def test_counting_in_the_guest(name: str, level: str) -> None:
     machine = machine_for(program, arch)
     machine.run(program.functions["all"].addr, 0)
     expected, visited = outcome(machine, program), visits(program, arch)
-    handler_program = (ir.AddToCell(COUNT, 1),)
+    handler_program = (ir.AddToAbsolute(COUNT, 1),)
     for function in program.functions.values():
         for region, analysis in share(list(optimizable(function, arch)), 1, 2):
             addr = region.addr

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.arch.analysis.function import Function, Site
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.function import Function, PatchSite
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.riscv import assemble as asm
 from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
@@ -37,10 +37,12 @@ def analysis(code: bytes, **tables: object) -> RiscvFunctionAnalysis:
     return RiscvFunctionAnalysis(Function("f", ADDR, len(code), code, **tables), compressed=True)  # type: ignore[arg-type]
 
 
-def verdict(code: bytes, offset: int = 0, **tables: object) -> tuple[int, str, str] | tuple[Reason, int]:
+def verdict(
+    code: bytes, offset: int = 0, **tables: object
+) -> tuple[int, str, str] | tuple[RejectReason, int]:
     """Length and the two registers, or the rule and the offset where it bites."""
     found = detoured_region(analysis(code, **tables), ADDR + offset)
-    if isinstance(found, Finding):
+    if isinstance(found, Rejection):
         return found.reason, found.addr - ADDR
     assert found.scratch is not None
     return found.length, found.scratch.entry, found.scratch.exit
@@ -54,31 +56,31 @@ def test_whole_instructions_of_both_sizes_make_room() -> None:
 
 
 def test_what_needs_its_address_isnt_moved() -> None:
-    assert verdict(STEP + asm.auipc(A1, 0) + STEP * 2 + RET) == (Reason.NOT_BOOSTABLE, 4)
-    assert verdict(RET + STEP * 3) == (Reason.NOT_BOOSTABLE, 0)
-    assert verdict(STEP + bytes.fromhex("0f00f00f") + STEP + RET) == (Reason.NOT_BOOSTABLE, 4)
+    assert verdict(STEP + asm.auipc(A1, 0) + STEP * 2 + RET) == (RejectReason.NOT_BOOSTABLE, 4)
+    assert verdict(RET + STEP * 3) == (RejectReason.NOT_BOOSTABLE, 0)
+    assert verdict(STEP + bytes.fromhex("0f00f00f") + STEP + RET) == (RejectReason.NOT_BOOSTABLE, 4)
 
 
 def test_the_function_has_to_go_on_behind() -> None:
-    assert verdict(STEP * 2) == (Reason.NO_ROOM, 0)
-    assert verdict(STEP) == (Reason.NO_ROOM, 0)
-    assert verdict(STEP * 3, 2) == (Reason.NOT_A_BOUNDARY, 2)
+    assert verdict(STEP * 2) == (RejectReason.NO_ROOM, 0)
+    assert verdict(STEP) == (RejectReason.NO_ROOM, 0)
+    assert verdict(STEP * 3, 2) == (RejectReason.NOT_A_BOUNDARY, 2)
 
 
 def test_jumps_into_the_region() -> None:
     back = asm.branch(BranchFunct3.NE, A0, A1, -8)
-    assert verdict(STEP * 3 + back + RET) == (Reason.JUMP_INTO_RANGE, 12)
+    assert verdict(STEP * 3 + back + RET) == (RejectReason.JUMP_INTO_RANGE, 12)
     assert verdict(STEP * 2 + back + RET) == (8, "t1", "t1")
     assert verdict(STEP * 3 + back + RET, 4) == (8, "t1", "t1")
 
 
 def test_tables_of_the_kernel() -> None:
     code = STEP * 5 + RET
-    assert verdict(code, exception_entries=frozenset([ADDR + 16])) == (Reason.EXCEPTION_TABLE, 16)
-    label = (Site(ADDR + 4, 4),)
-    assert verdict(code, jump_labels=label) == (Reason.RESERVED_BY_JUMP_LABEL, 4)
-    assert verdict(code, fentry_sites=(Site(ADDR, 8),)) == (Reason.RESERVED_BY_FTRACE, 0)
-    assert verdict(code, 8, fentry_sites=(Site(ADDR, 8),)) == (8, "t1", "t1")
+    assert verdict(code, exception_entries=frozenset([ADDR + 16])) == (RejectReason.EXCEPTION_TABLE, 16)
+    label = (PatchSite(ADDR + 4, 4),)
+    assert verdict(code, jump_labels=label) == (RejectReason.RESERVED_BY_JUMP_LABEL, 4)
+    assert verdict(code, fentry_sites=(PatchSite(ADDR, 8),)) == (RejectReason.RESERVED_BY_FTRACE, 0)
+    assert verdict(code, 8, fentry_sites=(PatchSite(ADDR, 8),)) == (8, "t1", "t1")
 
 
 LOAD_TABLE = asm.auipc(A4, 0x1000) + asm.arithmetic(ArithmeticFunct3.ADD, A5, A5, A4)
@@ -107,12 +109,12 @@ def test_indirect_jumps(code: bytes, is_tail_call: bool) -> None:
     """By a table they may lead anywhere in the function."""
     found = verdict(STEP * 2 + code + JUMP)
     at = 8 + len(code)
-    assert found == ((8, "t1", "t1") if is_tail_call else (Reason.INDIRECT_JUMP, at))
+    assert found == ((8, "t1", "t1") if is_tail_call else (RejectReason.INDIRECT_JUMP, at))
 
 
 def test_a_long_jump_is_a_direct_one() -> None:
     assert verdict(STEP * 3 + asm.long_jump(0, T1, 0, 0x1_0000)) == (8, "t1", "t1")
-    assert verdict(STEP * 3 + asm.long_jump(0, T1, 12, 4)) == (Reason.JUMP_INTO_RANGE, 16)
+    assert verdict(STEP * 3 + asm.long_jump(0, T1, 12, 4)) == (RejectReason.JUMP_INTO_RANGE, 16)
 
 
 def use_temporaries() -> bytes:
@@ -137,7 +139,7 @@ def test_registers_that_arent_free() -> None:
     one_way = asm.branch(BranchFunct3.EQ, A0, A1, 8) + asm.addi(A5, A5, 1) + asm.addi(A5, 0, 2)
     for tail in (one_way, b""):
         code = STEP * 2 + tail + use_temporaries() + RET
-        assert verdict(code) == (Reason.NO_FREE_REGISTER, 0)
+        assert verdict(code) == (RejectReason.NO_FREE_REGISTER, 0)
 
 
 def test_who_needs_a_register() -> None:
@@ -195,7 +197,7 @@ def test_different_registers_for_the_two_jumps() -> None:
     assert verdict(region + behind + use_temporaries() + RET) == (8, "a5", "a4")
     both = asm.arithmetic(ArithmeticFunct3.ADD, A0, A0, A5) + asm.arithmetic(ArithmeticFunct3.ADD, A0, A0, A4)
     code = region + both + use_temporaries() + RET
-    assert verdict(code) == (Reason.NO_FREE_REGISTER_BEHIND, 8)
+    assert verdict(code) == (RejectReason.NO_FREE_REGISTER_BEHIND, 8)
 
 
 def test_arguments_that_arent_mentioned_may_be_passed_on() -> None:
@@ -260,10 +262,10 @@ def test_no_jump_in_a_function_with_an_exception_table() -> None:
         plain = RiscvFunctionAnalysis(replace(function, exception_entries=frozenset()), compressed=True)
         for addr in analysed.insns:
             verdict = detoured_region(analysed, addr)
-            assert isinstance(verdict, Finding)
+            assert isinstance(verdict, Rejection)
             if isinstance(detoured_region(plain, addr), Region):
                 without += 1
-                assert verdict.reason is Reason.EXCEPTION_TABLE
+                assert verdict.reason is RejectReason.EXCEPTION_TABLE
                 assert verdict.addr in function.exception_entries
                 found.add(function.name)
     assert without > 5000

@@ -9,8 +9,8 @@ from errno import ENODATA, ENOEXEC
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
-from emulated_kernel.image.linux.kernel import LinuxKernel, Returns
+from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 from tests.image.guest import BUGFLAG_WARNING
 from tests.image.linux import made
@@ -109,13 +109,13 @@ def test_data_is_all_but_text() -> None:
 def test_returns_as_boot_patches_them() -> None:
     source, at = built()
     kernel = read(source)
-    assert kernel.returns == tuple(Returns)
+    assert kernel.returns == tuple(ReturnThunks)
     offset = at["thunked"] - made.TEXT
-    assert kernel.text_as_booted(Returns.PLAIN)[offset : offset + 5].hex() == "c3cccccccc"
-    assert kernel.text_as_booted(Returns.THUNKS)[offset : offset + 5] == made.RETURN_THUNK_CALL
-    assert kernel.booted(Returns.PLAIN).read(at["thunked"], 5).hex() == "c3cccccccc"
+    assert kernel.text_as_booted(ReturnThunks.PLAIN)[offset : offset + 5].hex() == "c3cccccccc"
+    assert kernel.text_as_booted(ReturnThunks.THUNKS)[offset : offset + 5] == made.RETURN_THUNK_CALL
+    assert kernel.booted(ReturnThunks.PLAIN).read(at["thunked"], 5).hex() == "c3cccccccc"
     assert kernel.read(at["thunked"], 5) == made.RETURN_THUNK_CALL
-    its = kernel.text_as_booted(Returns.ITS)[offset : offset + 5]
+    its = kernel.text_as_booted(ReturnThunks.ITS)[offset : offset + 5]
     assert (its == made.RETURN_THUNK_CALL) == (at["thunked"] & 0x20 == 0)
 
 
@@ -161,8 +161,8 @@ def test_kept_parts_tell_the_same() -> None:
     made_kernel, _ = built()
     made_kernel.table("BTF", sample().data(), "__stop_BTF")
     kernel = read(made_kernel)
-    parts = {name: memoryview(data) for name, data in kept_parts(kernel).items()}
-    kept = KeptKernel(parts)
+    parts = {name: memoryview(data) for name, data in cached_parts(kernel).items()}
+    kept = CachedKernelTables(parts)
     for name in (*TABLES, "syscalls"):
         assert getattr(kept, name) == getattr(kernel, name), name
     assert kept.kallsyms.kallsyms_text() == kernel.kallsyms.kallsyms_text()
@@ -177,7 +177,7 @@ def test_kept_parts_tell_the_same() -> None:
 def test_kept_parts_that_nobody_has_written(missing: str) -> None:
     made_kernel, _ = built()
     made_kernel.table("BTF", sample().data(), "__stop_BTF")
-    parts = {name: memoryview(data) for name, data in kept_parts(read(made_kernel)).items()}
+    parts = {name: memoryview(data) for name, data in cached_parts(read(made_kernel)).items()}
     for strange in (None, b"", b"\xff" * 7, bytes(parts[missing])[:-4]):
         others = dict(parts)
         del others[missing]
@@ -186,4 +186,4 @@ def test_kept_parts_that_nobody_has_written(missing: str) -> None:
         if missing in ("segment.0", "symbols.names") and strange is not None:
             continue
         with pytest.raises((KernelError, KeyError, TypeError, ValueError)):
-            KeptKernel(others)
+            CachedKernelTables(others)

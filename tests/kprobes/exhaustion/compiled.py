@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import Saving
+from emulated_kernel.kprobes.profile import RegisterSaving
 from tests.kprobes.exhaustion.proof import Group, Place, Proof, Spans, joined
 from tests.kprobes.exhaustion.standing import OtherCpu, Standing
 from tests.kprobes.optimizer.regions import Pieces
@@ -35,7 +35,7 @@ class CompiledProof(Proof):
         super().__post_init__()
         kernel = self.probed.kernel
         records = kernel.machine.records
-        self.cell = records.alloc_cells(8)
+        self.cell = records.alloc_percpu(8)
         self._counted = kernel.machine.memory.view(records.address(self.cell), 8).cast("Q")
         kernel.kprobes.compiler.enabled = False
         self.pointer = "di" if "di" in kernel.arch.general_registers else "a0"
@@ -53,14 +53,14 @@ class CompiledProof(Proof):
         """See Proof."""
         return CompiledPlace(self, address, cpus)
 
-    def live_at(self, addr: int) -> Live:
+    def live_at(self, addr: int) -> LiveRegisters:
         """See Proof."""
         kprobes = self.probed.kernel.kprobes
-        if kprobes.profile.saving is Saving.ALL:
+        if kprobes.profile.saving is RegisterSaving.ALL:
             return super().live_at(addr)
         return self.probed.verdict.live_at(addr)
 
-    def emit(self, builder: ProgramBuilder, _way: HitWay) -> bool:
+    def emit(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
         """The handler as a program."""
         unread, end = builder.label(), builder.label()
         builder.emit(

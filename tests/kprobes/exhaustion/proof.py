@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from emulated_kernel.arch.analysis.reason import Finding
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.reason import Rejection
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.kprobes.guest_code import DetourBuffer
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.machine.text.stale_fetch import Prefetch
 from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.exhaustion.standing import OtherCpu, Standing
@@ -66,14 +66,14 @@ class Proof:
         """What is done at a place."""
         return Place(self, address, cpus)
 
-    def live_at(self, _addr: int) -> Live:
+    def live_at(self, _addr: int) -> LiveRegisters:
         """What may not differ from there on."""
         return self.bench.all_live
 
-    def live_behind(self, address: int, end: int) -> Live:
+    def live_behind(self, address: int, end: int) -> LiveRegisters:
         """The same behind a region: registers of its jumps may that nobody reads there."""
-        live, region = self.live_at(end), self.probed.verdict.detoured(address)
-        if isinstance(region, Finding) or region.scratch is None:
+        live, region = self.live_at(end), self.probed.verdict.optimized_region(address)
+        if isinstance(region, Rejection) or region.scratch is None:
             return live
         free = {region.scratch.entry, region.scratch.exit} - self.probed.verdict.live_at(end).registers
         return replace(live, registers=live.registers - free)
@@ -312,9 +312,9 @@ class Place:
         if problem is not None:
             self.proof.problems.append(f"{stage}: {problem}")
 
-    def _head(self) -> AggregatorProbe:
+    def _head(self) -> AggrKprobe:
         head = self.kernel.kprobes.table.valid(self.probe)
-        assert isinstance(head, AggregatorProbe)
+        assert isinstance(head, AggrKprobe)
         return head
 
     def _buffer(self) -> DetourBuffer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.blacklist import is_blacklisted
@@ -35,7 +35,7 @@ class SiteProof(CompiledProof):
         """See Proof."""
         return self.probed.kernel.arch.call_size
 
-    def live_behind(self, address: int, end: int) -> Live:
+    def live_behind(self, address: int, end: int) -> LiveRegisters:
         """See Proof."""
         live = super().live_behind(address, end)
         return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import Regs
@@ -47,7 +47,7 @@ class OtherCpu:
     """Hits so far."""
     own: Callable[[], Pieces]
     """The cells of its per-CPU area that handlers write, as they are now."""
-    live: Live
+    live: LiveRegisters
     """What may not differ behind the region."""
     loose_flags: int = 0
     """But these flags may."""

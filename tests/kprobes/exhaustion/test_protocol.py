@@ -8,12 +8,12 @@ from itertools import islice
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.scheduler import Span
-from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from tests.arch.decoding import insn_length
 from tests.kprobes.exhaustion.compiled import CompiledProof
@@ -190,11 +190,11 @@ class TestBrokenCompilers(TestBrokenProtocols):
     kind = CompiledProof
 
     def test_replaced_code_forgotten(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(TextGarbage, "spans", [])
+        monkeypatch.setattr(DeferredFree, "spans", [])
         assert self.finds(proof, "replaced code isn't waited for", "region or slot isn't waited for")
 
     def test_something_live_not_saved(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        nothing = Live(frozenset({"sp"}), flags=False)
+        nothing = LiveRegisters(frozenset({"sp"}), flags=False)
         monkeypatch.setattr(proof.probed.kernel.kprobes.compiler._verdict, "live_at", lambda _addr: nothing)
         assert self.finds(proof, "compiled: code|stub")
 
@@ -208,13 +208,13 @@ class TestBrokenOnRiscv:
             yield Proof(Probed(kernel))
 
     def test_interrupted_within_the_jump(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(SplitJumps, "contains", lambda _self, _ip: False)
+        monkeypatch.setattr(PartialJumpDetector, "contains", lambda _self, _ip: False)
         assert finds(proof, longer(proof, 2), r"jump \+0x4")
 
     def test_interrupted_within_the_nops(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with Kernel(MachineConfig(arch="riscv64", run_budget=0.2)) as kernel:
             proof = SiteProof(Probed(kernel))
-            monkeypatch.setattr(SplitJumps, "contains", lambda _self, _ip: False)
+            monkeypatch.setattr(PartialJumpDetector, "contains", lambda _self, _ip: False)
             assert finds(proof, sites(proof, 1), r"nop \+0x2", r"call \+0x4")
 
     def test_a_long_breakpoint_at_once(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pytest
 
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.arch.verdict import ProbeChecker
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -37,17 +37,17 @@ class Probed:
         return optimizer
 
     @cached_property
-    def verdict(self) -> Verdict[Any]:
+    def verdict(self) -> ProbeChecker[Any]:
         """The optimizer's; where there is none, what it would be."""
         kernel, kprobes = self.kernel, self.kernel.kprobes
         if kprobes.optimizer is not None:
-            return kprobes.verdict
+            return kprobes.probe_checker
         strategy = kernel.arch.strategy(OUT_OF_TREE)
-        return kernel.arch.verdict(kernel.image, strategy, ftrace=kprobes.profile.ftrace)
+        return kernel.arch.probe_checker(kernel.image, strategy, ftrace=kprobes.profile.ftrace)
 
     def region(self, address: int) -> Region:
         """What the jump replaces of a place that can be optimized."""
-        found = self.verdict.detoured(address)
+        found = self.verdict.optimized_region(address)
         assert isinstance(found, Region)
         return found
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from iced_x86 import RflagsBits
 
 from emulated_kernel.abi import Vector
-from emulated_kernel.arch.analysis.region import Live, Region
+from emulated_kernel.arch.analysis.region import LiveRegisters, Region
 from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.cpu.registers import Regs
@@ -105,7 +105,9 @@ def undefined_flags(code: bytes, addr: int, bits: int) -> int:
 
 
 @cache
-def _bits(live: Live, everything: Live, loose: int, fields: tuple[str, ...]) -> tuple[int, ...]:
+def _bits(
+    live: LiveRegisters, everything: LiveRegisters, loose: int, fields: tuple[str, ...]
+) -> tuple[int, ...]:
     dead = everything.registers - live.registers
     flags = (~STATUS_FLAGS if everything.flags and not live.flags else -1) & ~loose
     return tuple(flags if name == "flags" else -(name not in dead) for name in fields)
@@ -240,7 +242,7 @@ class Bench:
         self.restore()
         return end
 
-    def expect(self, start: State, live: Live | None = None, loose: int = 0) -> Expected:
+    def expect(self, start: State, live: LiveRegisters | None = None, loose: int = 0) -> Expected:
         """Run the unprobed piece.
 
         `live`: what may not differ behind it, if not everything, but for the flags `loose`.
@@ -306,7 +308,7 @@ def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
 
 def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:
     """Whether a jump may stand there."""
-    return isinstance(probed.verdict.detoured(place[2]), Region)
+    return isinstance(probed.verdict.optimized_region(place[2]), Region)
 
 
 def instructions(probed: Probed) -> Iterator[tuple[str, int, int]]:

@@ -9,7 +9,7 @@ import pytest
 from iced_x86 import Decoder, FlowControl
 
 from emulated_kernel.abi import Prot
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import KernelImage, prebuilt_dependencies
@@ -79,7 +79,7 @@ def test_nothing_leads_into_a_region(arch: str, profile: str) -> None:
         regions, found = 0, []
         for start, body in code(live):
             for address in kernel.arch.instruction_boundaries(body, start):
-                region = kernel.kprobes.verdict.detoured(address)
+                region = kernel.kprobes.probe_checker.optimized_region(address)
                 if isinstance(region, Region):
                     # A djprobe's last bytes stay what they are, and may be jumped to.
                     length = min(region.length, JUMP_SIZE) if is_djprobe else region.length
@@ -93,12 +93,12 @@ def test_nothing_leads_into_a_region(arch: str, profile: str) -> None:
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_branches_of_cold_parts_and_neighbours_are_told(arch: str) -> None:
     with Kernel(MachineConfig(arch=arch)) as kernel:
-        verdict, image = kernel.kprobes.verdict, kernel.image
+        verdict, image = kernel.kprobes.probe_checker, kernel.image
         told = []
         for start, body in code(kernel.live):
             for address in kernel.arch.instruction_boundaries(body, start):
-                found = verdict.detoured(address)
-                if isinstance(found, Finding) and found.reason is Reason.FOREIGN_BRANCH:
+                found = verdict.optimized_region(address)
+                if isinstance(found, Rejection) and found.reason is RejectReason.FOREIGN_BRANCH:
                     where = image.kallsyms.lookup(found.addr)
                     assert where is not None
                     told.append((address - start, where.symbol.name))

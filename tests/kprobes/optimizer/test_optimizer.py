@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import OPTIMIZE_DELAY
@@ -277,8 +277,8 @@ class TestWhoIsOptimized:
         reasons = set()
         start = probed.address("gcd")
         for offset in range(5, 120):
-            outcome = probed.verdict.detoured(start + offset)
-            if isinstance(outcome, Finding) and "leads into" in outcome.text:
+            outcome = probed.verdict.optimized_region(start + offset)
+            if isinstance(outcome, Rejection) and "leads into" in outcome.text:
                 reasons.add(offset)
         assert reasons
         boundaries = probed.kernel.machine.text.original(start, 120)

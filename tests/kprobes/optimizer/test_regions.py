@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.optimizer.conftest import GCD_HEAD, Boot, Probed
@@ -19,7 +19,7 @@ DIRECTION_FLAG = 0x400
 
 
 def deviation(
-    probed: Probed, does: Callable[[Probed, Bench], object], live: Live | None = None
+    probed: Probed, does: Callable[[Probed, Bench], object], live: LiveRegisters | None = None
 ) -> str | None:
     """Run the first instructions of gcd with a probe that `does` something, and once more without."""
     bench, start = Bench(probed), probed.address("gcd", GCD_HEAD)
@@ -65,6 +65,6 @@ def test_what_may_differ(probed: Probed) -> None:
     """The stack that is free, and registers that are dead behind the piece."""
     regs = probed.kernel.machine.regs
     assert deviation(probed, lambda probed, bench: write(bench.sp - 1, probed)) is None
-    dead = Live(ALL_LIVE.registers - {"bp"}, flags=True)
+    dead = LiveRegisters(ALL_LIVE.registers - {"bp"}, flags=True)
     assert deviation(probed, lambda *_: regs.set("bp", 1), dead) is None
     assert deviation(probed, lambda *_: regs.set("r12", 1), dead)

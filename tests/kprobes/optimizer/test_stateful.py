@@ -16,7 +16,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import PROFILES
 from tests.kprobes.listed import list_lines
 from tests.kprobes.modelled import MOSTLY, PICKS, SELDOM, OnKernel, run
@@ -142,7 +142,7 @@ class Optimizing(OnKernel):
     @rule(allowed=MOSTLY)
     def set_optimization(self, allowed: bool) -> None:
         self.kprobes.set_optimization(allowed)
-        head = [h for p in self.probes if isinstance(h := self.kprobes.table.valid(p), AggregatorProbe)]
+        head = [h for p in self.probes if isinstance(h := self.kprobes.table.valid(p), AggrKprobe)]
         assert allowed or not any(h.is_patched for h in head)
 
     @precondition(lambda self: self.probes)
@@ -165,7 +165,7 @@ class Optimizing(OnKernel):
             return
         for probe in self.probes:
             head = self.kprobes.table.valid(probe)
-            if isinstance(head, AggregatorProbe) and head.is_optimized:
+            if isinstance(head, AggrKprobe) and head.is_optimized:
                 assert head.is_patched
 
     @rule()
@@ -206,7 +206,7 @@ class Optimizing(OnKernel):
         for head in [*heads, *queues]:
             expected = self.armed_by(head)
             size = arch.call_size if head.is_ftrace else len(expected)
-            if isinstance(head, AggregatorProbe) and head.is_patched:
+            if isinstance(head, AggrKprobe) and head.is_patched:
                 assert head.detour is not None
                 size = head.detour.length
                 behind.update(range(head.address + 1, head.address + size))
@@ -240,7 +240,7 @@ class Optimizing(OnKernel):
         for probe in self.probes:
             head = self.kprobes.table.valid(probe)
             assert head is not None
-            jumps = isinstance(head, AggregatorProbe) and (head.is_patched or head in optimizer.optimizing)
+            jumps = isinstance(head, AggrKprobe) and (head.is_patched or head in optimizer.optimizing)
             expected[head.address, probe.is_disabled, jumps] += 1
         assert listed == expected
 

@@ -113,7 +113,7 @@ def test_a_step_faults_as_the_instruction_does(boot: Boot, profile: str, arch: s
     machine, start = probed.kernel.machine, probed.address("strlen")
     probed.probe("strlen", 5)
     kprobes = probed.kernel.kprobes
-    detoured = isinstance(kprobes.verdict.detoured(start + 5), Region)
+    detoured = isinstance(kprobes.probe_checker.optimized_region(start + 5), Region)
     steps = kprobes.profile.preemption and not detoured
     for _ in range(2):
         with pytest.raises(GuestFault) as caught:

@@ -68,11 +68,11 @@ def test_tasks_that_end_while_other_calls_are_pending(kernel: Kernel, make: Make
     kernel.register_kretprobes(probes)
     pipe, clients = sleepers(mount, 2)
     for pid in range(600, 604):
-        guest.mirror.task_of(pid, 0, 0)
-        guest.mirror.exit(pid)
+        guest.processes.task_of(pid, 0, 0)
+        guest.processes.exit(pid)
     for client in clients:
         mount.give_up(client, pipe, errno.EINTR)
-    guest.mirror.task_of(604, 0, 0)
+    guest.processes.task_of(604, 0, 0)
     reads, exits = probes
     assert exits.hook is not None
     assert (reads.returns, accounted(reads)) == (2, 2)
@@ -136,7 +136,7 @@ def test_a_stack_trace_shows_the_caller(arch: str, form: TrampolineForm, stack: 
             log = "\n".join(dmesg(kernel))
             # Below the first one lies what other calls have left there.
             traces.append(re.findall(r"(?m)^ \? (\w+)\+0x", log[log.rindex("Call Trace") :]))
-            kernel.guest.mirror.worker()
+            kernel.guest.processes.worker()
         assert traces[0][0] == traces[1][0]
         assert set(traces[0]) == set(traces[1])
 

@@ -71,8 +71,8 @@ def test_all_functions_at_once(kernel: Kernel) -> None:
     )
     kernel.register_fprobe(fp)
     assert len(fp.functions) > 500
-    kernel.guest.mirror.task_of(600, 0, 0)
-    kernel.guest.mirror.exit(600)
+    kernel.guest.processes.task_of(600, 0, 0)
+    kernel.guest.processes.exit(600)
     assert kernel.call("gcd", 12, 18) == 6
     kernel.unregister_fprobe(fp)
     assert entries.total() > 100

@@ -15,7 +15,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import Profile, Saving, TrampolineForm
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving, TrampolineForm
 from emulated_kernel.vfs.core.client import Client
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import PER_TASK, accounted, address, recurse
@@ -27,7 +27,9 @@ STRATEGIES = ("optprobe", "optprobe-riscv")
 WAYS = {
     "ftrace": Profile("ftrace"),
     "optimized": Profile("optimized", ftrace=False, strategies=STRATEGIES),
-    "optimized, all registers": Profile("optimized", ftrace=False, strategies=STRATEGIES, saving=Saving.ALL),
+    "optimized, all registers": Profile(
+        "optimized", ftrace=False, strategies=STRATEGIES, saving=RegisterSaving.ALL
+    ),
     "boosted": Profile("boosted", preemption=False, ftrace=False, optimizer=False),
     "stepped": Profile("stepped", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT),
 }
@@ -274,9 +276,9 @@ def test_a_task_that_ends_in_a_call_hooked_by_guest_code(boot: Boot, stack: str)
     guest = kernel.guest
     rp, _ = hooked(kernel, "do_exit", maxactive=1)
     for pid in range(600, 606):
-        guest.mirror.task_of(pid, 0, 0)
-        guest.mirror.exit(pid)
-    guest.mirror.task_of(606, 0, 0)
+        guest.processes.task_of(pid, 0, 0)
+        guest.processes.exit(pid)
+    guest.processes.task_of(606, 0, 0)
     assert rp.hook is not None
     assert (rp.hook.active, rp.returns, rp.nmissed, rp.hook.flushed) == (0, 0, 0, 6)
 
@@ -305,5 +307,5 @@ def test_a_stack_trace_shows_the_caller(boot: Boot, stack: str) -> None:
     log = dmesg(kernel)
     trace = log[next(number for number, line in enumerate(log) if "Call Trace" in line) :]
     assert not any("rethook" in line or "unknown" in line for line in trace)
-    kernel.guest.mirror.worker()
+    kernel.guest.processes.worker()
     assert (rp.hook.active, rp.hook.flushed) == (0, 1)

@@ -9,15 +9,15 @@ from unittest import mock
 
 import pytest
 
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
-from emulated_kernel.arch.program.ops import AddToCell, Compute, FetchAdd, SetImmediate
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.program.ops import AddToAbsolute, Compute, FetchAdd, SetImmediate
 from emulated_kernel.arch.program.ops import Arithmetic as Op
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import address
 from tests.kprobes.return_hook.test_native import counted_traps
@@ -25,7 +25,7 @@ from tests.kprobes.return_hook.test_tasks import sleepers
 from tests.kprobes.test_functions import _session as session
 
 PAIR = "[gl]c[dm]"
-WAYS = {"live registers": Profile("ftrace"), "all registers": Profile("ftrace", saving=Saving.ALL)}
+WAYS = {"live registers": Profile("ftrace"), "all registers": Profile("ftrace", saving=RegisterSaving.ALL)}
 
 
 def warmed(kernel: Kernel, **options: int) -> tuple[Fprobe, HitRing]:
@@ -68,9 +68,9 @@ def test_a_program_for_entries(boot: Boot, stack: str) -> None:
         memory.write_word(hits, memory.read_u64(hits) + 1)
         memory.write_word(total, memory.read_u64(total) + called)
 
-    def emit(builder: ProgramBuilder, way: HitWay) -> bool:
-        assert way is HitWay.CALL
-        builder.emit(AddToCell(hits, 1), SetImmediate(0, total), FetchAdd(0, 0, CALLED))
+    def emit(builder: ProgramBuilder, way: EntryKind) -> bool:
+        assert way is EntryKind.CALL
+        builder.emit(AddToAbsolute(hits, 1), SetImmediate(0, total), FetchAdd(0, 0, CALLED))
         builder.emit(*(SetImmediate(vreg, -1) for vreg in range(6)), Compute(Op.SUB, 0, 1))
         return True
 

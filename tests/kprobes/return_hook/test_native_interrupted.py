@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from kprobefs.contention import instructions_a_call
 from tests.kprobes.return_hook.test_kretprobe import address
@@ -21,7 +21,7 @@ from tests.sample import WHOLE
 WAYS = {
     "ftrace": Profile("ftrace"),
     "optimized": Profile("optimized", ftrace=False),
-    "all registers": Profile("all registers", ftrace=False, saving=Saving.ALL),
+    "all registers": Profile("all registers", ftrace=False, saving=RegisterSaving.ALL),
 }
 STACKS = ("rethook", "objpool", "fgraph")
 """Without locks: a call may come between any two instructions of another."""
@@ -74,7 +74,7 @@ def calls(stack: str, way: str, maxactive: int) -> Iterator[tuple[Calls, Kretpro
         kernel.register_kretprobe(rp)
         if kernel.kprobes.optimizer is not None:
             kernel.kprobes.optimizer.flush()
-        tasks = [kernel.guest.mirror.task_of(pid, 0, 0).addr for pid in (500, 501)]
+        tasks = [kernel.guest.processes.task_of(pid, 0, 0).addr for pid in (500, 501)]
         made = Calls(kernel, address(kernel, "int_sqrt"), tasks)
         kernel.machine.on_leave.clear()
         before = made._current[0]

@@ -8,10 +8,10 @@ import pytest
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.profile import Profile, Saving, TrampolineForm
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving, TrampolineForm
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.machine.calls import map_stack
 from tests.kprobes.functions import Outcome, Runner
@@ -31,10 +31,10 @@ BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False, trampoline=T
 OPTIMIZED = Profile("optimized", ftrace=False)
 WAYS = {
     "called": CALLED,
-    "called, all registers": replace(CALLED, saving=Saving.ALL),
+    "called, all registers": replace(CALLED, saving=RegisterSaving.ALL),
     "breakpoints": BREAKPOINTS,
     "optimized": OPTIMIZED,
-    "optimized, all registers": replace(OPTIMIZED, saving=Saving.ALL),
+    "optimized, all registers": replace(OPTIMIZED, saving=RegisterSaving.ALL),
 }
 STACKS = list(SHADOW_STACKS)
 
@@ -62,10 +62,10 @@ def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set
 def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
     """Its handler overwrites whatever it may; every third one has one in Python beside it."""
 
-    def emit(builder: ProgramBuilder, way: HitWay) -> bool:
-        assert way is HitWay.RETURN
+    def emit(builder: ProgramBuilder, way: EntryKind) -> bool:
+        assert way is EntryKind.RETURN
         noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
-        builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1), ir.AddToCell(cell, 1))
+        builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1), ir.AddToAbsolute(cell, 1))
         return True
 
     def count(*_: object) -> None:
@@ -138,10 +138,10 @@ def _end_as_unhooked_by_an_fprobe(bench: Bench, stack: str) -> None:
     def note(cell: int) -> None:
         memory.write_word(cell, memory.read_u64(cell) + 1)
 
-    def emit(builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit(builder: ProgramBuilder, way: EntryKind) -> bool:
         noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
         builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1))
-        builder.emit(ir.AddToCell(exited if way is HitWay.RETURN else entered, 1))
+        builder.emit(ir.AddToAbsolute(exited if way is EntryKind.RETURN else entered, 1))
         return True
 
     fp = Fprobe(

@@ -73,9 +73,9 @@ def test_a_task_that_ends_in_a_hooked_call(kernel: Kernel) -> None:
     nested = Kretprobe(symbol_name="do_exit", handler=lambda *_: None, maxactive=1)
     kernel.register_kretprobes([rp, nested])
     for pid in range(600, 605):
-        guest.mirror.task_of(pid, 0, 0)
-        guest.mirror.exit(pid)
-    guest.mirror.task_of(605, 0, 0)
+        guest.processes.task_of(pid, 0, 0)
+        guest.processes.exit(pid)
+    guest.processes.task_of(605, 0, 0)
     for probe in (rp, nested):
         assert probe.hook is not None
         assert (probe.hook.active, probe.returns, probe.nmissed) == (0, 0, 0)
@@ -89,7 +89,7 @@ def test_a_killed_task_gives_its_instances_back(kernel: Kernel) -> None:
         with pytest.raises(KernelError) as caught:
             kernel.call("crc32_le", 0, 0x5000, 4)
         assert caught.value.errno == errno.EFAULT
-        kernel.guest.mirror.worker()
+        kernel.guest.processes.worker()
         assert rp.hook is not None
         assert rp.hook.flushed == flushed
     kernel.call("crc32_le", 0, "four", 4)

@@ -54,7 +54,7 @@ def test_at_each_allocation(
             with monkeypatch.context() as patch:
                 limited = Limited(spared)
                 patch.setattr(memory, "alloc_pages", partial(limited, memory.alloc_pages))
-                patch.setattr(memory, "alloc_cells", partial(limited, memory.alloc_cells))
+                patch.setattr(memory, "alloc_percpu", partial(limited, memory.alloc_percpu))
                 failed = errno_of(lambda: operation(kernel.trace_arrays))
             if not failed:
                 break

@@ -9,7 +9,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from tests.vfs.files import read, truncate, write
 
 T = "/tracing"
@@ -22,17 +22,17 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def tree(kernel: Kernel) -> Filesystem:
+def tree(kernel: Kernel) -> NodeTree:
     return kernel.filesystem()
 
 
 def _mkdir(kernel: Kernel, name: str) -> None:
-    task, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    task, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     with kernel.lock:
         syscalls.with_path(task, "mkdir", f"/scratch/{name}", 0o755)
 
 
-def _records(tree: Filesystem) -> list[str]:
+def _records(tree: NodeTree) -> list[str]:
     """What each record says, with its chain in the same string."""
     lines = [line for line in read(tree, f"{T}/trace").splitlines() if not line.startswith("#")]
     return re.split(r"\n(?! =>)", "\n".join(line.split(": ", 1)[-1] for line in lines))
@@ -44,7 +44,7 @@ def _chain(record: str) -> list[str]:
     return callers
 
 
-def test_a_stack_behind_each_event(kernel: Kernel, tree: Filesystem) -> None:
+def test_a_stack_behind_each_event(kernel: Kernel, tree: NodeTree) -> None:
     """Of probes, at their first hit and as guest code, of returns, and of the kernel's own events."""
     write(tree, f"{T}/kprobe_events", "p:made vfs_mkdir\nr:back vfs_mkdir\n")
     for event in ("kprobes/made", "kprobes/back", "kmem/kmem_cache_alloc"):
@@ -73,7 +73,7 @@ def test_a_stack_behind_each_event(kernel: Kernel, tree: Filesystem) -> None:
     truncate(tree, f"{T}/kprobe_events")
 
 
-def test_a_user_stack_has_where_user_mode_was_left(kernel: Kernel, tree: Filesystem) -> None:
+def test_a_user_stack_has_where_user_mode_was_left(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, f"{T}/options/userstacktrace", "1")
     write(tree, f"{T}/events/kmem/kmem_cache_alloc/enable", "1")
     truncate(tree, f"{T}/trace")

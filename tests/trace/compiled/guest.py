@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import NR_VREGS, Program
 from emulated_kernel.arch.x86.arch import I386, X86_64
 from emulated_kernel.trace.compiled.handler import CompiledEvent, EventEmitter, Recording, compiled_event
-from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, Asking, GuestPlaces
+from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestAddresses, NeedResched
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
@@ -217,7 +217,7 @@ class RingRecorder(Recorder):
 class Guest:
     """One CPU with a task."""
 
-    def __init__(self, way: HitWay = HitWay.JUMP, arch: str = "x86_64") -> None:
+    def __init__(self, way: EntryKind = EntryKind.JUMP, arch: str = "x86_64") -> None:
         self.way = way
         self.target = target = TARGETS[arch]
         self.word = target.arch.word_size
@@ -232,7 +232,7 @@ class Guest:
         memory.map(target.clock, 16)
         memory.map(target.per_cpu, _SCRATCH + SCRATCH_SIZE)
         memory.map(target.task, 4096)
-        self.places = GuestPlaces(
+        self.places = GuestAddresses(
             clock=target.clock,
             time=SimpleNamespace(step_ns=STEP),  # type: ignore[arg-type]
             interrupt_flag=("flags", 0x200),
@@ -243,7 +243,7 @@ class Guest:
             comm=0x200,
             preempt_count=0x7C,
             need_resched=0x78,
-            asking=Asking(),
+            resched=NeedResched(),
             hardirq_mask=0xF0000,
             softirq_mask=0xFF00,
             last_pid=0x30,
@@ -275,7 +275,7 @@ class Guest:
         self.memory.word(self.target.per_cpu + 0x7C, count, 4)
         self.memory.word(self.target.per_cpu + 0x78, need_resched, 4)
         self.regs.flags = 0x202 if interrupts else 0x2
-        if self.way is HitWay.BREAKPOINT:
+        if self.way is EntryKind.BREAKPOINT:
             self.context = self.places.breakpoint_context
             return
         flags = (0 if interrupts else 1) | (0x24 if need_resched else 0)
@@ -309,7 +309,7 @@ class Guest:
         assert made is not None
         _, program, builder = made
         registers = {name: value & self.target.mask for name, value in vars(self.regs).items()}
-        if self.way in (HitWay.CALL, HitWay.RETURN) and self.target.arch.registers.link is None:
+        if self.way in (EntryKind.CALL, EntryKind.RETURN) and self.target.arch.registers.link is None:
             registers["sp"] -= self.word
         vregs = [0xDEAD0000 + number for number in range(NR_VREGS)]
         Interpreter(

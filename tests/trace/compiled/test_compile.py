@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.arch.program.builder import HitWay
+from emulated_kernel.arch.program.builder import EntryKind
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from tests.sample import fewer, share
@@ -35,7 +35,7 @@ def test_records_are_equal(arch: str, data: st.DataObject) -> None:
         kernel, event = defined(" ".join(data.draw(st.lists(drawn.arguments(), max_size=4))), arch)
     except KernelError:
         assume(False)
-    guest = Guest(data.draw(st.sampled_from([way for way in HitWay if way is not HitWay.RETURN])), arch)
+    guest = Guest(data.draw(st.sampled_from([way for way in EntryKind if way is not EntryKind.RETURN])), arch)
     drawn.fill(guest, data)
     recorders = [RingRecorder(guest, number, saves_comm=number == 0) for number in range(len(filters))]
     for recorder, text_of_filter in zip(recorders, filters, strict=True):

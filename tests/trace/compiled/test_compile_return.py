@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.arch.program.builder import HitWay
+from emulated_kernel.arch.program.builder import EntryKind
 from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder
 from tests.trace.events.kernel import REGISTERS, make_kernel
 
@@ -29,7 +29,7 @@ def test_records_of_returns_are_equal(arguments: str) -> None:
     kernel = make_kernel()
     kernel.events.write(f"r:a vfs_read {arguments}\n".encode())
     [event] = kernel.events.events()
-    guest, rng = Guest(HitWay.RETURN), Random(7)
+    guest, rng = Guest(EntryKind.RETURN), Random(7)
     recorder = RingRecorder(guest, 0)
     event.enable(recorder)
     for number in range(20):
@@ -51,6 +51,6 @@ def test_what_the_function_has_overwritten_is_left_to_python(arguments: str) -> 
     kernel = make_kernel()
     kernel.events.write(f"r:a vfs_read {arguments}\n".encode())
     [event] = kernel.events.events()
-    guest = Guest(HitWay.RETURN)
+    guest = Guest(EntryKind.RETURN)
     event.enable(RingRecorder(guest, 0))
     assert guest.compile(event) is None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
@@ -115,14 +115,16 @@ class Backend:
         self.symbols = symbols
         self.handles: list[Handle] = []
         self.refuse_enabling: set[int] = set()
-        self.verdict = self
+        self.probe_checker = self
 
-    def check_traced(self, addr: int) -> Finding | None:
+    def check_traced(self, addr: int) -> Rejection | None:
         function = self.symbols.at(addr)
         if function is None or function.fentry:
             return None
         whole = self.symbols.at(self.symbols.lookup_name(function.name.partition(".")[0]) or 0)
-        return None if whole is not None and whole.fentry else Finding(Reason.NOTRACE, function.address)
+        return (
+            None if whole is not None and whole.fentry else Rejection(RejectReason.NOTRACE, function.address)
+        )
 
     def _register(self, kprobe: EventProbe, user: TraceKprobe) -> None:
         if not kprobe.addr:

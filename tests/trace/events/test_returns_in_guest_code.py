@@ -9,7 +9,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 
 DEFINITIONS = (
     "r:a int_sqrt r=$retval",
@@ -21,7 +21,7 @@ STRATEGIES = ("optprobe", "optprobe-riscv")
 WAYS = {
     "called": Profile("called"),
     "optimized": Profile("optimized", ftrace=False, strategies=STRATEGIES),
-    "all registers": Profile("all registers", ftrace=False, strategies=STRATEGIES, saving=Saving.ALL),
+    "all registers": Profile("all registers", ftrace=False, strategies=STRATEGIES, saving=RegisterSaving.ALL),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from tests.vfs.files import assert_errno, opened, read, write
 
 GROUP = "/tracing/events/kprobes"
@@ -23,7 +23,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def tree(kernel: Kernel) -> Iterator[Filesystem]:
+def tree(kernel: Kernel) -> Iterator[NodeTree]:
     """Two events on a function of one argument; the first is enabled."""
     made = kernel.filesystem()
     write(made, "/kprobe_events", "p:a strlen s=+0(%di):string\np:b strlen n=%di\n")
@@ -38,7 +38,7 @@ def _records(kernel: Kernel) -> list[str]:
     return [line.rpartition(") ")[2] for line in kernel.trace.trace_text().splitlines() if "strlen" in line]
 
 
-def test_files(kernel: Kernel, tree: Filesystem) -> None:
+def test_files(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, f"{GROUP}/a/filter", 's ~ "vfs_*" && comm != "bash"\n')
     for name in ("do_fork", "vfs_read"):
         kernel.call("strlen", name)
@@ -50,7 +50,7 @@ def test_files(kernel: Kernel, tree: Filesystem) -> None:
     assert read(tree, f"{GROUP}/filter") == GROUP_FILTER_TEXT
 
 
-def test_common_fields_are_those_of_the_record(kernel: Kernel, tree: Filesystem) -> None:
+def test_common_fields_are_those_of_the_record(kernel: Kernel, tree: NodeTree) -> None:
     number = int(read(tree, f"{GROUP}/a/id"))
     kernel.trace.clear_trace()
     write(tree, f"{GROUP}/a/filter", f"common_type == {number} && common_flags == 0 && common_pid > 0")
@@ -60,7 +60,7 @@ def test_common_fields_are_those_of_the_record(kernel: Kernel, tree: Filesystem)
     assert _records(kernel) == ['s="x"']
 
 
-def test_files_of_removed_events(kernel: Kernel, tree: Filesystem) -> None:
+def test_files_of_removed_events(kernel: Kernel, tree: NodeTree) -> None:
     of_group, of_event = (opened(tree, f"{GROUP}/{name}", os.O_RDWR) for name in ("filter", "b/filter"))
     write(tree, "/kprobe_events", "-:b\n")
     for file in (of_event, of_group):

@@ -220,7 +220,7 @@ class Chains:
 
 def exercise(kernel: Kernel) -> None:
     """System calls that meet interrupts, other tasks, files, pipes and modules."""
-    mirror, syscalls = kernel.guest.mirror, kernel.guest.syscalls
+    mirror, syscalls = kernel.guest.processes, kernel.guest.syscalls
     task = mirror.task_of(500, 0, 0)
     fd = syscalls.open(task, "/scratch/chains", 0o102, 0o644)
     syscalls.call(task, "close", fd)

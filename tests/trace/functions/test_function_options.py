@@ -30,7 +30,7 @@ def test_func_stack_trace(kernel: Kernel) -> None:
     filters = kernel.trace_arrays.top.functions.filter
     filters.clear()
     filters.write(b"vfs_open")
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     syscalls.call(init, "close", syscalls.open(init, "/scratch", 0))
     call, title, *chain = _lines(kernel)
     assert ": vfs_open <-" in call
@@ -102,7 +102,7 @@ def test_several_arrays_ask_for_a_call_chain_once(kernel: Kernel, monkeypatch: p
         each.functions.filter.write(b"path_openat")
         each.array.set_tracer("function")
         each.array.options.set("func_stack_trace", 1)
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     for _ in range(2):
         syscalls.call(init, "close", syscalls.open(init, "/scratch", 0))
     texts = [

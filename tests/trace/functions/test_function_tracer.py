@@ -34,7 +34,7 @@ def _calls(kernel: Kernel) -> list[str]:
 
 
 def _read(kernel: Kernel) -> None:
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     fd = syscalls.open(init, "/scratch", 0)
     syscalls.call(init, "close", fd)
 

@@ -15,7 +15,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.return_hook.hook import Instance
+from emulated_kernel.kprobes.return_hook.hook import RethookNode
 from emulated_kernel.trace.tracers.function_graph import GraphUser
 from tests.ledger import ledger_mismatches
 from tests.sample import fewer
@@ -31,11 +31,11 @@ class _Graph(GraphUser):
     def __init__(self, tell: Callable[[], object]) -> None:
         self._tell = tell
 
-    def entered(self, func: int, caller: Instance | None, regs: Any) -> None:
+    def entered(self, func: int, caller: RethookNode | None, regs: Any) -> None:
         del func, caller, regs
         self._tell()
 
-    def returned(self, instance: Instance, regs: Any) -> None:
+    def returned(self, instance: RethookNode, regs: Any) -> None:
         raise AssertionError(f"nothing is awaited: {instance} {regs}")
 
 
@@ -160,7 +160,7 @@ def _switch(kernel: Kernel, name: str, *, on: bool = True) -> None:
 
 def _records(kernel: Kernel) -> list[str]:
     """Of the last of several calls, so that what can be guest code is; without their times."""
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     for name in ("/scratch/a", "/scratch/b", "/scratch/c"):
         kernel.trace.clear_trace()
         syscalls.with_path(init, "mkdir", name, 0o755)
@@ -204,7 +204,7 @@ def test_a_command_against_a_probe(kernel: Kernel, is_older: bool) -> None:
     assert _records(kernel) == []
     kernel.trace.clear_trace()
     kernel.trace.set_tracing_on(True)
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     syscalls.with_path(init, "mkdir", "/scratch/d", 0o755)
     assert ("e1: (vfs_mkdir" in kernel.trace.trace_text()) is not is_older
     assert not kernel.trace.tracing_on
@@ -225,7 +225,7 @@ def test_commands_of_one_kind_are_one_user(kernel: Kernel) -> None:
     assert _records(kernel) == []
     write(b"vfs_mkdir:stacktrace:9")
     kernel.trace.set_tracing_on(True)
-    kernel.guest.syscalls.with_path(kernel.guest.mirror.init, "mkdir", "/scratch/d", 0o755)
+    kernel.guest.syscalls.with_path(kernel.guest.processes.init, "mkdir", "/scratch/d", 0o755)
     assert kernel.trace.trace_text().count("<stack trace>") == 1
     assert "vfs_mkdir:stacktrace:count=8\n" in kernel.trace_arrays.top.functions.filter.records()
 

@@ -28,7 +28,7 @@ def tracer(kernel: Kernel) -> StackTracer:
 
 
 def _open(kernel: Kernel) -> None:
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     syscalls.call(init, "close", syscalls.open(init, "/scratch", 0))
 
 
@@ -97,7 +97,7 @@ def test_only_a_deeper_stack_is_noted(kernel: Kernel, tracer: StackTracer) -> No
     _open(kernel)
     assert (list(tracer.records()), tracer.max_size) == (before, deepest + 1)
     tracer.set_max_size(0)
-    kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
+    kernel.guest.syscalls.call(kernel.guest.processes.init, "getpid")
     assert 0 < tracer.max_size < deepest
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import NodeTree
 from tests.vfs.files import ROOT, read, truncate, write
 
 TOP, INSTANCE = "/tracing", "/tracing/instances/other"
@@ -22,14 +22,14 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.fixture(scope="module")
-def tree(kernel: Kernel) -> Filesystem:
+def tree(kernel: Kernel) -> NodeTree:
     tree = kernel.filesystem()
     tree.mkdir(ROOT, INSTANCE, 0o755)
     return tree
 
 
 @pytest.mark.parametrize("array", [TOP, INSTANCE])
-def test_another_tracer_empties_the_buffer(tree: Filesystem, array: str) -> None:
+def test_another_tracer_empties_the_buffer(tree: NodeTree, array: str) -> None:
     """Of that trace array alone; to choose the same one again changes nothing."""
     elsewhere = TOP if array == INSTANCE else INSTANCE
     truncate(tree, f"{elsewhere}/trace")
@@ -44,7 +44,7 @@ def test_another_tracer_empties_the_buffer(tree: Filesystem, array: str) -> None
     assert "elsewhere" in read(tree, f"{elsewhere}/trace")
 
 
-def test_the_number_of_functions(kernel: Kernel, tree: Filesystem) -> None:
+def test_the_number_of_functions(kernel: Kernel, tree: NodeTree) -> None:
     """That of available_filter_functions, and of enabled_functions when all are traced; with modules too."""
     numbers = []
     for module in (None, "trace_printk"):

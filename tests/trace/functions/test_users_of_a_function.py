@@ -39,7 +39,7 @@ def _switch(kernel: Kernel, name: str, *, on: bool) -> None:
 
 def _lines(kernel: Kernel) -> list[str]:
     """Of one call."""
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     kernel.trace.clear_trace()
     syscalls.with_path(init, "mkdir", "/scratch/a", 0o755)
     text = kernel.trace.trace_text()

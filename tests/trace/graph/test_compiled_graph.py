@@ -70,8 +70,8 @@ class Traced:
         self.kernel.trace_arrays.remove("quiet")
 
     def fork(self) -> None:
-        self.kernel.guest.mirror.task_of(640, 0, 0)
-        self.kernel.guest.mirror.exit(640)
+        self.kernel.guest.processes.task_of(640, 0, 0)
+        self.kernel.guest.processes.exit(640)
 
 
 Scenario = Callable[[Traced], None]
@@ -196,7 +196,7 @@ def interrupts(traced: Traced) -> None:
         for is_on in (True, False, True):
             kernel.trace.options.set("funcgraph-irqs", is_on)
             kernel.machine.clock.advance(50_000_000)
-            kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
+            kernel.guest.syscalls.call(kernel.guest.processes.init, "getpid")
 
 
 @scenario

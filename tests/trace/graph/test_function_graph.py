@@ -124,8 +124,8 @@ def test_notrace_hides_what_is_called(kernel: Kernel) -> None:
 def test_a_whole_session_closes_what_it_opens(kernel: Kernel) -> None:
     """All functions, task switches and an exit: every task's braces match."""
     kernel.trace.set_tracer(NAME)
-    kernel.guest.mirror.task_of(600, 0, 0)
-    kernel.guest.mirror.exit(600)
+    kernel.guest.processes.task_of(600, 0, 0)
+    kernel.guest.processes.exit(600)
     kernel.call("gcd", 12, 18)
     kernel.trace.set_tracing_on(False)
     text = kernel.trace.trace_text()

@@ -127,7 +127,7 @@ def test_only_what_took_long_enough(kernel: Kernel) -> None:
 
 def _longest_schedule(kernel: Kernel) -> float:
     """Microseconds between two ends of a task's turn on the CPU."""
-    graph, mirror, syscalls = kernel.tracing.function_graph, kernel.guest.mirror, kernel.guest.syscalls
+    graph, mirror, syscalls = kernel.tracing.function_graph, kernel.guest.processes, kernel.guest.syscalls
     other = mirror.task_of(700, 0, 0)
     graph.functions.write(b"schedule")
     kernel.trace.clear_trace()
@@ -156,7 +156,7 @@ def test_calls_in_interrupts(kernel: Kernel) -> None:
     def seen() -> list[str]:
         kernel.trace.clear_trace()
         kernel.machine.clock.advance(JIFFIES_NS)
-        kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
+        kernel.guest.syscalls.call(kernel.guest.processes.init, "getpid")
         return [line for line in kernel.trace.trace_text().splitlines() if in_irq.match(line)]
 
     assert any("do_timer" in line for line in seen())

@@ -12,7 +12,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import PrintEvent
@@ -132,7 +132,7 @@ def make_bench(cpus: int = 2, arch: Arch | None = None) -> Bench:
     events[1400] = TextEvent("ev")
     task = TaskContext(117, "python3", cpus - 1)
     arch = arch or X86_64()
-    system = TraceSystem(
+    system = TracingServices(
         lock=ControlLock(),
         cpus=cpus,
         now_ns=clock.now,
@@ -141,7 +141,7 @@ def make_bench(cpus: int = 2, arch: Arch | None = None) -> Bench:
         arch=arch,
         tasks=OneTask(task),  # type: ignore[arg-type]
         stack=None,  # type: ignore[arg-type]
-        here=None,  # type: ignore[arg-type]
+        current_ctx=None,  # type: ignore[arg-type]
         memory=HostMemory(),  # type: ignore[arg-type]
         markers=PrintEvent(arch.word_size),
         cmdlines=SavedCmdlines(),

@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl, RingMemory, memory_size, offset_of
-from emulated_kernel.trace.ring.salvage import Salvaged, Unreadable, salvage
+from emulated_kernel.trace.ring.salvage import RecoveredBuffer, UnreadableControlBlock, recover_ring_buffer
 from tests.sample import fewer, share
 
 BASE = 0x7000
@@ -70,14 +70,14 @@ def image_of(place: RingMemory) -> tuple[bytes, bytes]:
     return bytes(place.control), bytes(place.pages)
 
 
-def found(image: tuple[bytes, bytes]) -> Salvaged:
+def found(image: tuple[bytes, bytes]) -> RecoveredBuffer:
     control, pages = image
 
     def read(address: int, size: int) -> bytes:
         assert address == BASE
         return pages[:size]
 
-    result = salvage(control, read)
+    result = recover_ring_buffer(control, read)
     assert result is not None
     return result
 
@@ -110,7 +110,7 @@ def steps(ring: Watched, seed: int) -> None:
         check(found(image_of(ring.images_of)), after, after)
 
 
-def check(result: Salvaged, before: Events, after: Events) -> None:
+def check(result: RecoveredBuffer, before: Events, after: Events) -> None:
     held = list(result.buffer)
     assert result.torn <= 1
     assert not result.damage
@@ -177,8 +177,8 @@ def known(control: bytes, pages: bytes) -> tuple[Events, int, str]:
         return pages[:size]
 
     try:
-        result = salvage(control, read)
-    except Unreadable as error:
+        result = recover_ring_buffer(control, read)
+    except UnreadableControlBlock as error:
         return [], error.lost, str(error)
     assert result is not None
     return list(result.buffer), result.torn, result.damage

@@ -167,7 +167,7 @@ def test_a_sleep_of_nanoseconds_is_a_timer(busy: Kernel, nanoseconds: int) -> No
         busy.trace_arrays.top.events.set_enabled(find(busy, f"timer/hrtimer_{name}"), True)
     with busy.lock, busy.guest.buffers.borrowed() as request:
         busy.machine.memory.write(request, bytes(8) + nanoseconds.to_bytes(8, "little"))
-        busy.guest.syscalls.call(busy.guest.mirror.init, "nanosleep", request, 0)
+        busy.guest.syscalls.call(busy.guest.processes.init, "nanosleep", request, 0)
     found = told(busy)
     assert [event.removeprefix("hrtimer_") for _, _, event, _ in found] == [
         *("init", "start", "cancel", "expire_entry", "expire_exit")
@@ -189,7 +189,7 @@ def test_a_sleep_of_nanoseconds_is_a_timer(busy: Kernel, nanoseconds: int) -> No
 def test_pages_of_a_file_come_and_go(kernel: Kernel, enable: Enable) -> None:
     enable("filemap/mm_filemap_add_to_page_cache")
     enable("filemap/mm_filemap_delete_from_page_cache")
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     fd = syscalls.open(init, "/scratch/a", os.O_CREAT | os.O_WRONLY, 0o644)
     kernel.call("load_files", 1)
     syscalls.call(init, "close", fd)

@@ -28,7 +28,7 @@ class Sockets:
     """System calls of init on sockets."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.task = kernel, kernel.guest.mirror.init
+        self.kernel, self.task = kernel, kernel.guest.processes.init
 
     def call(self, name: str, *args: int) -> int:
         return self.kernel.guest.syscalls.call(self.task, name, *args)

@@ -40,7 +40,7 @@ def test_a_record_says_what_happened(kernel: Kernel, enable: Enable) -> None:
     enable("kmem/kfree")
     pointer = kernel.call("__kmalloc", 100, 0xDC0) & (1 << 64) - 1
     kernel.call("kfree", pointer)
-    worker = kernel.guest.mirror.worker().pid
+    worker = kernel.guest.processes.worker().pid
     (taken, freed) = records(kernel)
     site = r"call_site=do_syscall_64\+0x[0-9a-f]+/0x[0-9a-f]+"
     assert re.fullmatch(
@@ -69,7 +69,7 @@ def test_what_is_no_record_is_passed_by(kernel: Kernel, enable: Enable) -> None:
 def test_each_event_of_a_tracepoint_follows_its_switch(kernel: Kernel, enable: Enable) -> None:
     enable("syscalls/sys_enter_getpid")
     enable("raw_syscalls/sys_enter")
-    task = kernel.guest.mirror.init
+    task = kernel.guest.processes.init
     kernel.guest.syscalls.call(task, "getpid")
     enable("raw_syscalls/sys_enter", on=False)
     kernel.guest.syscalls.call(task, "getpid")
@@ -88,7 +88,7 @@ def test_each_event_of_a_tracepoint_follows_its_switch(kernel: Kernel, enable: E
 def test_system_calls_show_their_arguments_and_results(kernel: Kernel, enable: Enable) -> None:
     for name in ("sys_enter_openat", "sys_exit_openat", "sys_enter_close", "sys_exit_umask"):
         enable(f"syscalls/{name}")
-    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     fd = syscalls.open(init, "/scratch/a", 0o101, 0o644)
     syscalls.call(init, "close", fd)
     with pytest.raises(KernelError):
@@ -114,7 +114,7 @@ def test_filters_look_at_the_fields(kernel: Kernel, enable: Enable) -> None:
 
 def test_the_scheduler_tells_who_follows_whom(kernel: Kernel, enable: Enable) -> None:
     enable("sched/sched_switch")
-    worker = kernel.guest.mirror.worker()
+    worker = kernel.guest.processes.worker()
     kernel.call("strlen", "abc")
     comm = worker.comm
     assert any(

@@ -10,7 +10,7 @@ from typing import Any
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.system import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand, hist_text
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
@@ -88,7 +88,7 @@ class TriggerKernel:
         self.synthetic = SyntheticEvents(commands, 8)
         self.event_probes = EventProbes(X86_64(), symbols, commands)
         self.kernel.dynamic_events = DynamicEvents(commands, events, self.synthetic, self.event_probes)
-        self.system = HistSystem(events.registry, {0: "sys_read"}.get)
+        self.system = HistServices(events.registry, {0: "sys_read"}.get)
         self.hists = HistCommand(self.system)
         triggers = (*PLAIN_COMMANDS, self.hists)
         self.triggers = EventTriggers(array, events.registry, events.error_log, symbols, triggers)
