@@ -9,9 +9,9 @@ import time
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 
 TARGET = 0.2
 

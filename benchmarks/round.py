@@ -25,7 +25,7 @@ from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.start import started_with_kernel
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.adapter import FuseOptions, Server

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from kprobefs.bench import FUNCTION, caller
 
 WARM_UP = 2

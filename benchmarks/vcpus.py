@@ -9,8 +9,8 @@ from time import thread_time
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 
 TARGET = 2.0
 

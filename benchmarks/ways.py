@@ -28,8 +28,8 @@ from types import CodeType, FrameType
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent

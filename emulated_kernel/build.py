@@ -6,12 +6,9 @@ import errno
 from dataclasses import replace
 from functools import partial
 
-from emulated_kernel.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.build_trace import TracedKernel, build_trace
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest, boot_guest
 from emulated_kernel.host.kernel_components import BuiltinKernelComponents
@@ -32,8 +29,6 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.kprobes.scheduler import GracePeriod
-from emulated_kernel.limits import Limit
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
@@ -46,6 +41,11 @@ from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
+from emulated_kernel.util.abi import PAGE_SIZE, Hypercall
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limit
 
 
 def build(

@@ -6,9 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.modules import LiveImage
-from emulated_kernel.limits import Limits
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.parts import ProbeRegistries, TracingComponents
@@ -40,6 +38,8 @@ from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limits
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,6 @@ from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from emulated_kernel.build import build
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
@@ -18,7 +16,9 @@ from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.profile import Profile
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.guest.guest_mount import GuestMount

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.jprobe import Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
@@ -26,6 +25,7 @@ from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ from operator import itemgetter
 from time import monotonic, sleep, time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Stat
 from kprobefs.failure import CliError
 from kprobefs.loops import FREE_LOOPS, WorkerThreads

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from emulated_kernel.config import MOST_SEED
+from emulated_kernel.util.config import MOST_SEED
 from kprobefs import __version__
 from kprobefs.failure import CliError, ExitStatus
 

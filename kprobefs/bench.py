@@ -8,11 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from emulated_kernel import config
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.config import ElfMachine, MachineConfig
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import (
@@ -23,6 +20,9 @@ from emulated_kernel.kprobes.profile import (
     Stepper,
     TrampolineForm,
 )
+from emulated_kernel.util import config
+from emulated_kernel.util.config import ElfMachine, MachineConfig
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.progress import counted
 
 ARCHITECTURES = tuple(config.ARCHITECTURES)

@@ -6,9 +6,9 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.bench import (
     BOOSTED,
     FTRACE,

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, become_jprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.bench import FUNCTION, NOISE, caller, measured, notes, quantile
 from kprobefs.progress import counted
 

@@ -8,12 +8,12 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.progress import Progress
 
 DETOUR_ELSEWHERE = 200

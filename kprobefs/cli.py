@@ -297,7 +297,7 @@ def _trace(parsed: argparse.Namespace) -> int:
 
 
 def _tour(parsed: argparse.Namespace) -> int:
-    from emulated_kernel.config import MachineConfig
+    from emulated_kernel.util.config import MachineConfig
     from kprobefs.boot import build_kernel
     from kprobefs.options import MountOptions
     from kprobefs.run import mounted
@@ -408,7 +408,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     """Return the mount's options. Raises: CliError (they contradict each other)."""
     from pathlib import Path
 
-    from emulated_kernel.config import HOST, MachineConfig
+    from emulated_kernel.util.config import HOST, MachineConfig
     from kprobefs.options import MountOptions, check_kprobes, parsed_limits
 
     image = None

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _FIRST_PID = 20_000
 _SEED = 2023

@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import asdict
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs import mount
 from kprobefs.failure import CliError, ExitStatus
 from kprobefs.mount import MountState

@@ -16,10 +16,10 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import Profile, profile_named
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs import coverage_subject
 from kprobefs.coverage_subject import Subject
 from kprobefs.failure import CliError, ExitStatus

@@ -11,8 +11,6 @@ from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.kernel import open_kernel
@@ -24,7 +22,9 @@ from emulated_kernel.image.tables import (
     Range,
     StaticCall,
 )
-from emulated_kernel.regular import read_named
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import read_named
 
 _RECORDED_LIMIT = 256 << 20
 """Bytes of recorded functions, unpacked."""

@@ -18,8 +18,8 @@ from select import POLLERR, POLLIN, poll
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.threads import start_thread
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.threads import start_thread
 from kprobefs import __version__, dropins, mount
 from kprobefs.apply_process import ApplyProcess
 from kprobefs.failure import CliError, ExitStatus, escape_for_terminal, resource_hint

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.failure import escape_for_terminal
 from kprobefs.files import OUTSIDE, Files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from emulated_kernel.regular import open_regular, read_open
+from emulated_kernel.util.safe_read import open_regular, read_open
 from kprobefs.failure import CliError
 
 SYSTEM = ("/etc/kprobefs/probes.d", "/run/kprobefs/probes.d", "/usr/lib/kprobefs/probes.d")

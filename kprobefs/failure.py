@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 
 class ExitStatus(IntEnum):

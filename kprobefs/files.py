@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.tree import CONTROL
 from kprobefs.failure import CliError
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.regular import open_regular
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import open_regular
 
 Entry = dict[str, Any]
 """What JSON can say; text has surrogates for bytes that are no UTF-8."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import BinaryIO
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.memory.kept import PersistentLayout
 from emulated_kernel.trace.array.past import PreviousBootNames, PreviousBootRecords
@@ -18,6 +16,8 @@ from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, RingMemor
 from emulated_kernel.trace.ring.salvage import UnreadableControlBlock, recover_ring_buffer
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 LAST = "last"
 """The instance with the records that the top directory had; that of another instance has its name behind."""

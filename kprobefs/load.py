@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from emulated_kernel.regular import read_given, read_named
+from emulated_kernel.util.safe_read import read_given, read_named
 from kprobefs import dropins, mount
 from kprobefs.failure import CliError, ExitStatus, escape_for_terminal
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.threads import start_thread
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.threads import start_thread
 
 FREE_LOOPS = 3
 """Threads that take requests while others block. More only wait for the interpreter's lock."""

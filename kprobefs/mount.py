@@ -14,7 +14,7 @@ from enum import Enum
 from select import POLLIN, poll
 from typing import NoReturn
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.failure import CliError, ExitStatus
 
 FSTYPE = "fuse.kprobefs"

@@ -6,20 +6,20 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from emulated_kernel import config
-from emulated_kernel.config import DEFAULT_RUN_BUDGET, HOST, IMAGE_LIMIT
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
-from emulated_kernel.limits import Limit, Limits, parse_limit
+from emulated_kernel.util import config
+from emulated_kernel.util.config import DEFAULT_RUN_BUDGET, HOST, IMAGE_LIMIT
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits, parse_limit
 from kprobefs.failure import CliError, ExitStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from emulated_kernel.config import MachineConfig
     from emulated_kernel.linux.core_mount import VmcoreMount
     from emulated_kernel.linux.linux_mount import NativeMount
+    from emulated_kernel.util.config import MachineConfig
     from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
     ServedMount = GuestMount | NativeMount | VmcoreMount

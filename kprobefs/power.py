@@ -10,11 +10,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import HostProcesses, ProcessWatch
 from emulated_kernel.host.modules import ModuleFile
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.parse import ascii_lines

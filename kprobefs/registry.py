@@ -16,8 +16,8 @@ from pathlib import Path
 from select import POLLIN, poll
 from typing import TextIO
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.regular import open_regular
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import open_regular
 from kprobefs.failure import CliError
 
 LOCK_ATTEMPTS = 5

@@ -16,14 +16,14 @@ from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.regular import open_regular
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventIds, EventWatcher
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.safe_read import open_regular
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.tree import CONTROL, NodeTree
 from emulated_kernel.vfs.guest.changes import ChangeWatcher

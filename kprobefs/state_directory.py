@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from emulated_kernel.regular import read_regular
+from emulated_kernel.util.safe_read import read_regular
 from kprobefs.failure import CliError
 
 LOCK_ATTEMPTS = 10

@@ -13,7 +13,7 @@ from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs import mount, terminal
 from kprobefs.failure import CliError, ExitStatus, escape_for_terminal
 from kprobefs.files import control_root

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from emulated_kernel.image import image, trace_events
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
 from tests import own_thread
 from tests.sample import WHOLE, fewer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
 
 assert_held = ControlLock.assert_held
 """As it is outside of tests."""

@@ -8,10 +8,10 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine import boot, loader
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _LINE = 128
 _BLOCK = 64 * PAGE_SIZE

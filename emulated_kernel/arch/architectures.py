@@ -5,8 +5,8 @@ from __future__ import annotations
 from errno import ENOENT
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.config import ARCHITECTURES, ElfMachine
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
+from emulated_kernel.util.errors import KernelError
 
 
 def _x86() -> tuple[type[Arch], ...]:

@@ -19,10 +19,10 @@ from emulated_kernel.arch.analysis.entrances import CodeXrefs
 from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
 from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.region import LiveRegisters, Region
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _PAD_SAMPLE = 8
 """Traced functions that are looked at for landing pads."""

@@ -6,8 +6,6 @@ import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from emulated_kernel.abi import Vector
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest_data import readable
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.memory_info import read_memory
@@ -22,6 +20,8 @@ from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.standing_tasks import TaskStacks
+from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.errors import KernelError
 
 BUFFER_SIZE = 256 << 10
 """Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""

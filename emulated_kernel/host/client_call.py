@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from time import sleep
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 ARGUMENTS: Mapping[str, str] = {
     "access": "pn",

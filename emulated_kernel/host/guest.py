@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestRunner, GuestTask, HostfsHandler, Request
@@ -17,10 +16,11 @@ from emulated_kernel.host.mirror.mirror import INIT_PID, ProcessTracker
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.calls import MAX_ARGUMENTS
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 
 _STRINGS = 8 << 10
 """Where strings start in a call's buffer, in bytes; the arguments lie before them."""

@@ -6,8 +6,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
+from emulated_kernel.util.errors import KernelError
 
 
 @contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.loads.loads import Workloads
 from emulated_kernel.host.modules import Modules
@@ -13,9 +11,11 @@ from emulated_kernel.host.request_clock import RequestObserver
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.joints.clock_switch import ClockSwitch
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.parts import KernelComponents
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

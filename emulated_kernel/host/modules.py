@@ -10,9 +10,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import NoReturn
 
-from emulated_kernel.abi import ModuleOp, ModuleState
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BUFFER_SIZE
 from emulated_kernel.host.executive.executive import Request
 from emulated_kernel.host.executive.syscalls import check
@@ -20,7 +17,10 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.image.image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
-from emulated_kernel.regular import BoundedFileReader, read_regular
+from emulated_kernel.util.abi import ModuleOp, ModuleState
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import BoundedFileReader, read_regular
 
 MAX_SIZE = 4 << 20
 """Bytes of a module's file."""

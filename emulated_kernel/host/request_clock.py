@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-from emulated_kernel.abi import HZ
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.machine.task_events import TaskObserver
+from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1

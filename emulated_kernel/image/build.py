@@ -20,11 +20,11 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image import prototypes
 from emulated_kernel.image.elf import SHN_UNDEF, STB_WEAK, ElfFile
 from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MODULES = "modules"
 _EXPORT = "__ksymtab_"

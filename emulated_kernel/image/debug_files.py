@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.regular import open_regular
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.safe_read import open_regular
 
 DEBUG_ROOT = Path("/usr/lib/debug")
 """Where packages put debug information."""

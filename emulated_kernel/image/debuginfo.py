@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.debug_files import build_id, find_debug_file
-from emulated_kernel.regular import open_regular
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import open_regular
 
 _BITS = {"EM_386": 32, "EM_X86_64": 64}
 

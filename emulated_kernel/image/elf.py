@@ -6,8 +6,8 @@ import struct
 from functools import cached_property
 from typing import NoReturn
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import UnusableFile
+from emulated_kernel.util.errors import UnusableFile
+from emulated_kernel.util.fast_dataclass import dataclass
 
 PT_LOAD = 1
 SHT_NOBITS = 8

@@ -13,16 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from emulated_kernel.abi import Prot
-from emulated_kernel.config import ARCHITECTURES, IMAGE_LIMIT
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image import tables
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
 from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
-from emulated_kernel.regular import read_regular
+from emulated_kernel.util.abi import Prot
+from emulated_kernel.util.config import ARCHITECTURES, IMAGE_LIMIT
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import read_regular
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 

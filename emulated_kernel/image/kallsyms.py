@@ -11,8 +11,6 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import Self
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import (
     SHN_ABS,
     SHN_UNDEF,
@@ -22,6 +20,8 @@ from emulated_kernel.image.elf import (
     ElfSymbol,
     nm_letter,
 )
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _OWN_TABLES = frozenset(
     f"kallsyms_{table}"

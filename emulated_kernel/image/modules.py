@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Generic, Protocol, Self, TypeVar
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 from emulated_kernel.image.tables import (
@@ -20,6 +19,7 @@ from emulated_kernel.image.tables import (
     Range,
     StaticCall,
 )
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

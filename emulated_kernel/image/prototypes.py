@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from emulated_kernel.regular import read_regular
+from emulated_kernel.util.safe_read import read_regular
 
 FILE_NAME = "arguments.json"
 _LIMIT = 16 << 20

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Kallsyms
+from emulated_kernel.util.fast_dataclass import dataclass
 
 RETURN_SIZE = 5
 """Bytes of a return site."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.clock import MachineClock
 from emulated_kernel.trace.trace_arrays import TraceArrays
+from emulated_kernel.util.control_lock import ControlLock
 
 
 class ClockSwitch:

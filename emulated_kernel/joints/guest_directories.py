@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry, EventWatcher
+from emulated_kernel.util.errors import KernelError
 
 MAKES, _REMOVES = "tracefs_create_dir", "tracefs_remove"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from emulated_kernel.abi import ModuleState
 from emulated_kernel.image.modules import LiveImage, Module
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.util.abi import ModuleState
 
 
 class ModuleNotifier:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.out_of_line import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from typing import ClassVar
 from emulated_kernel.arch.program.assembly import CELL_SIZE, Assembler, SourceText
 from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.arch.program.ops import AddToPerCpu, Jump, RunAssembly
-from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.errors import KernelError
 
 _MASK = (1 << 8 * CELL_SIZE) - 1
 

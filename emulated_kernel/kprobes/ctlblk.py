@@ -7,8 +7,8 @@ from dataclasses import field
 from enum import Enum, auto
 from time import perf_counter_ns
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class HitStatus(Enum):

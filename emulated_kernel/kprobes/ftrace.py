@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.assembled import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import give_room_back
 from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.fast_dataclass import dataclass
 
 Called = Callable[[int, Any], object]
 """Told of a call: the site, and the saved registers, ip behind the site."""

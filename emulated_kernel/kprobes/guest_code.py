@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.base import ArchSpecificInsn
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.abi import GuestAddr
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(eq=False)

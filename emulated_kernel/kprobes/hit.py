@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.kprobes.asides import AsmThunks
 from emulated_kernel.kprobes.assembled import HandlerPoint
@@ -32,6 +31,7 @@ from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, Regs
 from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
+from emulated_kernel.util.abi import Vector
 
 _OPTIMIZED = KprobeFlag.OPTIMIZED.value
 _ACTIVE, _REENTER, _SINGLE_STEP, _STEP_DONE = (

@@ -9,13 +9,13 @@ from enum import Flag, auto
 from inspect import Parameter, signature
 from typing import Any
 
-from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
 from emulated_kernel.kprobes.guest_code import CompiledCode, DetourBuffer, OutOfLine
+from emulated_kernel.util.abi import GuestAddr
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MOST_HANDLERS = 400
 """Made guest code in one request, and so of one address: Python calls thousands as fast as the emulator."""

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes import report
@@ -29,9 +27,11 @@ from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.util.abi import GuestAddr
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 
 
 class Kprobes:

@@ -8,8 +8,6 @@ from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
@@ -19,6 +17,8 @@ from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class Stepper(Enum):

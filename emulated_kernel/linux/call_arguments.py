@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from errno import E2BIG, EINVAL, ENOENT, ENOMEM
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.util.errors import KernelError
 
 REGISTERS = ("di", "si", "dx", "cx", "r8", "r9")
 _MASK = (1 << 64) - 1

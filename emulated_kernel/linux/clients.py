@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import EXEC_WITHIN, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
 from emulated_kernel.linux.executions import ExecObserver
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
 _MAX_TASKS = 500

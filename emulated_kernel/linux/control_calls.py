@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux.init import TRACEFS
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks, Service
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.pieces import RunOnce
 from emulated_kernel.vfs.core.tree import NodeTree

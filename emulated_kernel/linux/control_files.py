@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import count
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.control_calls import READ_SIZE, ControlCalls, GuestFileHandle
 from emulated_kernel.linux.tasks import LinuxTask
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 from emulated_kernel.vfs.core.pieces import ChunkedWrite, RunOnce, retry_yielding_lock

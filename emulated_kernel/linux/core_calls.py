@@ -11,8 +11,6 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE, Prot, Vector
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
@@ -22,6 +20,8 @@ from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.linux.undo import MemoryRollback
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE, Prot, Vector
+from emulated_kernel.util.errors import KernelError
 
 BUFFER_SIZE = 256 << 10
 """Bytes of the buffer that functions write to."""

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
 
-from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux.core_calls import BUFFER_SIZE, VmcoreCalls
 from emulated_kernel.linux.inodes import Inodes, inode_offsets, shown_ino
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.vfs.core.client import DirEntry, Stat
 
 _O_LARGEFILE = 0o100000

@@ -13,7 +13,6 @@ from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import IO
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
 from emulated_kernel.image.linux.kept_kernel import CachedKernelTables
 from emulated_kernel.image.linux.kernel import LinuxKernel
@@ -25,7 +24,8 @@ from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.room import has_space, open_tmpfile
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.regular import open_regular
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.safe_read import open_regular
 
 log = logging.getLogger("kprobefs.linux")
 _CPU_MODEL = 20

@@ -9,8 +9,6 @@ from dataclasses import asdict
 from errno import EIO, ENODATA, ENOENT, ENOEXEC
 from typing import IO
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError, UnusableFile
 from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
 from emulated_kernel.image.linux.kept_kernel import cached_parts
 from emulated_kernel.image.linux.vmlinux import LoadSegment
@@ -20,6 +18,8 @@ from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.memory import PAGE, LinuxMemory
 from emulated_kernel.linux.running_kernel import RunningKernel, RunningMemory
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.errors import KernelError, UnusableFile
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20

@@ -9,13 +9,13 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.control_files import ControlFiles
 from emulated_kernel.linux.core_calls import BUFFER_SIZE, VmcoreCalls
 from emulated_kernel.linux.core_files import VmcoreFiles
 from emulated_kernel.linux.core_guest import VmcoreGuest
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.linux.engine_tree import engine_tree
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.linux.memory import LinuxMemory
 from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
+from emulated_kernel.util.abi import Vector
 
 KERNEL_CS, KERNEL_DS = 0x10, 0x18
 MSR_LSTAR, MSR_SYSCALL_MASK, MSR_EFER = 0xC0000082, 0xC0000084, 0xC0000080

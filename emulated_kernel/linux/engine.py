@@ -8,9 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 
-from emulated_kernel.abi import ModuleState
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.modules import LiveImage
@@ -31,10 +29,12 @@ from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.parts import KernelComponents, ProbeRegistries
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
+from emulated_kernel.util.abi import ModuleState
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 
 log = logging.getLogger("kprobefs.linux")
 _TURN = 10_000

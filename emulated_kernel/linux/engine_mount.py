@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.joints.guest_directories import MAKES, GuestDirectories
@@ -21,6 +20,7 @@ from emulated_kernel.linux.init import DEVICES, PROC, TMPFS
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Owner
 from emulated_kernel.vfs.core.seq import GuestCommandFile, HostReadingFile, Records, single

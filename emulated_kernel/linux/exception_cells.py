@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import struct
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.linux.cpu import CPU_MODEL, LinuxCpu
 from emulated_kernel.linux.memory import LinuxMemory
 from emulated_kernel.machine.cpu.registers import fast_regs
@@ -15,6 +14,7 @@ from emulated_kernel.machine.engine import HOOK_INTR, INTR_CALLBACK, Engine
 from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
 from emulated_kernel.machine.quirks.bench import find_cpu_state
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import Vector
 
 RAM = 4 << 20
 READ_ONLY_DATA = 2 << 20

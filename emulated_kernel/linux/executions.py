@@ -11,9 +11,9 @@ import struct
 from contextlib import suppress
 from errno import ESRCH
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.init import BUFFER, PROGRAM
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
+from emulated_kernel.util.errors import KernelError
 
 _EXECVE = 59
 _ARGUMENTS = BUFFER + 8192

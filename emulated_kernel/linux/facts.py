@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from errno import ENOENT
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.inodes import inode_offsets
-from emulated_kernel.regular import is_word
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import is_word
 
 _SYMBOLS = (
     "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",

@@ -9,8 +9,6 @@ import struct
 from collections.abc import Sequence
 from errno import EFAULT, ENOMEM, ETIMEDOUT
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments
@@ -18,6 +16,8 @@ from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.machine.task_events import TaskObserver
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
+from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0xFFFFFFFF70010000
 """Behind the host's other code in the kernel."""

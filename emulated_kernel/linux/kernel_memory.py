@@ -6,13 +6,13 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.linux.cpu import LinuxCpu
 from emulated_kernel.linux.memory import PRESENT, WRITABLE, LinuxMemory
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.paging import X86PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _NO_EXECUTE = 1 << 63
 _HALF = 1 << 47

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from errno import EINVAL, EIO, ENOENT, EPERM
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.unusable import read_as
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTask
+from emulated_kernel.util.errors import KernelError
 
 
 class KernelModules:

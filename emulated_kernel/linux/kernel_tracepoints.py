@@ -10,11 +10,9 @@ from functools import cached_property, partial
 from struct import pack
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.prepare import JMP32_SIZE
 from emulated_kernel.arch.x86.verdict import label_size
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.events import KernelEvent
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.tables import JumpLabel
@@ -30,6 +28,8 @@ from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExi
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 
 _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)

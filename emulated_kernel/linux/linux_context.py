@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
@@ -15,6 +14,7 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.compiled.places import NeedResched
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
+from emulated_kernel.util.errors import KernelError
 
 _SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
 """By the names of our own image's fields, those of its task_struct that shadow stacks hang on."""

@@ -13,8 +13,6 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.clients import LinuxClients
@@ -33,8 +31,10 @@ from emulated_kernel.linux.init import TMPFS
 from emulated_kernel.linux.kernel_modules import KernelModules
 from emulated_kernel.linux.syscalls import AT_REMOVEDIR, AT_SYMLINK_NOFOLLOW, PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import (
     GONE,
     STATUS_FLAGS,

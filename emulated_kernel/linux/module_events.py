@@ -7,7 +7,6 @@ from collections import ChainMap
 from dataclasses import replace
 from functools import cache, partial
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.modules import Module
 from emulated_kernel.linux.kernel_tracepoints import EventBatch, KernelStaticEvent, KernelTracepoints
@@ -16,6 +15,7 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.trace.events.print_fmt import KernelNames
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.util.errors import KernelError
 
 log = logging.getLogger("kprobefs.linux")
 

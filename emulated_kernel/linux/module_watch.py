@@ -9,9 +9,7 @@ from struct import error as StructError
 from struct import pack
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE, ModuleState
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.modules import Module
 from emulated_kernel.image.tables import JumpLabel
@@ -19,6 +17,8 @@ from emulated_kernel.linux.loaded_modules import LoadedModules
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.util.abi import PAGE_SIZE, ModuleState
+from emulated_kernel.util.errors import KernelError
 
 _WORD = 8
 _FIRST, _LAST = (1 << 31) - 1, -(1 << 31)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from emulated_kernel.regular import is_word
+from emulated_kernel.util.safe_read import is_word
 
 TSC_KHZ = 2_600_000
 PIT_HZ = 1_193_182

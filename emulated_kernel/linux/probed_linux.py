@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.boot import HOST_SIZE
@@ -20,6 +19,7 @@ from emulated_kernel.machine.layout import TEXT_SPACE_SIZE, MemoryLayout
 from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import Text
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _RECORDS_SIZE = 32 << 20
 """Of the host's memory: pages of records; what is before them is for code."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from emulated_kernel.regular import identity, open_regular, replace_file
+from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 
 SUFFIX = ".read"
 MAKING = ".reading-"

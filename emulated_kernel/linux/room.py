@@ -9,8 +9,8 @@ from contextlib import suppress
 from errno import EDQUOT, EFBIG, ENOSPC
 from typing import IO
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux import snapshot
+from emulated_kernel.util.errors import KernelError
 
 _FULL = {ENOSPC, EDQUOT, EFBIG}
 _MARGIN = 64 << 20

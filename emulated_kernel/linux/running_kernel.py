@@ -7,8 +7,6 @@ from dataclasses import replace
 from errno import ENODATA
 from functools import cached_property
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.linux.events import (
@@ -22,6 +20,8 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
 from emulated_kernel.image.tables import BlacklistEntry
 from emulated_kernel.image.trace_events import SyscallDefinition
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 
 _WORD = 8
 _LIMIT = 1 << 16

@@ -18,8 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux import boot
 from emulated_kernel.linux.exception_cells import STATE_SIZE
 from emulated_kernel.linux.facts import KernelOffsets, checked_offsets
@@ -36,7 +34,9 @@ from emulated_kernel.linux.read_files import (
 )
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.regular import identity, open_regular, replace_file
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 
 _MAGIC = b"kprobefs booted kernel 15\n"
 HEADER = 256 << 10

@@ -10,7 +10,6 @@ from copy import copy
 from errno import EIO, ENOEXEC
 from pathlib import Path
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.source import kernel_file
@@ -23,6 +22,7 @@ from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError
+from emulated_kernel.util.errors import KernelError
 
 _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
 log = logging.getLogger("kprobefs.linux")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from errno import EIO
 from functools import lru_cache
 
-from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.inodes import shown_ino
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks, Service
+from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.vfs.core.client import DirEntry, Stat, StatFs
 
 DATA_SIZE = 512 << 10

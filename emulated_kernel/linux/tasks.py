@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from errno import EAGAIN, ESRCH
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.facts import KernelOffsets
 from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH, TWO_CALLS
@@ -23,6 +21,8 @@ from emulated_kernel.linux.memory import FRAME, PAGE, PRESENT, WRITABLE
 from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _PLATFORM_IPI = 0xF7
 _INTERRUPTIBLE = 1

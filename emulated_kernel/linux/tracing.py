@@ -11,7 +11,6 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.image.tables import words
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
-from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.linux.linux_context import LinuxContext, linux_need_resched
 from emulated_kernel.linux.syscall_work import SyscallWork
@@ -19,6 +18,7 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.parts import ProbeRegistries, TracingComponents
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.util.limits import Limits
 
 
 def linux_tracing(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 
-from emulated_kernel.abi import HZ, PAGE_SIZE
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.util.abi import HZ, PAGE_SIZE
+from emulated_kernel.util.config import MachineConfig
 
 _BOOT_PARAMS = struct.Struct("<QQQIIQQ")
 

@@ -10,7 +10,7 @@ from threading import get_ident, get_native_id
 from time import clock_gettime, monotonic, sleep, thread_time
 from types import CodeType
 
-from emulated_kernel.threads import start_thread
+from emulated_kernel.util.threads import start_thread
 
 _THREAD_CPU_CLOCK = 6
 """Low bits of the clock id that Linux gives a thread's CPU time. Mirrors: linux/posix-timers.h."""

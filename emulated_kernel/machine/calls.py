@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE, Prot, Vector
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, Trap, TrapKind
+from emulated_kernel.util.abi import PAGE_SIZE, Prot, Vector
 
 MAX_ARGUMENTS = 6
 _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)

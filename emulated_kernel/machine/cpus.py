@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from emulated_kernel.config import ARCHITECTURES, ElfMachine
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.quirks.bench import Bench, SelfTest
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
+from emulated_kernel.util.fast_dataclass import dataclass
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
 """Makes the hooks fit the library, and tests it; takes what `quirks.find_cpu_state` found.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 USER_BUFFERS_SIZE = 8 << 20
 TEXT_SPACE_SIZE = 64 << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 Placed = tuple[int, int, bool]
 """Physical [start, end), and whether it is writable."""

@@ -8,8 +8,6 @@ from functools import partial
 from time import monotonic, time_ns
 from typing import Self
 
-from emulated_kernel.abi import PAGE_SIZE, Hypercall, Prot
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine import boot, loader
 from emulated_kernel.machine.budget import HandlerTime
@@ -32,6 +30,8 @@ from emulated_kernel.machine.text.module_space import ModuleSpace
 from emulated_kernel.machine.text.stale_fetch import StaleFetch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
+from emulated_kernel.util.abi import PAGE_SIZE, Hypercall, Prot
+from emulated_kernel.util.config import MachineConfig
 
 _HOST_SHARE = 4
 _HOST_LIMIT = 16 << 20

@@ -5,10 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterator
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
-from emulated_kernel.limits import Limit, Limits
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.trace.array.system import FUNCTION_TRACER, TracingServices
 from emulated_kernel.trace.array.trace_array import TraceArray
@@ -23,6 +19,10 @@ from emulated_kernel.trace.tracers.function_probes import FunctionProbes
 from emulated_kernel.trace.tracers.function_tracer import FunctionPids, FunctionTracer
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.trace.trigger.triggers import EventTriggers
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits
 
 
 @dataclass(frozen=True, eq=False)

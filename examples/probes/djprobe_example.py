@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.config import MachineConfig
 
 FUNCTIONS = ("int_sqrt", "strlen")
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
+from emulated_kernel.util.config import MachineConfig
 
 
 def mirror(a: int, b: int) -> None:

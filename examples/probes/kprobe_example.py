@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.config import MachineConfig
 
 
 def before(kprobe: Kprobe, regs: Any) -> None:

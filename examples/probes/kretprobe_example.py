@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
+from emulated_kernel.util.config import MachineConfig
 
 ARGUMENTS = {"int_sqrt": (144,), "strlen": ("probes",)}
 """Of the functions that can be asked for."""

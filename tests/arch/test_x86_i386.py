@@ -8,7 +8,7 @@ import random
 import pytest
 
 from emulated_kernel.arch.x86.arch import I386
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.arch.decoding import insn_length
 from tests.arch.processor import CODE, STATUS, Processor
 

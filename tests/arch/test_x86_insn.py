@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import LEGACY_PREFIXES, decode_all, decode_insn, iced_decoder
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.oracle.recorded import oracle_directory, recordings
 from tests.sample import fewer
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import WouldBlock
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout

@@ -8,8 +8,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 from kprobefs.loops import FAILED, FREE_LOOPS, WorkerThreads
 from tests.fuse.harness import eventually
 

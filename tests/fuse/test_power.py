@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.trace.array.past import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq import HostReadingFile

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from kprobefs import reserve as reserve_module
 from kprobefs.reserve import RESERVE, MemoryReserve

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
 from kprobefs.adapter import FuseOptions, Server
 from kprobefs.session_loop import SessionLoop

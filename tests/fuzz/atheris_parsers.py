@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 with atheris.instrument_imports(
     include=["emulated_kernel.trace", "emulated_kernel.image", "emulated_kernel.vfs"]
 ):
-    from emulated_kernel.errors import KernelError
+    from emulated_kernel.util.errors import KernelError
     from tests.fuzz.parsers import Target, targets
     from tests.fuzz.report import Violation
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.seq import SPLIT_SIZE
 from tests.fuzz.grammar import Mutator
 from tests.fuzz.report import Findings, Violation

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from random import Random
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.fuzz.grammar import Mutator
 from tests.fuzz.parsers import Target, targets
 from tests.fuzz.report import Finding, Findings

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import PREBUILT, load_image
 from emulated_kernel.kernel import Kernel
@@ -22,6 +21,7 @@ from emulated_kernel.trace.filter.pattern import parse_pattern
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.trace.tracers.functions import Functions, TraceableFunction
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.parse import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
 from emulated_kernel.vfs.trees.trace_array_files import clock_name, tracer_name
 from tests.fuzz.grammar import Mutator

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from tests.fuzz.report import Violation, answered_in_time
 from tests.ledger import ledger_mismatches

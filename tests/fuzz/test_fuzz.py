@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.util.errors import KernelError
 from tests.fuzz.fuzzer import RESET_EVERY, Fuzzer
 from tests.fuzz.parse import ParserFuzzer
 from tests.fuzz.parsers import Target, targets

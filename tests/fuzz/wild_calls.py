@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.fuzz.report import Findings, Violation
 from tests.fuzz.session import Session, time_limit
 from tests.progress import show_progress

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client, Stat
 from tests.host.conftest import FIRST_PID, ScriptedWatch
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import PREBUILT, load_image
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 
 WHOLE = (PREBUILT / "x86_64" / "vmlinux").read_bytes()
 DAMAGED = int(os.environ.get("KPROBEFS_DAMAGED", "25"))

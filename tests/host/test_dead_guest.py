@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.syscalls import Syscalls
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 

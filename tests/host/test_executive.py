@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, DeferToGuest, GuestTask
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from tests.host.conftest import FIRST_PID, dmesg, tasks
 
 

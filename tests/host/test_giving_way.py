@@ -10,11 +10,11 @@ from threading import Event, Semaphore, Thread
 
 import pytest
 
-from emulated_kernel import lock as locks
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util import control_lock as locks
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq import PIECE_SIZE

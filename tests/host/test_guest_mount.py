@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.trees.layout import RootLayout

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.host.conftest import FIRST_PID, dmesg

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.limits import Limit, Limits
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.guest.guest_mount import GuestMount

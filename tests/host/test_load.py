@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.loads.load import BackgroundWorkload, WorkloadKind
 from emulated_kernel.host.loads.loads import WorkloadOrder
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError
 from tests.host.conftest import dmesg, tasks
 
 PID = 77_777

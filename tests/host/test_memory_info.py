@@ -10,12 +10,12 @@ from itertools import repeat
 
 import pytest
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.host.readers.task_list import read_cpus
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.guest_info import MemoryInfo, SlabCache
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 from tests.host.conftest import tasks
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror import mirror as mirror_module
 from emulated_kernel.host.mirror.mirror import ProcessTracker
 from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.host.conftest import FIRST_PID, ScriptedWatch, tasks
 
 SHELL = FIRST_PID

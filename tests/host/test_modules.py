@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
 

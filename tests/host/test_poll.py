@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 
 POLLIN, POLLOUT = 1, 4
 PID = 500

@@ -14,8 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel import regular
-from emulated_kernel.regular import BoundedFileReader, open_regular, read_given, read_named, read_regular
+from emulated_kernel.util import safe_read
+from emulated_kernel.util.safe_read import (
+    BoundedFileReader,
+    open_regular,
+    read_given,
+    read_named,
+    read_regular,
+)
 from tests.fuse.harness import eventually
 
 LIMIT = 100
@@ -118,16 +124,16 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
 
     foreign = BoundedFileReader()
     with monkeypatch.context() as patched:
-        patched.setattr(regular, "read_regular", slow)
-        for number in range(regular.MOST_LATE + 2):
-            why = "are waited for already" if number >= regular.MOST_LATE else "doesn't answer in time"
+        patched.setattr(safe_read, "read_regular", slow)
+        for number in range(safe_read.MOST_LATE + 2):
+            why = "are waited for already" if number >= safe_read.MOST_LATE else "doesn't answer in time"
             with pytest.raises(OSError, match=why):
                 foreign.read(path, LIMIT, time.monotonic() + 0.01)
         answers.set()
         eventually(lambda: not foreign._late)
         # As many at once as ask, where none is late.
-        with ThreadPoolExecutor(4 * regular.MOST_LATE) as pool:
-            read = [pool.submit(foreign.read, path, LIMIT, None) for _ in range(4 * regular.MOST_LATE)]
+        with ThreadPoolExecutor(4 * safe_read.MOST_LATE) as pool:
+            read = [pool.submit(foreign.read, path, LIMIT, None) for _ in range(4 * safe_read.MOST_LATE)]
         assert {each.result() for each in read} == {b"text"}
     with pytest.raises(FileNotFoundError, match="none"):
         foreign.read(tmp_path / "none", LIMIT, time.monotonic() + 20)

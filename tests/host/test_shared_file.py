@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 
 PARENT, CHILD = Client(500, 0, 0), Client(501, 0, 0)

@@ -11,8 +11,8 @@ from typing import Any
 from unicorn import UC_ARCH_X86, UC_HOOK_INSN_INVALID, UC_HOOK_INTR, UC_MODE_64, Uc
 from unicorn import x86_const as x86
 
-from emulated_kernel.abi import PAGE_SIZE, PARK, HostfsOp, Hypercall, Prot, Vector
 from emulated_kernel.image.image import KernelImage
+from emulated_kernel.util.abi import PAGE_SIZE, PARK, HostfsOp, Hypercall, Prot, Vector
 
 RAM_SIZE = 64 << 20
 PAGE_OFFSET = 0xFFFF_8880_0000_0000

@@ -16,8 +16,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from time import monotonic
 
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from tests.image import pure_host
 from tests.image.pure_table import ARENA, PURE, Argument, Call, Function, Pure, Ref, Result
 

@@ -6,11 +6,11 @@ import struct
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.alternatives import Alternative, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import KernelImage, load_image
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 
 MFENCE = b"\x0f\xae\xf0"
 SITE, PLACE = 0x1000, 0x5000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.abi import Vector
+from emulated_kernel.util.abi import Vector
 
 from .guest import USER_BUFFER, Guest
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 
 SIZES = {
     "load_pipe": 100,

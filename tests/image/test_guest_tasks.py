@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from emulated_kernel.abi import ERESTARTSYS, HostfsOp, Hypercall, Vector
+from emulated_kernel.util.abi import ERESTARTSYS, HostfsOp, Hypercall, Vector
 
 from .guest import USER_BUFFER, Guest, GuestPanic
 

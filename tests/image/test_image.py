@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from emulated_kernel.abi import Prot
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import KernelImage, load_image
+from emulated_kernel.util.abi import Prot
+from emulated_kernel.util.errors import KernelError
 from tests.image.guest import BUGFLAG_WARNING
 
 NOP5 = b"\x0f\x1f\x44\0\0"

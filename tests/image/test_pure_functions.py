@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.image.image import load_image
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from tests.image import pure_host
 from tests.image.pure_functions import GFP_KERNEL, compare
 from tests.image.pure_table import PURE

@@ -8,10 +8,10 @@ from functools import cache
 import capstone
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from tests.image.guest import BUGFLAG_WARNING
 
 X86 = ("x86_64", "i386")

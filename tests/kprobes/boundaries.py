@@ -10,11 +10,11 @@ from pathlib import Path
 
 from iced_x86 import Decoder, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind, Register
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import KernelImage, load_image
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.util.errors import KernelError
 
 _RAISING = (Mnemonic.DIV, Mnemonic.IDIV, Mnemonic.UD2)
 INDIRECT = (FlowControl.INDIRECT_CALL, FlowControl.INDIRECT_BRANCH)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import Trap
+from emulated_kernel.util.abi import Vector
 from tests.kprobes.boundaries import Boundary
 from tests.kprobes.states import TF
 from tests.kprobes.transparency import Changes

@@ -19,11 +19,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.boundaries import Boundary, all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import ProbesEverywhere

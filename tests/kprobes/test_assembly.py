@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, RegisterSaving, Stepper
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.test_compiled_code import traps
 from tests.ledger import ledger_mismatches
 

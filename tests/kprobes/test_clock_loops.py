@@ -10,10 +10,10 @@ from contextlib import suppress
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.tree import NodeTree
 from tests.vfs.files import read, write
 

@@ -9,10 +9,10 @@ from itertools import product
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, Profile, RegisterSaving, Stepper
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.util.config import MachineConfig
 from tests.sample import share
 
 PLAIN = Profile("plain", ftrace=False, optimizer=False)

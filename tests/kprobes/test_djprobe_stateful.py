@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from iced_x86 import Decoder, FlowControl, Instruction
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.profile import PROFILES, QuiesceMethod
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.modelled import MOSTLY, PLACES, SELDOM, Modelled, run
 from tests.kprobes.scripted import script
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.table import hash_address
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.boundaries import all_boundaries
 from tests.kprobes.listed import list_lines
 from tests.sample import share

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.everywhere import by_function, places, probe
 from tests.sample import share
 

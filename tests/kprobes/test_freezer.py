@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.machine.guest_info import TaskInfo
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.ledger import ledger_mismatches
 
 PF_NOFREEZE, PF_FROZEN = 0x8000, 0x10000

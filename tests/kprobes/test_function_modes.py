@@ -16,11 +16,11 @@ import pytest
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, Stepper
 from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.boundaries import Boundary, all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import Outcome, Runner

@@ -13,12 +13,12 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.boundaries import Boundary, all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS

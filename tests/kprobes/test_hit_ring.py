@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 
 PLACES = {"x86_64": ("di", "si"), "i386": ("ax", "dx"), "riscv64": ("a0", "a1"), "riscv64i": ("a0", "a1")}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.boundaries import all_boundaries
 from tests.kprobes.listed import list_lines
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.modelled import CALLS, PLACES, SELDOM, Modelled, run
 
 FUNCTIONS = sorted(CALLS)

@@ -19,11 +19,11 @@ from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Arithmetic, Condition, Label, Program
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.traps.trap import TrapKind
+from emulated_kernel.util.config import MachineConfig
 from tests.arch.placed import detouring
 from tests.kprobes.boundaries import all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS

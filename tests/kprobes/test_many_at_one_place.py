@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, Kprobe
 from emulated_kernel.trace.compiled.handler import EventEmitter
+from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 from tests.shell import Shell
 

@@ -12,8 +12,6 @@ import pytest
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.riscv.insn import Handling, RiscvInsn, RiscvOpcode, decode_all
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -21,6 +19,8 @@ from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.machine.cpu.riscv import CAUSE_LOAD_FAULT, CAUSE_STORE_FAULT
 from emulated_kernel.machine.text.stale_fetch import Prefetch
 from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.ledger import ledger_mismatches
 
 VALUE, OTHER = 8 * 9 * 25, 48

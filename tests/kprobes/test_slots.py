@@ -6,13 +6,13 @@ import errno
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.handlers.slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.scripted import ScriptedGracePeriod
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.modelled import PICKS, PLACES, Modelled, reference, run
 
 

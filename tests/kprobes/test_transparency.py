@@ -13,9 +13,9 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.boundaries import ERRNOS, Boundary, all_boundaries, verdict
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.states import Arena, build_arena, generate, image_and_arena, writable_memory

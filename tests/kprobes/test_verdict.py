@@ -10,12 +10,12 @@ import pytest
 
 from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.blacklist import is_blacklisted
 from tests.sample import share
 

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.cpu.x86 import INT3
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.util.abi import Vector
 from tests.kprobes.states import MAX_REPETITIONS, TF
 from tests.snapshot import DataSnapshot
 

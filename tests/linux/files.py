@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.linux_mount import NativeMount
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
 

@@ -25,12 +25,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.kernel import open_kernel
 from emulated_kernel.image.linux.source import open_elf
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.facts import kernel_offsets
+from emulated_kernel.util.errors import KernelError
 from kprobefs.cli import main as kprobefs
 from tests.image.linux import made
 from tests.linux.test_snapshot import header, rewritten, save

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import deb
 from emulated_kernel.linux.core_guest import started_core
 from emulated_kernel.linux.core_mount import VmcoreMount
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.linux.init import CODE, CpioFile, _cpio, init_program
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux.files import Files

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import core_file
 from emulated_kernel.linux import core_files, core_guest, core_image, machine, room, snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
@@ -22,6 +20,8 @@ from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
 from emulated_kernel.linux.core_mount import VmcoreMount
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq import PIECE_SIZE

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.linux import clients, syscalls
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from tests.linux import debian_kernel
 from tests.linux.files import Files

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.core_guest import started_core
 from emulated_kernel.linux.core_mount import VmcoreMount
@@ -20,6 +19,7 @@ from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.init import DEBUGFS, PROC, TRACEFS
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.trace.events.static_event import StaticEvent
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.ledger import ledger_mismatches

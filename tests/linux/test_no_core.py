@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import core_file
 from emulated_kernel.linux import core_image, room, snapshot
 from emulated_kernel.linux.core_guest import ensure_core_cached
+from emulated_kernel.util.errors import KernelError
 from kprobefs.cli import main
 from tests.linux import core_dump
 from tests.linux.core_dump import dump

@@ -10,8 +10,8 @@ from typing import IO
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux import room, snapshot
+from emulated_kernel.util.errors import KernelError
 
 MB = 1 << 20
 

@@ -10,11 +10,11 @@ from types import FrameType
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.linux_mount import NativeMount
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.linux.engine import LinuxEngine
@@ -21,6 +20,7 @@ from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.trace.events.static_event import StaticEvent
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
 from tests.oracle.inside import CLIENT, read, write

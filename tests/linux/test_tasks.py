@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.executions import ExecObserver
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.errors import KernelError
 from tests.linux import debian_kernel
 
 READ, WRITE, PIPE, GETPID, GETUID, KILL, PRCTL = 0, 1, 22, 39, 102, 62, 157

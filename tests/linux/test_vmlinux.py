@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.image.linux.source import open_elf
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.start import started_with_kernel
+from emulated_kernel.util.config import MachineConfig
 from kprobefs.boot import build_kernel
 from kprobefs.options import MountOptions, runs_linux
 from tests.linux import debian_kernel

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK
@@ -17,6 +16,7 @@ from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.util.errors import KernelError
 from tests.linux.probing import GUEST_RAM
 
 _ARITHMETIC = 0x8D5

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
-from emulated_kernel.abi import Prot
-from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.machine.traps.trap import GuestFault, Trap
+from emulated_kernel.util.abi import Prot
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.optimizer.regions import undefined_flags
 from tests.linux.everywhere import functions
 from tests.linux.probing import (

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from keystone import KS_ARCH_X86, KS_MODE_64, Ks
 
-from emulated_kernel.abi import Prot
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.util.abi import Prot
+from emulated_kernel.util.config import MachineConfig
 
 LAYOUT = cpu_parts("x86_64").model.layout
 TEXT = 0xFFFFFFFF81000000

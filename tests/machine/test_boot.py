@@ -6,14 +6,14 @@ import struct
 
 import pytest
 
-from emulated_kernel.abi import Hypercall
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.machine.cpu.registers import FastRegs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.quirks.bench import find_cpu_state
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, TrapKind
+from emulated_kernel.util.abi import Hypercall
+from emulated_kernel.util.config import MachineConfig
 from tests.machine.guests import CODE, DATA, LAYOUT, FakeImage, asm, boot
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.abi import PAGE_SIZE, Hypercall, Prot
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, TrapKind
+from emulated_kernel.util.abi import PAGE_SIZE, Hypercall, Prot
 from tests.machine import guests
 from tests.machine.guests import CLOCK, CODE, DATA, asm, boot
 from tests.snapshot import data_snapshot

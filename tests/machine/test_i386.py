@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import load_image
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError
+from emulated_kernel.util.config import MachineConfig
 
 LONG_LONG = st.one_of(
     st.integers(0, (1 << 64) - 1), st.sampled_from((1, 3, 10**9, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.abi import PARK, Hypercall, Vector
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import load_image
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.util.abi import PARK, Hypercall, Vector
+from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 
 AT_FDCWD = -100 & 0xFFFFFFFF

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.abi import Prot
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import LARGE_PAGE_SIZE, X86PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.util.abi import Prot
 from tests.machine.guests import DATA, LAYOUT, RODATA, TEXT, asm, boot
 
 RW = Prot.READ | Prot.WRITE

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.abi import Prot
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory import record_memory
 from emulated_kernel.machine.memory.kept import map_over
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.util.abi import Prot
 
 PAGE = 4096
 

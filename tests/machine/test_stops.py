@@ -11,14 +11,14 @@ from functools import partial
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.machine.quirks.bench import CODE_OFFSET
 from emulated_kernel.machine.traps.trap import TrapKind
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from tests.host.test_dead_guest import read_text
 from tests.machine.guests import CODE, DATA, boot

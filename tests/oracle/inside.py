@@ -27,7 +27,6 @@ if __name__ == "__main__":
 from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -35,6 +34,7 @@ from emulated_kernel.image.modules import LiveImage, Module
 from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.linux_mount import NativeMount
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 

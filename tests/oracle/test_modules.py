@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.errors import KernelError
 from tests.oracle.recorded import oracle_directory
 
 SAMPLES = oracle_directory() / "samples"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from kprobefs import bench, bench_cpus, bench_kinds, bench_probes, bench_return, progress
 from kprobefs.cli import main
 from tests.project.readme import README, blocks, steps

@@ -19,7 +19,6 @@ from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.x86.emulate import X86Emulation
 from emulated_kernel.arch.x86.facts import DecodeCache
-from emulated_kernel.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.image.build import TARGETS
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
@@ -33,6 +32,7 @@ from emulated_kernel.trace.compiled.fetch import _EMITTERS
 from emulated_kernel.trace.fetch.types import SymbolString, fetch_types
 from emulated_kernel.trace.ring.clock import TRACE_CLOCKS
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
+from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.trees.readme import README
 from kprobefs.arguments import program_parser

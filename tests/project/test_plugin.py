@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.config import ARCHITECTURES
+from emulated_kernel.util.config import ARCHITECTURES
 from tests.fuse.harness import needs_fuse
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 ELSEWHERE = (
     "emulated_kernel.arch.riscv",
@@ -22,7 +22,7 @@ ELSEWHERE = (
 BOOT = """
 import sys
 import kprobefs.cli, kprobefs.daemon
-from emulated_kernel.config import MachineConfig
+from emulated_kernel.util.config import MachineConfig
 from kprobefs.boot import build_kernel
 from kprobefs.options import MountOptions
 import kprobefs.files

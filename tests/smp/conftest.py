@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 
 FIRST_PID = 500
 

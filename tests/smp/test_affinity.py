@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds
 from tests.smp.test_cpus import SHELL, write

@@ -7,10 +7,10 @@ from struct import Struct
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.output.function_graph import NAME, GraphRecords
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType
+from emulated_kernel.util.config import MachineConfig
 from tests.smp.conftest import clients
 from tests.smp.loops import TURNS, loop
 from tests.smp.seeds import seeds

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, RegisterSaving
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from tests.sample import share
 from tests.smp.conftest import clients
 from tests.smp.loops import TURNS, loop

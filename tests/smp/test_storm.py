@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
 from tests.smp.conftest import Boot, clients

@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.smp import SmpGuestRunner
 from emulated_kernel.image.image import load_image
 from emulated_kernel.kernel import Kernel
@@ -21,6 +19,8 @@ from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.ledger import ledger_mismatches
 from tests.smp.conftest import Boot, clients
 from tests.smp.loops import loop

@@ -14,9 +14,9 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import WouldBlock
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import WouldBlock
 from kprobefs import journal
 from kprobefs.last_records import array_places
 from kprobefs.state_directory import ATTEMPTS, RestoreAttempts

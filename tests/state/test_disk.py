@@ -13,13 +13,13 @@ from typing import BinaryIO
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.memory import record_memory
 from emulated_kernel.trace.array.past import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.layout import RingMemory
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from kprobefs import journal, last_records
 from kprobefs.failure import CliError
 from kprobefs.state import RETRY_PAUSE

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.limits import Limit, Limits
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limit, Limits
 from kprobefs import state
 from kprobefs.bench import FUNCTION
 from kprobefs.contention import instructions_a_call

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.tree import NodeTree
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import OpenFile
 from emulated_kernel.vfs.core.tree import NodeTree

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.array.trace_pipe import TracePipe
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY, Cursor, File, OpenFile
 from emulated_kernel.vfs.core.seq import (

@@ -9,11 +9,11 @@ import stat
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.tree import NodeTree

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 CFA, ALIGNED, IP = "cfa", "aligned", "ip"
 """Bases of values: the caller's stack pointer; the function's own after it was aligned, by an unknown number

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from errno import EILSEQ, EINVAL, ENOENT, ENOSPC, EOPNOTSUPP
 from typing import Self
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class RejectSubject(Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from errno import EINVAL
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 CELL_SIZE = 8
 """Bytes of a cell, whatever a word has."""

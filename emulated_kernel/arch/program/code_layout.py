@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _NOWHERE = -1
 

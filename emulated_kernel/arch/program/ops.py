@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import dataclass_transform
 
 from emulated_kernel.arch.program.assembly import Assembly
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 NR_VREGS = 7
 """Virtual registers are numbered 0 to 6; each holds a word, undefined before it is first set.

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 from emulated_kernel.arch.riscv.encode import b_type, i_type, j_type, r_type, s_type, u_type
 from emulated_kernel.arch.riscv.insn import SP, ZERO, RiscvOpcode, sign_extend
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 EBREAK = bytes.fromhex("73001000")
 C_EBREAK = bytes.fromhex("0290")

@@ -38,7 +38,7 @@ from emulated_kernel.arch.riscv.insn import (
     decode_all,
     sign_extend,
 )
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _ORDERED = "add sll slt sltu xor srl or and", "mul mulh mulhsu mulhu div divu rem remu"
 """By funct3."""

@@ -26,7 +26,7 @@ from emulated_kernel.arch.riscv.assemble import (
 )
 from emulated_kernel.arch.riscv.frame import OFFSETS, SIZE, WORD, complete, load_general, save_general
 from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, Handling, decode_all
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 MAX_REGION = 10
 """Bytes that the jump may replace: three compressed instructions and half of the fourth."""

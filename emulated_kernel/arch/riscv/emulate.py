@@ -11,7 +11,7 @@ from typing import Any
 
 from emulated_kernel.arch.base import ByteMemory, Emulation
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, ZERO, RiscvInsn, RiscvOpcode, sign_extend
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _MASK = (1 << 64) - 1
 

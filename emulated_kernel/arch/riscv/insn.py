@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect
 from emulated_kernel.arch.riscv.compressed import expand
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 REGISTER_NAMES = (
     "zero", "ra", "sp", "gp", "tp", "t0", "t1", "t2", "s0", "s1", *(f"a{n}" for n in range(8)),

@@ -7,7 +7,7 @@ from errno import EINVAL
 from emulated_kernel.arch.base import ArchSpecificInsn
 from emulated_kernel.arch.riscv.emulate import RiscvEmulation
 from emulated_kernel.arch.riscv.insn import Handling, decode_insn
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 
 def prepare(code: bytes, addr: int, breakpoint_: bytes, *, compressed: bool) -> ArchSpecificInsn:

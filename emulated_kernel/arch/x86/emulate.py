@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from emulated_kernel.arch.base import ByteMemory, Emulation
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 CF, PF, AF, ZF, SF = 1 << 0, 1 << 2, 1 << 4, 1 << 6, 1 << 7
 TF, IF, DF, OF, IOPL, NT = 1 << 8, 1 << 9, 1 << 10, 1 << 11, 3 << 12, 1 << 14

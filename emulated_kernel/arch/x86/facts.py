@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.x86.insn import EMULATE_PREFIX_SIZE, MAX_INSN_SIZE, X86Insn, decode_insn, opcodes
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, can_boost, check_copyable, prepare_emulation
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
 _CALL, _JMP_FAR, _GROUP_5 = 0xE8, 0xEA, 0xFF

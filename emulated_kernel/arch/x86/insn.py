@@ -13,8 +13,8 @@ from errno import EINVAL
 from functools import lru_cache
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_INSN_SIZE = 15
 _EMULATE_PREFIXES = (b"\x0f\x0bxen", b"\x0f\x0bkvm")

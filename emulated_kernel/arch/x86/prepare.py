@@ -16,7 +16,7 @@ from emulated_kernel.arch.x86.insn import (
     decode_insn,
     opcodes,
 )
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 _CS_PREFIX = 0x2E
 

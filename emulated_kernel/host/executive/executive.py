@@ -9,14 +9,14 @@ from enum import Enum, auto
 from time import thread_time
 from typing import NoReturn
 
-from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError, WouldBlock, YieldLock
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
+from emulated_kernel.util.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError, WouldBlock, YieldLock
+from emulated_kernel.util.fast_dataclass import dataclass
 
 HostfsHandler = Callable[[int, int, int], int]
 """Serves a file of ours for the task that asks: (op, user buffer, count) -> result.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from emulated_kernel.abi import PARK, Hypercall, Vector
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.executive.executive import (
     NSEC_PER_JIFFY,
@@ -14,9 +13,10 @@ from emulated_kernel.host.executive.executive import (
     GuestTask,
     Request,
 )
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.util.abi import PARK, Hypercall, Vector
+from emulated_kernel.util.control_lock import ControlLock
 
 TIME_KEEPER = 0
 """The CPU that counts jiffies and runs timers."""

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.host.executive.executive import GuestRunner, GuestTask, HostfsHandler
 from emulated_kernel.image.kallsyms import address_of
+from emulated_kernel.util.errors import KernelError, checked_count
+from emulated_kernel.util.fast_dataclass import dataclass
 
 PATH_MAX = 4096
 AT_FDCWD = -100 & 0xFFFFFFFF

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from enum import Enum
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.guest import Guest
+from emulated_kernel.util.errors import KernelError
 
 FILE_SIZE = 5120
 """Bytes of a file: more than a page."""

@@ -9,13 +9,13 @@ from dataclasses import field, replace
 from functools import partial
 from time import monotonic
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.loads.load import BackgroundWorkload, WorkloadKind, kinds_of
 from emulated_kernel.host.request_clock import RequestObserver
-from emulated_kernel.lock import ControlLock
-from emulated_kernel.threads import start_thread
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.threads import start_thread
 
 MAX_RATE = 10_000
 """Rounds a second."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from time import monotonic, thread_time
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.executive.executive import GuestRunner, GuestTask
 from emulated_kernel.host.executive.syscalls import check
@@ -16,6 +15,7 @@ from emulated_kernel.host.mirror.processes import EXEC_WITHIN, Fork, ProcessWatc
 from emulated_kernel.host.mirror.programs import program_of
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.errors import KernelError
 
 FORK_FLAGS = 0x01200011
 """CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID and SIGCHLD: what the C library's fork() passes to clone(2)."""

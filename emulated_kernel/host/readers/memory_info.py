@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.image.kallsyms import Kallsyms, address_of
 from emulated_kernel.machine.guest_info import MemoryInfo, SlabCache
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.util.abi import PAGE_SIZE
 
 _MAX_CACHES = 1 << 12
 """Where a corrupted list is given up."""

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from emulated_kernel.abi import ModuleState
 from emulated_kernel.image import tables
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.modules import Module
@@ -14,6 +13,7 @@ from emulated_kernel.image.tables import BlacklistEntry, Range
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.loader import page_up
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.util.abi import ModuleState
 
 TEXT, DATA, INIT_TEXT, INIT_DATA = range(4)
 """enum mod_mem_type."""

@@ -13,9 +13,9 @@ from enum import IntEnum
 from errno import ENOENT
 from functools import cached_property
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAGIC = 0xEB9F
 _HEADER = struct.Struct("<HBBIIIII")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, Protocol
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.util.errors import KernelError
 
 PIECE = 1 << 18
 """Bytes that are read or unpacked at a time."""

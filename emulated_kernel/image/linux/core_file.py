@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from errno import ENXIO
 from typing import NamedTuple
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import UnusableFile
-from emulated_kernel.regular import identity
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import UnusableFile
+from emulated_kernel.util.safe_read import identity
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator
 from itertools import islice, pairwise
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _TOKENS = 256
 _MARKED = 256

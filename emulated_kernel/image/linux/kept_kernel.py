@@ -12,7 +12,6 @@ from errno import ENODATA
 from functools import cached_property
 from itertools import starmap
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
@@ -21,6 +20,7 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
 from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
+from emulated_kernel.util.errors import KernelError
 
 log = logging.getLogger("kprobefs.linux")
 _ADDRESSES = ("mcount", "return_sites")

@@ -9,7 +9,6 @@ from errno import ENODATA
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image import tables
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
@@ -27,6 +26,7 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
 from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
 from emulated_kernel.image.trace_events import SyscallDefinition
+from emulated_kernel.util.errors import KernelError
 
 _BANNER_LIMIT = 512
 _SECOND_HALF = 0x20

@@ -9,12 +9,12 @@ from pathlib import Path
 from threading import Lock
 from time import monotonic
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.compression import unpack
 from emulated_kernel.image.linux.deb import AR_MAGIC, PackageTar
 from emulated_kernel.image.linux.unusable import read_as, unusable
-from emulated_kernel.regular import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
 
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""

@@ -9,13 +9,13 @@ from errno import EINVAL, ENOENT
 from pathlib import Path
 from typing import BinaryIO
 
-from emulated_kernel.config import HOST
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import ElfReader, Vmlinux
-from emulated_kernel.regular import open_regular
+from emulated_kernel.util.config import HOST
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.safe_read import open_regular
 
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210

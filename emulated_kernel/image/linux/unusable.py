@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from emulated_kernel.errors import UnusableFile
+from emulated_kernel.util.errors import UnusableFile
 
 
 def unusable(message: str) -> UnusableFile:

@@ -12,8 +12,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, BinaryIO, Self
 
-from emulated_kernel.config import ElfMachine
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.elf import (
     PT_LOAD,
     SHF_ALLOC,
@@ -26,6 +24,8 @@ from emulated_kernel.image.elf import (
     nm_letter,
 )
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.util.config import ElfMachine
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")

@@ -18,14 +18,14 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import EntryKind, HostAction, ProgramBuilder
 from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 
 _log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.scheduler import DelayedWork, GracePeriod, Span
+from emulated_kernel.util.fast_dataclass import dataclass
 
 COLLECT_DELAY = 5
 """Jiffies until the garbage is looked at, so that much goes at once."""

@@ -6,11 +6,11 @@ import errno
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.abi import PAGE_SIZE, GuestAddr
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import PAGE_SIZE, GuestAddr
+from emulated_kernel.util.errors import KernelError
 
 _ALIGN = 16
 

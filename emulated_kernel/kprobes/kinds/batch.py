@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 AnyProbe = TypeVar("AnyProbe")
 

@@ -13,8 +13,6 @@ from typing import Any
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import Move
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
 from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode
@@ -24,6 +22,8 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FprobeRegs(Enum):

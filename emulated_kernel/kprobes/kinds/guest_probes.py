@@ -8,10 +8,7 @@ from contextlib import suppress
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.abi import KprobeOp
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import KRETPROBE_MAX_DATA_SIZE, Kretprobe, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, Regs
@@ -20,6 +17,9 @@ from emulated_kernel.kprobes.return_hook.hook import RethookNode
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError, MemoryFault
+from emulated_kernel.util.abi import KprobeOp
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAX_NAME = 512
 _STACK_ALIGNMENT = 16

@@ -19,11 +19,11 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
     StorePerCpu,
 )
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _COUNT, _AT, _VALUE = 0, 1, 2
 _FIXED = 2

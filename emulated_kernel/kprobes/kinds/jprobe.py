@@ -10,15 +10,15 @@ from dataclasses import field
 from inspect import signature
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch, Registers
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STACK_SIZE = 64
 """Bytes of the stack that are kept for the probed function, whose arguments its mirror may overwrite."""

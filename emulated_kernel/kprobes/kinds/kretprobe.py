@@ -8,8 +8,6 @@ from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.assembled import AssembledHandlers, HandlerPoint
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, Regs
@@ -17,6 +15,8 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 KRETPROBE_MAX_DATA_SIZE = 4096
 _MIN_MAXACTIVE = 10

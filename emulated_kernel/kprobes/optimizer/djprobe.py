@@ -10,10 +10,10 @@ import errno
 from contextlib import AbstractContextManager, nullcontext
 
 from emulated_kernel.arch.analysis.reason import Rejection
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.profile import QuiesceMethod
+from emulated_kernel.util.errors import KernelError
 
 
 class Djprobes(Optimizer):

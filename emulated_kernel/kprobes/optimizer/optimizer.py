@@ -7,12 +7,9 @@ from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar
 
-from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.guest_code import DetourBuffer
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
@@ -24,6 +21,9 @@ from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import GuestAddr
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 OPTIMIZE_DELAY = 5
 """Jiffies from the first request to the optimizer's run, so that several are done at once."""

@@ -6,10 +6,10 @@ import errno
 from collections.abc import Mapping
 from typing import Protocol
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 
 _CHUNK = 64 << 10
 _UNIT = 16

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(eq=False, slots=True)

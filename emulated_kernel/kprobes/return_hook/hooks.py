@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.assembled import HandlerPoint
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
@@ -25,9 +24,10 @@ from emulated_kernel.kprobes.return_hook.rethook import RethookCode, RethookStac
 from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.kprobes.scheduler import GracePeriod
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.arch.program.ops import (
     Arithmetic,
@@ -19,7 +18,6 @@ from emulated_kernel.arch.program.ops import (
     Op,
     StoreImmediate,
 )
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.return_hook.base import ACTIVE, Pending, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.stack_code import (
@@ -36,6 +34,8 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     set_to,
     unless,
 )
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 
 SHADOW_STACK_SIZE = PAGE_SIZE
 """Bytes of a task's array."""

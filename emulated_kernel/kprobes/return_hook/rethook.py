@@ -6,10 +6,10 @@ import errno
 
 from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.arch.program.ops import Arithmetic, CompareExchange, Compute, Label, LoadAbsolute, Move
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.return_hook.base import POOL
 from emulated_kernel.kprobes.return_hook.rethook_list import NEXT_FREE, RethookListCode, RethookListStack
 from emulated_kernel.kprobes.return_hook.stack_code import FIRST, NODE, SECOND, TASK, compute, set_to, unless
+from emulated_kernel.util.errors import KernelError
 
 NUMBER_BITS = {8: 24, 4: 20}
 """By word size: the low bits of the free list's head, which are a node's number; the others count changes."""

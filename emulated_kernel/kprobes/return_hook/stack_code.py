@@ -27,8 +27,8 @@ from emulated_kernel.arch.program.ops import (
     SetImmediate,
     Store,
 )
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, ShadowStack, counter_at
+from emulated_kernel.util.fast_dataclass import dataclass
 
 NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)
 """Virtual registers: the call's node, its task, the stack slot and the real address, two to help."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE, Vector
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.engine import ARCH_RISCV, MODE_RISCV64, Engine
 from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import Sv39PageTables
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 SSTATUS, STVEC, SEPC, SCAUSE, STVAL, SATP = 133, 137, 140, 141, 142, 146
 GP, PC, PRIV = 4, 190, 191

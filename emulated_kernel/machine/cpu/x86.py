@@ -6,12 +6,12 @@ import ctypes
 from types import MappingProxyType
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE, Vector
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.register_sets import RegisterSet
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 EFLAGS, CS, SS, DS, ES, FS, GS = 25, 11, 49, 17, 28, 32, 33
 CR0, CR2, CR3, CR4 = 50, 52, 53, 54

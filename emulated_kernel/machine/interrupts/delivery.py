@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import MemoryFault, Trap, TrapKind
+from emulated_kernel.util.abi import Vector
 
 _NESTING_LIMIT = 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
@@ -18,6 +17,7 @@ from emulated_kernel.machine.engine import (
 )
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
 from emulated_kernel.machine.traps.trap import Trap
+from emulated_kernel.util.abi import Vector
 
 Breakpoints = dict[int, Callable[[Regs], object]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
@@ -25,6 +24,7 @@ from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.util.abi import Vector
 
 _FRAME_SIZE = 36 * 8
 """struct pt_regs, which the handler begins with."""

@@ -7,9 +7,9 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _CHUNK = 64 << 10

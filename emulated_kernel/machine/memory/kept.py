@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2

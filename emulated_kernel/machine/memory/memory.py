@@ -6,12 +6,12 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.paging import PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

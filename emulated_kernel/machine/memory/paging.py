@@ -6,8 +6,8 @@ import mmap
 import struct
 from abc import ABC, abstractmethod
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 LARGE_PAGE_SIZE = 2 << 20
 _ENTRY = struct.Struct("<Q")

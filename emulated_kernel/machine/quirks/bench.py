@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, Literal
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import STATE_SLOT
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import HardwareError, Trap
+from emulated_kernel.util.fast_dataclass import dataclass
 
 CODE_OFFSET = 0x800
 """Where in the machine's own text page the self-test puts its code."""

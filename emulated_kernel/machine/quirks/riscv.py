@@ -6,7 +6,6 @@ import ctypes
 import os
 from collections.abc import Callable
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.cpu.riscv import (
     CAUSE_FETCH_FAULT,
@@ -39,6 +38,7 @@ from emulated_kernel.machine.quirks.bench import (
 )
 from emulated_kernel.machine.quirks.stops import stop_between_blocks
 from emulated_kernel.machine.traps.trap import HardwareError, Trap
+from emulated_kernel.util.abi import Vector
 
 _LOAD = bytes.fromhex("03350500")  # ld a0, 0(a0)
 _STORE = bytes.fromhex("2330b500")  # sd a1, 0(a0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.machine.cpu import x86 as cpu_x86
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.interrupts.exceptions import (
@@ -27,6 +26,7 @@ from emulated_kernel.machine.quirks.bench import (
 )
 from emulated_kernel.machine.quirks.stops import stop_between_blocks
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import Vector
 
 _DIV_BY_ZERO = bytes.fromhex("31c9 f7f1")  # xor ecx, ecx; div ecx
 _READ = bytes.fromhex("8b03")  # mov eax, [rbx]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from emulated_kernel.abi import PAGE_SIZE, Prot
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.layout import MODULE_SPACE_SIZE
 from emulated_kernel.machine.loader import page_up
@@ -11,6 +9,8 @@ from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass

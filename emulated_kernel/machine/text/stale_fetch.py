@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from random import Random
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.text.text import Text
+from emulated_kernel.util.fast_dataclass import dataclass
 
 WINDOW = 16
 """Bytes that a CPU fetches ahead at most."""

@@ -8,8 +8,8 @@ from enum import Enum, auto
 from itertools import repeat
 from operator import itemgetter
 
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.text.text import Text
+from emulated_kernel.util.control_lock import ControlLock
 
 
 class PokeStep(Enum):

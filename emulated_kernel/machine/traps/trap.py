@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class TrapKind(Enum):

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import RingControls, RingMemory, memory_size, pages_for
+from emulated_kernel.util.errors import KernelError
 
 DEFAULT_BUFFER_SIZE = 1441792
 """Bytes of events a CPU once something is traced. Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT."""

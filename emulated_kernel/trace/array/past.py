@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.text.cmdlines import UNKNOWN_COMM, SavedCmdlines, TaskNames
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

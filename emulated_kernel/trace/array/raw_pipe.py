@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import PipeReader
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class RawPipe(PipeReader):

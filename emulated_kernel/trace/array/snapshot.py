@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.array_rings import ArrayRings
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import MIN_PAGES
+from emulated_kernel.util.errors import KernelError
 
 _ALL_HELP = """\
 # echo 0 > snapshot : Clears and frees snapshot buffer

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import field
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
@@ -17,6 +15,8 @@ from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.clock import ClockSource
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.fast_dataclass import dataclass
 
 NOP_TRACER = "nop"
 FUNCTION_TRACER = "function"

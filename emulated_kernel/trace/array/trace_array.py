@@ -6,7 +6,6 @@ import errno
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.array_rings import ArrayRings
 from emulated_kernel.trace.array.past import CombinedTaskNames, PreviousBootNames, PreviousBootRecords
 from emulated_kernel.trace.array.snapshot import Snapshot
@@ -35,6 +34,7 @@ from emulated_kernel.trace.ring.trace_entry import (
     stack_entry,
     user_stack_entry,
 )
+from emulated_kernel.util.errors import KernelError
 
 MARKER_LIMIT = 1024
 RAW_MARKER_LIMIT = 3072

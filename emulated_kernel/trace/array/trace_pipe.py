@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.output import function_graph
 from emulated_kernel.trace.output.function_graph import GraphPrinter
@@ -21,6 +19,8 @@ from emulated_kernel.trace.output.line_formatter import (
 )
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class PipeReader:

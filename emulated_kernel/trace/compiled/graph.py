@@ -25,7 +25,6 @@ from emulated_kernel.arch.program.ops import (
     Store,
     StoreImmediate,
 )
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.native import NativeReturns
 from emulated_kernel.kprobes.return_hook.stack_code import NODE
@@ -34,6 +33,7 @@ from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
 from emulated_kernel.trace.ring.layout import WRITE_STAMP, RecordTarget
 from emulated_kernel.trace.ring.trace_entry import EntryType
+from emulated_kernel.util.fast_dataclass import dataclass
 
 FRAME = Struct("<QQiI")
 """What a task's array keeps of a call: the function, when it was called (ns), its depth, and a CallFlag."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import Arithmetic, ComputeImmediate, Label, Move, StoreImmediate
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, POSITION, FetchEmitter, can_fetch
 from emulated_kernel.trace.compiled.filter import can_filter, emit_filter
 from emulated_kernel.trace.compiled.places import GuestAddresses
@@ -16,6 +15,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.filter.ops import FilterProgram
 from emulated_kernel.trace.ring.layout import RecordTarget
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

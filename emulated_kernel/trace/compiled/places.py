@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.trace.fetch.types import MAX_STRING_SIZE
 from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 SCRATCH_SIZE = MAX_DATA_SIZE + MAX_STRING_SIZE + 8
 """Bytes: an entry that is as large as can be, another string, and padding."""

@@ -26,7 +26,6 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
     StorePerCpu,
 )
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
 from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.ring.layout import (
@@ -39,6 +38,7 @@ from emulated_kernel.trace.ring.layout import (
 )
 from emulated_kernel.trace.ring.page import DELTA_BITS, MAX_SMALL_DATA, event_size
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
+from emulated_kernel.util.fast_dataclass import dataclass
 
 ENTRY_HEADER_SIZE = 8
 """Bytes of the common fields."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Sequence
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.text.chars import SPACES, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 
 GROUP_FILTER_TEXT = """\
 ### global filter ###

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.util.errors import KernelError
 
 PID_LIMIT = 1 << 30
 """Pids are below. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""

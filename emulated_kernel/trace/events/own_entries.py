@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import FtraceEntryEvent
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _THREE = r'"\t=> %ps\n\t=> %ps\n\t=> %ps\n"'
 _CALLERS = ", ".join(f"(void *)REC->caller[{number}]" for number in range(8))

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import chain
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 FIRST_EVENT_ID = 1 << 15
 """Lower ids are tracing's own entries, and the host's events, which perf_event_open(2) takes by number alone.

@@ -8,8 +8,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
@@ -22,6 +20,8 @@ from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 
 RAW_SYSCALLS = "raw_syscalls"
 _ENUM = "enum."

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.types import FetchType, bitfield_of, find_fetch_type
 from emulated_kernel.trace.text.chars import is_good_name
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_TRACE_ARGS = 128
 MAX_ARG_NAME_LEN = 32

@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.load import EntryAddress, FetchEnvironment, Value, read_string
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
@@ -21,6 +19,8 @@ from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul, simple_strtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STRING_SIZE = 4096
 """Bytes of a fetched string, its ending NUL included."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.ops import ACCEPT, REJECT, FilterProgram, FilterStep, Predicate
+from emulated_kernel.util.fast_dataclass import dataclass
 
 Exit = tuple[int, bool]
 """A branch that leads out of a fragment: the step's index, and the result on which it is taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from enum import Enum
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 
 class FilterError(Enum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterType(Enum):

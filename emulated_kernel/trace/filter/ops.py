@@ -6,10 +6,10 @@ import operator
 from collections.abc import Callable, Mapping
 from enum import Enum
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.fields import FilterType
 from emulated_kernel.trace.filter.pattern import StringPattern
 from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterOp(Enum):

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.filter.build import FilterBuilder, Fragment
 from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.fields import FilterField, FilterType, find_event_field
@@ -26,6 +24,8 @@ from emulated_kernel.trace.filter.pattern import literal_pattern, parse_pattern
 from emulated_kernel.trace.ring.trace_entry import EventField
 from emulated_kernel.trace.text.chars import ALNUM, SPACES
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 FindField = Callable[[str], FilterField | None]
 

@@ -6,13 +6,13 @@ import errno
 from dataclasses import field
 from enum import Enum
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField, HistHit, Histogram, as_number, set_variables
 from emulated_kernel.trace.hist.map import Element
 from emulated_kernel.trace.synth.event import FIELDS_MAX, SyntheticEvent
 from emulated_kernel.trace.text.chars import SPACES
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class Handler(Enum):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 from dataclasses import field
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.map import MAX_BITS, MIN_BITS, VARS_MAX
 from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.text.numbers import kstrtoul
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 ACTIONS_MAX = 8
 _HANDLERS = ("onmatch(", "onmax(", "onchange(")

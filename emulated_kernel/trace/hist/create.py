@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action, ActionKind, Handler, TrackedSnapshot
 from emulated_kernel.trace.hist.data import HistData
@@ -19,6 +18,7 @@ from emulated_kernel.trace.hist.operators import qualified, remains_of
 from emulated_kernel.trace.hist.system import hists_of, holders_of
 from emulated_kernel.trace.hist.variables import find_file_variable
 from emulated_kernel.trace.synth.event import FIELDS_MAX
+from emulated_kernel.util.errors import KernelError
 
 MakeHist = Callable[[HistData, EventFile, str], None]
 """Makes a histogram on another event. Raises: KernelError."""

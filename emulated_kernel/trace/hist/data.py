@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
@@ -40,6 +39,7 @@ from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
+from emulated_kernel.util.errors import KernelError
 
 HITCOUNT = "hitcount"
 _KEY_SIZE_MAX = MAX_STRING + 8 * STACK_DEPTH

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.filter.fields import FilterField, FilterType, find_event_field
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import (
@@ -21,6 +20,7 @@ from emulated_kernel.trace.hist.map import U64
 from emulated_kernel.trace.hist.operators import find_operator, is_reference, qualified
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
+from emulated_kernel.util.errors import KernelError
 
 _SUBEXPRESSIONS_MAX = 3
 _PLAIN_MODIFIERS = {

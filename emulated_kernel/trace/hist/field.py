@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum, IntFlag
 from functools import cached_property
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.hist.attrs import HistAttrs
@@ -19,6 +17,8 @@ from emulated_kernel.trace.ring.clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STRING = 256
 """Bytes of a string and its NUL. Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1)."""

@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable, Iterable
 from itertools import groupby
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 DEFAULT_BITS = 11
 MIN_BITS = 7

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import EventFile, Recorder
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
 from emulated_kernel.trace.synth.event import SYSTEM, SyntheticEvent
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class HistHolder(Trigger):

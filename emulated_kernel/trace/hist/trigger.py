@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from dataclasses import field
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hist.actions import parse_action
@@ -26,6 +24,8 @@ from emulated_kernel.trace.trigger.triggers import (
     TriggerCommand,
     parse_trigger_filter,
 )
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _PREFIX = "hist:"
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import field
 from struct import Struct
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord, find_mark, latency_flags
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType
 from emulated_kernel.trace.symbols import print_ip
+from emulated_kernel.util.fast_dataclass import dataclass
 
 NAME = "function_graph"
 INDENT = 2

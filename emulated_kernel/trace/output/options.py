@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable, Collection
 from enum import IntFlag, auto
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.output.tracer_options import NopOption, TracerOptions
+from emulated_kernel.util.errors import KernelError
 
 _WRITE_LIMIT = 64
 

@@ -9,13 +9,13 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.output import function_graph
 from emulated_kernel.trace.output.function_graph import GraphPrinter
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _TGID_COLUMN = ("   TGID   ", "     |    ")
 _IRQ_INDENT = 30

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 
 class NopOption(StrEnum):

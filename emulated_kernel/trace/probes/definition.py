@@ -9,8 +9,6 @@ from dataclasses import replace
 from sys import intern
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
@@ -18,6 +16,8 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64

@@ -9,13 +9,13 @@ from dataclasses import field
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
-from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.text.chars import argv_split, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits
 
 WRITE_BUFSIZE = 4096
 

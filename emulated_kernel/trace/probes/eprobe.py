@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
@@ -29,6 +28,7 @@ from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
 
 EPROBE_EVENT_SYSTEM = "eprobes"
 _COMM = ("comm", "COMM")

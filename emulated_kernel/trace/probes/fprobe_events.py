@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.trace.fetch.ops import FetchOp
 from emulated_kernel.trace.probes.definition import ProbeDefinition
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.probes.definition import ProbeDefinition, locate, parse_definition
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent, ProbeEngine, TraceKprobe
 from emulated_kernel.trace.probes.trace_probe import ProbeKind
 from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
 
 _MODULE_MAY_COME = (
     "trace_kprobe: This probe might be able to register after target module is loaded. Continue."

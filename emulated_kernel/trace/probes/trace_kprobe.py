@@ -10,8 +10,6 @@ from typing import Any
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import AddToPerCpu
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.jprobe import become_jprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
@@ -35,6 +33,8 @@ from emulated_kernel.trace.probes.trace_probe import (
 from emulated_kernel.trace.ring.layout import RecordTarget
 from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import to_text
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _PROFILE_LINE = "  %-44s %15d %15d\n"
 """Event, hits and misses; takes half as long as an f-string, and there are thousands of lines."""

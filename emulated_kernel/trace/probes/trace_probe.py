@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, ProbeArg, first_difference
 from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventKind
@@ -15,6 +14,7 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
 
 ENTRY_ADDRESSES, RETURN_ADDRESSES = ("__probe_ip",), ("__probe_func", "__probe_ret_ip")
 """What the events of probes on code begin with."""

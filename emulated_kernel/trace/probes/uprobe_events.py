@@ -9,8 +9,6 @@ from collections.abc import Hashable, Iterator
 from itertools import islice
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN, parse_event_name
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
@@ -25,6 +23,8 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 UPROBE_EVENT_SYSTEM = "uprobes"
 _RETURN = "%return"

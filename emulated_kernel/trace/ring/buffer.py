@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, COUNTERS, SLOTS, RingControl, RingFlag, RingMemory
 from emulated_kernel.trace.ring.page import (
     DELTA_BITS,
@@ -27,6 +25,8 @@ from emulated_kernel.trace.ring.page import (
     TIME_EXTEND,
 )
 from emulated_kernel.trace.ring.writer import RingWriter
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _DISABLED = RingFlag.DISABLED.value
 _MISSED_COUNT_SIZE = 8

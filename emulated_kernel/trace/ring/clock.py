@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.abi import HZ
-from emulated_kernel.dataclass import dataclass
+from emulated_kernel.util.abi import HZ
+from emulated_kernel.util.fast_dataclass import dataclass
 
 NSEC_PER_SEC = 1_000_000_000
 USER_HZ = 100

@@ -29,9 +29,9 @@ from ctypes import LittleEndianStructure, c_uint64, sizeof
 from dataclasses import replace
 from enum import IntFlag
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.page import PAGE_DATA_SIZE
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MIN_PAGES = 2
 _SIZE_MASK = (1 << 64) - 1

@@ -19,7 +19,7 @@ Mirrors: include/linux/ring_buffer.h, kernel/trace/ring_buffer.c (v6.1)
 
 from __future__ import annotations
 
-from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.util.abi import PAGE_SIZE
 
 PAGE_HEADER_SIZE = 16
 PAGE_DATA_SIZE = PAGE_SIZE - PAGE_HEADER_SIZE

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import (
     MIN_PAGES,
@@ -34,6 +32,8 @@ from emulated_kernel.trace.ring.page import (
     TIME_EXTEND,
 )
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 MIN_SIZE = 4 + TRACE_ENTRY.size
 """Bytes of the smallest event."""

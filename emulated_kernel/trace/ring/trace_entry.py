@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
 from struct import Struct
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.symbols import KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 TRACE_ENTRY = Struct("<HBBi")
 """common_type, common_flags, common_preempt_count, common_pid. Mirrors: struct trace_entry (v6.1)."""

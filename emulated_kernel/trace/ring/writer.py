@@ -9,7 +9,6 @@ from array import array
 from struct import Struct
 from typing import Self
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.trace.ring.layout import (
     CONTROL_SIZE,
     MIN_PAGES,
@@ -35,6 +34,7 @@ from emulated_kernel.trace.ring.page import (
     TIME_STAMP,
     event_size,
 )
+from emulated_kernel.util.abi import PAGE_SIZE
 
 _OVERWRITE = RingFlag.OVERWRITE.value
 _DISABLED = RingFlag.DISABLED.value

@@ -7,12 +7,12 @@ import struct
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 STRING_MAX = 256
 """Bytes of a string and its NUL; one of fixed size takes so many in an entry."""

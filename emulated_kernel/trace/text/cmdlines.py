@@ -6,7 +6,7 @@ import errno
 from abc import ABC, abstractmethod
 from struct import Struct
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 PID_MAX_DEFAULT = 0x8000
 DEFAULT_SIZE = 6552

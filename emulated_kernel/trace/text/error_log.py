@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import to_text
+from emulated_kernel.util.errors import KernelError
 
 TRACING_LOG_ERRS_MAX = 8
 _PREFIX = "  Command: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 _ULLONG_MAX = (1 << 64) - 1
 _DIGITS = {c: i for i, c in enumerate("0123456789abcdef")} | {c: 10 + i for i, c in enumerate("ABCDEF")}

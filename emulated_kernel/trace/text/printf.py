@@ -7,8 +7,8 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol, sprint_symbol_no_offset
+from emulated_kernel.util.fast_dataclass import dataclass
 
 Value = int | str
 Conversion = Callable[[Value, KernelSymbols], str]

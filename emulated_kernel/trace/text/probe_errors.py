@@ -6,8 +6,8 @@ import errno
 from collections.abc import Sequence
 from enum import Enum
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.util.errors import KernelError
 
 
 class ProbeError(Enum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import re
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import SPACES
+from emulated_kernel.util.errors import KernelError
 
 WORD_MAX = 127
 """Bytes of the longest word. Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1)."""

@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event_pids import EventPids
@@ -19,6 +17,8 @@ from emulated_kernel.trace.output.tracer_options import FunctionOption
 from emulated_kernel.trace.ring.trace_entry import EntryType, repeats_entry
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.tracers.functions import CallHandler, Functions, TraceableFunction
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAX_REPEATS = 0xFFFF
 _INVALID_FUNCTION = "__ftrace_invalid_address__"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.functions import Functions
+from emulated_kernel.util.errors import KernelError
 
 
 class FunctionSet:

@@ -10,8 +10,6 @@ from typing import Any
 
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes.ftrace import FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode
@@ -25,6 +23,8 @@ from emulated_kernel.trace.compiled.graph import CALLED, CompiledGraph, GraphEmi
 from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class GraphUser(ABC):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 Action = Callable[[ProbeHit], bool]
 """What a call does; whether it counts against the limit."""

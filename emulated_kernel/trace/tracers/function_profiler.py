@@ -6,12 +6,12 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.hook import RethookNode
 from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.output.function_graph import duration_text
 from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.tracers.function_graph import FunctionGraph, GraphUser
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _U64 = (1 << 64) - 1
 _CALL = Struct("<QQQ")

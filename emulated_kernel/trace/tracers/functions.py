@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.pattern import StringPattern, parse_pattern
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.text.numbers import simple_strtoul
+from emulated_kernel.util.fast_dataclass import dataclass
 
 CallHandler = Callable[[int, ProbeHit], None]
 """Told of a call: its fentry site, and the hit."""

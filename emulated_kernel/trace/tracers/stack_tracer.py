@@ -6,7 +6,6 @@ import errno
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
@@ -15,6 +14,7 @@ from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.trace.tracers.functions import FunctionWatcher
+from emulated_kernel.util.errors import KernelError
 
 _COMMANDS = frozenset(
     (b"mod", b"traceon", b"traceoff", b"stacktrace", b"snapshot", b"enable_event", b"disable_event")

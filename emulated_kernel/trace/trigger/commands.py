@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from abc import abstractmethod
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
@@ -21,6 +19,8 @@ from emulated_kernel.trace.trigger.triggers import (
     parse_trigger_filter,
     separate_filter,
 )
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class CountedTrigger(Trigger):

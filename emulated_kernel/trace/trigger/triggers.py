@@ -6,8 +6,6 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
@@ -17,6 +15,8 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import SPACES, decode_command, split_at, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 
 UNLIMITED = -1
 _LONG_BITS = 64

@@ -6,7 +6,7 @@ import errno
 import os
 from typing import NamedTuple
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 STATUS_FLAGS = os.O_APPEND | os.O_NONBLOCK
 """What fcntl(F_SETFL) changes of an open file that anybody here looks at."""

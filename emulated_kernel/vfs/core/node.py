@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import ClassVar, Generic, TypeVar
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 
 PERMISSION_BITS = 0o7777

@@ -8,7 +8,7 @@ import select
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node
 

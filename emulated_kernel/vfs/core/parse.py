@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 _UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
 _INTEGER = re.compile(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")

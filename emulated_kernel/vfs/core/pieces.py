@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from emulated_kernel.errors import WouldBlock, YieldLock
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import WouldBlock, YieldLock
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
 T = TypeVar("T")

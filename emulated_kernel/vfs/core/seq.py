@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import ClassVar, Protocol, TypeVar
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import File, OpenFile, Piece, encode
 

@@ -8,7 +8,7 @@ import stat
 from itertools import count
 from typing import NoReturn
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File, OpenFile

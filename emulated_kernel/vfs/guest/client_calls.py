@@ -6,11 +6,11 @@ import errno
 import os
 from collections.abc import Sequence
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler
 from emulated_kernel.host.executive.syscalls import HostLookup
 from emulated_kernel.host.guest import Guest
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.naming import OPENS
 

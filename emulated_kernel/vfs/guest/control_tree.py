@@ -8,11 +8,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from emulated_kernel.abi import HostfsOp
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import DeferToGuest, GuestTask
 from emulated_kernel.host.guest import Guest
+from emulated_kernel.util.abi import HostfsOp
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import Client, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 from emulated_kernel.vfs.core.pieces import ChunkedWrite, RunOnce

@@ -10,12 +10,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import field, replace
 from itertools import count
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.guest import Guest
-from emulated_kernel.limits import Limit, Limits
-from emulated_kernel.lock import ControlLock
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, StatFs, path_behind, still_there
 from emulated_kernel.vfs.core.pieces import retry_yielding_lock
 from emulated_kernel.vfs.core.tree import CONTROL, NodeTree

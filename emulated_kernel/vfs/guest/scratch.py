@@ -8,12 +8,12 @@ import struct
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.executive.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
 from emulated_kernel.host.guest import Guest
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from emulated_kernel.vfs.guest.naming import OPENS

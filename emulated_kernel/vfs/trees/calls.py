@@ -6,8 +6,8 @@ import errno
 import shlex
 from collections.abc import Callable
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.calls import MAX_ARGUMENTS
+from emulated_kernel.util.errors import KernelError
 
 
 class Calls:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.config import MOST_SEED
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.machine.clock import KINDS
+from emulated_kernel.util.config import MOST_SEED
+from emulated_kernel.util.errors import KernelError
 
 NSEC_PER_SEC = 1_000_000_000
 NUMBER = re.compile("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")

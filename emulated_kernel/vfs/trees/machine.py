@@ -11,7 +11,7 @@ from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.host.modules import Modules
-from emulated_kernel.regular import PATIENCE
+from emulated_kernel.util.safe_read import PATIENCE
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.parse import ascii_lines

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.arch.program.builder import EntryKind
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.hit import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
@@ -17,6 +16,7 @@ from emulated_kernel.parts import KernelComponents
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.symbols import sprint_symbol
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
 from emulated_kernel.vfs.core.open_file import File

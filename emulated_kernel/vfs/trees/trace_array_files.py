@@ -6,8 +6,6 @@ import errno
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
@@ -15,6 +13,8 @@ from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
 from emulated_kernel.trace.tracers.function_tracer import FilterFile
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.modes import DIRECTORY, OWNER_WRITE_ONLY, READ_ONLY, READ_WRITE, WRITE_ONLY
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects

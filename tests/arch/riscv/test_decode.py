@@ -18,7 +18,7 @@ from emulated_kernel.arch.riscv.insn import (
     decode_insn,
     insn_length,
 )
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.arch import decoding
 
 ADDR = 0x10_0000

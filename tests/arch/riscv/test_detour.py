@@ -15,7 +15,7 @@ from emulated_kernel.arch.riscv import assemble as asm
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.arch.placed import detouring
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 

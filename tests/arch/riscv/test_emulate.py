@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.arch.riscv import assemble as asm
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, Handling, decode_insn
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 
 CODE, SLOT, DATA = 0x10_0000, 0x20_0000, 0x40_0000

@@ -21,7 +21,7 @@ from emulated_kernel.arch.riscv.arch import RISCV64
 from emulated_kernel.arch.riscv.assemble import ArithmeticFunct3, BranchFunct3
 from emulated_kernel.arch.riscv.insn import ALL_REGISTERS, REGISTER_NAMES, Handling
 from emulated_kernel.arch.riscv.verdict import detoured_region
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.arch.decoding import insn_length
 
 ADDR = 0xFFFFFFFF_8000_1000

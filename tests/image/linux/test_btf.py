@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf, Kind
+from emulated_kernel.util.errors import KernelError
 from tests.image.linux import made
 from tests.sample import fewer
 

@@ -7,12 +7,12 @@ import struct
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import events
 from emulated_kernel.image.linux.events import with_values
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 from emulated_kernel.image.trace_events import FieldDefinition
+from emulated_kernel.util.errors import KernelError
 from tests.image.linux import made
 
 TRACEPOINT = 16

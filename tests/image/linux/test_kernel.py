@@ -8,10 +8,10 @@ from errno import ENODATA, ENOEXEC
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.util.errors import KernelError
 from tests.image.guest import BUGFLAG_WARNING
 from tests.image.linux import made
 from tests.image.linux.test_btf import sample

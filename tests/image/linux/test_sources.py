@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import source
 from emulated_kernel.image.linux.kernel import open_kernel
+from emulated_kernel.util.errors import KernelError
 from tests.image.linux import made
 from tests.sample import fewer
 

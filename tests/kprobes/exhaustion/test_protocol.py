@@ -9,12 +9,12 @@ from itertools import islice
 import pytest
 
 from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.scheduler import Span
 from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
+from emulated_kernel.util.config import MachineConfig
 from tests.arch.decoding import insn_length
 from tests.kprobes.exhaustion.compiled import CompiledProof
 from tests.kprobes.exhaustion.proof import Place, Proof

@@ -11,11 +11,11 @@ import pytest
 
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.profile import OUT_OF_TREE
+from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from iced_x86 import RflagsBits
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.arch.analysis.region import LiveRegisters, Region
 from emulated_kernel.arch.x86.insn import iced_decoder
-from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.errors import KernelError
 from tests.arch.decoding import insn_length
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.optimizer.conftest import Probed

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 from iced_x86 import Decoder, FlowControl
 
-from emulated_kernel.abi import Prot
 from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import KernelImage, prebuilt_dependencies
 from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.util.abi import Prot
+from emulated_kernel.util.config import MachineConfig
 
 DIRECT = (FlowControl.CONDITIONAL_BRANCH, FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CALL)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.request_clock import NSEC_PER_JIFFY, PAUSE, RequestClock
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from tests.kprobes.optimizer.conftest import GCD_HEAD, Probed
 

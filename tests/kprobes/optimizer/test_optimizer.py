@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from emulated_kernel.arch.analysis.reason import Rejection
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import OPTIMIZE_DELAY
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.optimizer.conftest import GCD_HEAD, GCD_TAIL, Boot, Probed
 from tests.kprobes.optimizer.regions import optimizable
 from tests.kprobes.scripted import script

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Stepper, profile_named
 from emulated_kernel.machine.engine import Engine
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.optimizer.conftest import GCD_HEAD, Probed
 from tests.kprobes.test_compiled_code import traps

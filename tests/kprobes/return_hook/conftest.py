@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 
 Boot = Callable[..., Kernel]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.return_hook.conftest import Boot
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.listed import list_lines
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 

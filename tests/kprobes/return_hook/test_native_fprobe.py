@@ -12,12 +12,12 @@ import pytest
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.ops import AddToAbsolute, Compute, FetchAdd, SetImmediate
 from emulated_kernel.arch.program.ops import Arithmetic as Op
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
+from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import address
 from tests.kprobes.return_hook.test_native import counted_traps

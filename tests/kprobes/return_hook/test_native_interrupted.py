@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.util.config import MachineConfig
 from kprobefs.contention import instructions_a_call
 from tests.kprobes.return_hook.test_kretprobe import address
 from tests.kprobes.states import TF

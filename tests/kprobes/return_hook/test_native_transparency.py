@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
@@ -14,6 +13,7 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, TrampolineForm
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.machine.calls import map_stack
+from emulated_kernel.util.abi import PAGE_SIZE
 from tests.kprobes.functions import Outcome, Runner
 from tests.kprobes.return_hook.test_transparency import (
     Bench,

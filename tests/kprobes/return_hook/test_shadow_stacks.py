@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
+from emulated_kernel.util.abi import PAGE_SIZE
 
 WORD = 8
 CPUS = 3

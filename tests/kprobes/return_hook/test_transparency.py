@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -21,6 +19,8 @@ from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.traps.trap import TrapKind
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.boundaries import Boundary, all_boundaries
 from tests.kprobes.functions import Outcome, Runner
 from tests.kprobes.states import DIRECTION_FLAG, Arena, build_arena, generate, writable_memory

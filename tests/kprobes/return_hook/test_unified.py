@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.return_hook.conftest import Boot
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.errors import WouldBlock
 from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
+from emulated_kernel.util.errors import WouldBlock
 from tests.trace.events.kernel import errno_of
 from tests.trace.ring.conftest import Bench, TextEvent, make_bench, samples
 

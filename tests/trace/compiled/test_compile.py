@@ -7,8 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.arch.program.builder import EntryKind
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.util.errors import KernelError
 from tests.sample import fewer, share
 from tests.trace.compiled.drawn import CONTEXTS, Drawn
 from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder

@@ -11,11 +11,9 @@ from typing import Any
 from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import KprobeFlag
-from emulated_kernel.limits import Limits
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.registry import FIRST_EVENT_ID, EventRegistry
@@ -32,6 +30,8 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import MIN_PAGES, RecordTarget, RingMemory, memory_size
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, RawEntry
 from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limits
 
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 HIGH_REGISTERS = tuple(f"r{number}" for number in range(10, 16))

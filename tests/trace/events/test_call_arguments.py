@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from tests.vfs.files import read, write
 

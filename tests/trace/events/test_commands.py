@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul, simple_strtoul
+from emulated_kernel.util.errors import KernelError
 from tests.sample import fewer
 from tests.trace.events.kernel import errno_of, make_kernel
 from tests.trace.events.recorded import sample

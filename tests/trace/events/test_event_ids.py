@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.registry import LAST_EVENT_ID, EventRegistry
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.util.errors import KernelError
 
 
 def _event(name: str) -> KprobeTraceEvent:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, Profile
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.kprobes.listed import list_lines
 
 ARGUMENTS = "a=$arg1 b=$arg2:u32"

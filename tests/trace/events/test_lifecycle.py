@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.registry import FIRST_EVENT_ID
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from emulated_kernel.trace.probes.trace_probe import TraceProbe
+from emulated_kernel.util.errors import KernelError
 from tests.trace.events.kernel import (
     FUNCTIONS,
     FakeRecorder,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
+from emulated_kernel.util.config import MachineConfig
 
 DEFINITIONS = (
     "r:a int_sqrt r=$retval",

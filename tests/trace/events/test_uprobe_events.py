@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
+from emulated_kernel.util.errors import KernelError
 from tests.trace.events.kernel import Kernel, errno_of, make_kernel
 
 

@@ -14,8 +14,6 @@ from random import Random
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.arch.riscv.insn import RA, T0, RiscvInsn, decode_insn
-from emulated_kernel.config import ARCHITECTURES, MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import GuestAddr, Kprobe
@@ -23,6 +21,8 @@ from emulated_kernel.kprobes.return_hook.hook import ReturnHandler
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.arch.decoding import is_call, is_return
 
 _RISCV_SRET = 0x10200073

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.config import ARCHITECTURES
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.util.config import ARCHITECTURES
 from tests.sample import share
 from tests.trace.functions.chains import Code, compare
 

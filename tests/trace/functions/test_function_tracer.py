@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.trace.events.kernel import errno_of
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 
 NAME = "trace_printk"
 WORKER = "trace_printk_irq_work"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 
 LINE = re.compile(r" *(\d+)\) +(\d+) +(\d+)   (\w[\w.]*)\+0x([0-9a-f]+)/0x[0-9a-f]+")
 

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import WouldBlock
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.trace.output.function_graph import NAME
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from tests.kprobes.return_hook.test_native import counted_traps
 from tests.ledger import ledger_mismatches

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.trace.output.function_graph import NAME, duration_text
 from emulated_kernel.trace.output.line_formatter import find_mark
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.ledger import ledger_mismatches
 
 HEADER = """\

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler, _Profile
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.ledger import ledger_mismatches
 
 HEADER = """\

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.output.function_graph import header
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 
 NAME = "function_graph"
 JIFFIES_NS = 50_000_000

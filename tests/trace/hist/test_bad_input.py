@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 from tests.sample import fewer
 from tests.trace.events.kernel import Hit
 from tests.trace.trigger.control import TriggerKernel

@@ -11,7 +11,6 @@ import pytest
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.lock import ControlLock
 from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import TraceEvent
@@ -23,6 +22,7 @@ from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControls, RingMe
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+from emulated_kernel.util.control_lock import ControlLock
 
 PROJECT = Path(__file__).resolve().parents[3]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.tracer_options import TracerOptions
+from emulated_kernel.util.errors import KernelError
 
 
 def _options(

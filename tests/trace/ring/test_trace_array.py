@@ -8,9 +8,9 @@ import struct
 import pytest
 
 from emulated_kernel.arch.x86.arch import I386
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType, stack_entry
+from emulated_kernel.util.errors import KernelError
 
 from .conftest import Bench, Symbols, TextEvent, make_bench
 

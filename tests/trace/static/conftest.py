@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.util.config import MachineConfig
 
 Enable = Callable[..., None]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
 from tests.trace.static.conftest import Enable, find, records
 
 _LINE = re.compile(r"\s*.*-(\d+)\s+\[(\d+)\] \S+\s+([\d.]+): (\w+): (.*)")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.format_file import in_short
 from tests.trace.static.conftest import Enable, find, records
 

@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.image.trace_events import event_definitions
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.events.static_event import StaticEvent
+from emulated_kernel.util.errors import KernelError
 from tests.trace.static.conftest import Enable, find, records
 
 FIELD = re.compile(r"\tfield:(.*);\toffset:(\d+);\tsize:(\d+);\tsigned:([01]);")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.hist.system import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand, hist_text
@@ -19,6 +18,7 @@ from emulated_kernel.trace.ring.clock import TraceClock
 from emulated_kernel.trace.synth.events import SyntheticEvents
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.trace.trigger.triggers import EventTriggers
+from emulated_kernel.util.errors import KernelError
 from tests.trace.events.kernel import FUNCTIONS, FakeRecorder, Function, Hit, Kernel, hit_all, make_kernel
 
 CLOCKS = {"local": True, "global": True, "counter": False, "uptime": False, "mono": True}

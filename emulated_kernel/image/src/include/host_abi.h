@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-or-later */
-/* Numbers that the kernel and the host (emulated_kernel/abi.py) share. */
+/* Numbers that the kernel and the host (emulated_kernel/util/abi.py) share. */
 #ifndef _HOST_ABI_H
 #define _HOST_ABI_H
 

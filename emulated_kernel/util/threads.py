@@ -6,7 +6,7 @@ import errno
 import threading
 from collections.abc import Callable
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 
 def start_thread(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.util.errors import KernelError
 
 
 class Limit(Enum):

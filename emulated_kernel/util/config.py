@@ -7,8 +7,8 @@ from dataclasses import field
 from enum import IntEnum
 from pathlib import Path
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.limits import Limits
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limits
 
 DEFAULT_RUN_BUDGET = 1.0
 """Seconds."""

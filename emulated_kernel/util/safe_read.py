@@ -15,8 +15,8 @@ from threading import Event
 from time import monotonic
 from typing import IO, BinaryIO
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.threads import start_thread
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.threads import start_thread
 
 _PART = 1 << 20
 """Bytes read at once: no memory is taken for what isn't there."""

@@ -1,0 +1,1 @@
+"""Code that knows nothing about kernels: safe reading, locks, errors, settings."""
