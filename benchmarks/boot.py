@@ -9,7 +9,7 @@ import time
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 

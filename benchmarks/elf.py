@@ -10,8 +10,8 @@ from typing import Any
 from common import Distribution, arguments, report
 from elftools.elf.elffile import ELFFile
 
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.image import PREBUILT
 
 FILES = ("vmlinux", "modules/ktgt.ko")
 

@@ -16,8 +16,8 @@ from emulated_kernel.host.loads.loads import Workloads
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
-from emulated_kernel.image.image import KernelImage, load_image
-from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.image.builtin_image import KernelImage, load_image
+from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.joints.clock_switch import ClockSwitch
 from emulated_kernel.joints.guest_directories import GuestDirectories
 from emulated_kernel.joints.module_notifier import ModuleNotifier

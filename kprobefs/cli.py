@@ -387,7 +387,7 @@ def _coverage(parsed: argparse.Namespace) -> int:
 def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from emulated_kernel.image.linux.source import kernel_file
+    from emulated_kernel.image.linux.open_image import kernel_file
     from kprobefs.djprobe_analyze import analyze
 
     if (parsed.elf is None) == (parsed.image is None):

@@ -11,10 +11,10 @@ from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.image.image import load_image
+from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
-from emulated_kernel.image.linux.kernel import open_kernel
-from emulated_kernel.image.tables import (
+from emulated_kernel.image.linux.linux_kernel import open_kernel
+from emulated_kernel.image.text_tables import (
     BlacklistEntry,
     ExTableEntry,
     JumpLabel,

@@ -15,7 +15,7 @@ from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.facts import DecodeCache
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
-from emulated_kernel.image.linux.source import open_elf
+from emulated_kernel.image.linux.open_image import open_elf
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.failure import CliError, ExitStatus
 

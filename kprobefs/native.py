@@ -6,7 +6,7 @@ import os
 
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.image.linux.source import kernel_file
+from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.start import ensure_cached, started
 from emulated_kernel.vfs.core.node import Owner

@@ -134,7 +134,7 @@ def runs_linux(options: MountOptions) -> bool:
 def _is_linux(image: Path) -> bool:
     if str(image) == HOST:
         return True
-    from emulated_kernel.image.linux.source import is_linux
+    from emulated_kernel.image.linux.open_image import is_linux
 
     try:
         return is_linux(image)

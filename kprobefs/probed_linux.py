@@ -6,7 +6,7 @@ import os
 
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.image.linux.source import kernel_file
+from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount

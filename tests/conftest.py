@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
-from emulated_kernel.image import image, trace_events
+from emulated_kernel.image import builtin_image, trace_events
 from emulated_kernel.util.control_lock import ControlLock
 from tests import own_thread
 from tests.sample import WHOLE, fewer
@@ -51,12 +51,12 @@ settings.register_profile(
 settings.load_profile("kprobefs")
 
 _T = TypeVar("_T")
-_load = image.load_image
-_PREBUILT: dict[str, image.KernelImage] = {}
+_load = builtin_image.load_image
+_PREBUILT: dict[str, builtin_image.KernelImage] = {}
 """Those that come with us, by architecture. Nothing changes an image."""
 
 
-def load_image(path: Path | str | None = None, arch: str = "x86_64") -> image.KernelImage:
+def load_image(path: Path | str | None = None, arch: str = "x86_64") -> builtin_image.KernelImage:
     """See image.load_image. To read an image is a third of a boot."""
     if path is not None or arch not in _PREBUILT:
         loaded = _load(path, arch)
@@ -64,11 +64,13 @@ def load_image(path: Path | str | None = None, arch: str = "x86_64") -> image.Ke
     return _PREBUILT[arch]
 
 
-def _once(find: Callable[[image.KernelImage], Iterable[_T]]) -> Callable[[image.KernelImage], Iterable[_T]]:
+def _once(
+    find: Callable[[builtin_image.KernelImage], Iterable[_T]],
+) -> Callable[[builtin_image.KernelImage], Iterable[_T]]:
     """`find`, asked once of a prebuilt image. To read the tables of events is a fifth of a boot."""
     found: dict[str, tuple[_T, ...]] = {}
 
-    def find_once(of: image.KernelImage) -> Iterable[_T]:
+    def find_once(of: builtin_image.KernelImage) -> Iterable[_T]:
         prebuilt = _PREBUILT.get(of.arch)
         # Each boot has an image with symbols of its own.
         if prebuilt is None or of.segments is not prebuilt.segments:
@@ -81,7 +83,7 @@ def _once(find: Callable[[image.KernelImage], Iterable[_T]]) -> Callable[[image.
 
 
 # Before anybody imports them: thousands of tests boot a kernel of their own.
-image.load_image = load_image
+builtin_image.load_image = load_image
 for _table in ("event_definitions", "syscall_definitions"):
     setattr(trace_events, _table, _once(getattr(trace_events, _table)))
 

@@ -12,7 +12,7 @@ from emulated_kernel.arch.analysis.region import LiveRegisters, Region
 from emulated_kernel.arch.program.assembly import Assembler
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.verdict import OptimizationPolicy, ProbeChecker
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
 
 

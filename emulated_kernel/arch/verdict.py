@@ -21,7 +21,7 @@ from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, Reject
 from emulated_kernel.arch.analysis.region import LiveRegisters, Region
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _PAD_SAMPLE = 8

@@ -12,9 +12,9 @@ from emulated_kernel.host.readers.memory_info import read_memory
 from emulated_kernel.host.readers.module_list import ModuleReader
 from emulated_kernel.host.readers.task_list import read_cpus, read_tasks
 from emulated_kernel.host.task_stacks import StackScanner
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
-from emulated_kernel.image.modules import Module
+from emulated_kernel.image.live_image import Module
 from emulated_kernel.machine.guest_info import CpuInfo, MemoryInfo, Message, ModuleInfo, TaskInfo
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestPool

@@ -14,7 +14,7 @@ from emulated_kernel.host.builtin_kernel import BUFFER_SIZE
 from emulated_kernel.host.executive.executive import Request
 from emulated_kernel.host.executive.syscalls import check
 from emulated_kernel.host.guest import Guest
-from emulated_kernel.image.image import prebuilt_dependencies
+from emulated_kernel.image.builtin_image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import ModuleOp, ModuleState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _STRING_MAX = 8192

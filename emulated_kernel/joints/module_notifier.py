@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from emulated_kernel.image.modules import LiveImage, Module
+from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols

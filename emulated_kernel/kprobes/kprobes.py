@@ -9,7 +9,7 @@ from itertools import chain
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.kallsyms import Location
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
 from emulated_kernel.kprobes.assembled import AssembledHandlers, HandlerPoint, PerCpuVars

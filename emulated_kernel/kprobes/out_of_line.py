@@ -8,7 +8,7 @@ from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.handlers.slots import InsnSlots

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from itertools import count
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
 from emulated_kernel.linux.init import initramfs

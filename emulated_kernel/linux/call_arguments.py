@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from errno import E2BIG, EINVAL, ENOENT, ENOMEM
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.util.errors import KernelError
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.linux.init import TRACEFS
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.syscalls import LinuxSyscalls

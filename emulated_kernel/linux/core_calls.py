@@ -11,7 +11,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.linux.core_calls import BUFFER_SIZE, VmcoreCalls
 from emulated_kernel.linux.inodes import Inodes, inode_offsets, shown_ino
 from emulated_kernel.machine.memory.guest_memory import GuestMemory

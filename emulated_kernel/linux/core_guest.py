@@ -13,9 +13,9 @@ from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import IO
 
-from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
-from emulated_kernel.image.linux.kept_kernel import CachedKernelTables
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.core_image import ONLINE, VmcoreOffsets, convert, ram_size
 from emulated_kernel.linux.cpu import CpuTables

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from errno import EIO, ENODATA, ENOENT, ENOEXEC
 from typing import IO
 
-from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
-from emulated_kernel.image.linux.kept_kernel import cached_parts
+from emulated_kernel.image.linux.cached_tables import cached_parts
+from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
 from emulated_kernel.image.linux.vmlinux import LoadSegment
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import HOST_SIZE

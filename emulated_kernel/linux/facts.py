@@ -7,7 +7,7 @@ from errno import ENOENT
 from typing import Any
 
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.inodes import inode_offsets
 from emulated_kernel.util.errors import KernelError

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from errno import EFAULT, ENOMEM, ETIMEDOUT
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments
 from emulated_kernel.linux.pc import TSC_KHZ

@@ -7,7 +7,7 @@ from struct import unpack_from
 
 from emulated_kernel.host.address_ranges import AddressRanges
 from emulated_kernel.host.guest_data import readable
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.tasks import THREAD_SIZE

@@ -13,9 +13,9 @@ from typing import Any
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.prepare import JMP32_SIZE
 from emulated_kernel.arch.x86.verdict import label_size
-from emulated_kernel.image.linux.events import KernelEvent
-from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.tables import JumpLabel
+from emulated_kernel.image.linux.kernel_events import KernelEvent
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.text_tables import JumpLabel
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker

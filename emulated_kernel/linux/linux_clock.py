@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from struct import Struct
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.pc import TSC_KHZ, Pc
 from emulated_kernel.machine.clock import GuestClock

@@ -6,13 +6,13 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from emulated_kernel.image import tables
+from emulated_kernel.image import text_tables
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.linux.events import KernelEvent, Structures, kernel_events
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.kernel_events import KernelEvent, Structures, kernel_events
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.image.modules import Module
-from emulated_kernel.image.tables import BlacklistEntry, Range
+from emulated_kernel.image.live_image import Module
+from emulated_kernel.image.text_tables import BlacklistEntry, Range
 from emulated_kernel.linux.running_kernel import RunningMemory
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -101,16 +101,18 @@ class LoadedModules:
             data=data,
             init_data=init_data,
             symbols=symbols,
-            ex_table=tuple(tables.ex_table(*self._table(module, "extable", "num_exentries"))),
+            ex_table=tuple(text_tables.ex_table(*self._table(module, "extable", "num_exentries"))),
             blacklist=tuple(self._blacklist(module, symbols)),
             mcount=frozenset(self._words(module, "ftrace_callsites")),
-            bugs=tables.bugs(*self._table(module, "bug_table", "num_bugs"), self._memory.string),
+            bugs=text_tables.bugs(*self._table(module, "bug_table", "num_bugs"), self._memory.string),
             code=self._bytes(text, init_text),
             contents=self._bytes(*data, *init_data),
-            jump_labels=tuple(tables.jump_labels(*self._table(module, "jump_entries", "num_jump_entries"))),
+            jump_labels=tuple(
+                text_tables.jump_labels(*self._table(module, "jump_entries", "num_jump_entries"))
+            ),
             address=module,
             static_calls=tuple(
-                tables.static_calls(*self._table(module, "static_call_sites", "num_static_call_sites"))
+                text_tables.static_calls(*self._table(module, "static_call_sites", "num_static_call_sites"))
             ),
         )
 
@@ -225,7 +227,7 @@ class LoadedModules:
                 yield BlacklistEntry(address, address + symbol.size, symbol.name)
 
     def _words(self, module: int, name: str) -> tuple[int, ...]:
-        return tables.words(self._table(module, name, f"num_{name}", _WORD)[1])
+        return text_tables.words(self._table(module, name, f"num_{name}", _WORD)[1])
 
     def _table(self, module: int, name: str, count: str, size: int = 0) -> tuple[int, bytes]:
         """Address and contents; nothing where this kernel's modules have no such table."""

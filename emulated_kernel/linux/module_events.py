@@ -7,8 +7,8 @@ from collections import ChainMap
 from dataclasses import replace
 from functools import cache, partial
 
-from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.modules import Module
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.live_image import Module
 from emulated_kernel.linux.kernel_tracepoints import EventBatch, KernelStaticEvent, KernelTracepoints
 from emulated_kernel.linux.loaded_modules import LoadedModules
 from emulated_kernel.machine.probed_machine import ProbedMachine

@@ -10,9 +10,9 @@ from struct import pack
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.modules import Module
-from emulated_kernel.image.tables import JumpLabel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.live_image import Module
+from emulated_kernel.image.text_tables import JumpLabel
 from emulated_kernel.linux.loaded_modules import LoadedModules
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault

@@ -9,16 +9,16 @@ from functools import cached_property
 
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms
-from emulated_kernel.image.linux.events import (
+from emulated_kernel.image.linux.kallsyms_tables import find_symbols
+from emulated_kernel.image.linux.kernel_events import (
     KernelEvent,
     kernel_events,
     kernel_syscalls,
 )
-from emulated_kernel.image.linux.kallsyms_tables import find_symbols
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
-from emulated_kernel.image.tables import BlacklistEntry
+from emulated_kernel.image.text_tables import BlacklistEntry
 from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError

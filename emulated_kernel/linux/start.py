@@ -10,9 +10,9 @@ from copy import copy
 from errno import EIO, ENOEXEC
 from pathlib import Path
 
-from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
-from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
-from emulated_kernel.image.linux.source import kernel_file
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import RAM_SIZE, boot, load
 from emulated_kernel.linux.exception_cells import find_exception_cells

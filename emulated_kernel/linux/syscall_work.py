@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from emulated_kernel.image.linux.btf import Kind
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 _MEMBER = "task_struct.thread_info.syscall_work"

@@ -7,9 +7,9 @@ from functools import cache, partial
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.build_trace import TracedKernel, build_trace
-from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.modules import LiveImage
-from emulated_kernel.image.tables import words
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.image.text_tables import words
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.linux.linux_context import LinuxContext, linux_need_resched

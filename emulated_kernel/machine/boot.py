@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.memory.memory import Memory

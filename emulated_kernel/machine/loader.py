@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import HardwareError

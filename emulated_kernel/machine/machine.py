@@ -8,7 +8,7 @@ from functools import partial
 from time import monotonic, time_ns
 from typing import Self
 
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.machine import boot, loader
 from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.calls import HostCalls, map_stack

@@ -137,7 +137,9 @@ def test_elf_or_image(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_running_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("emulated_kernel.image.linux.source.host_kernel", lambda: tmp_path / "vmlinuz-1.0")
+    monkeypatch.setattr(
+        "emulated_kernel.image.linux.open_image.host_kernel", lambda: tmp_path / "vmlinuz-1.0"
+    )
     (tmp_path / "vmlinuz-1.0").write_bytes(dwarf_file(FUNCTIONS))
     assert output(capsys, "--image", "host", "plain") == "7\n"
 

@@ -11,8 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 
+from emulated_kernel.image.builtin_image import PREBUILT, load_image
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.image import PREBUILT, load_image
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.events.event_pids import PidList
 from emulated_kernel.trace.filter.fields import FilterField, FilterType

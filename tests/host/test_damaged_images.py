@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.image.builtin_image import PREBUILT, load_image
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.image import PREBUILT, load_image
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

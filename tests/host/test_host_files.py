@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.host.readers.guest_log import read_log
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig

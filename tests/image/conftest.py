@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
+from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
 
 from .guest import Guest
 

@@ -11,7 +11,7 @@ from typing import Any
 from unicorn import UC_ARCH_X86, UC_HOOK_INSN_INVALID, UC_HOOK_INTR, UC_MODE_64, Uc
 from unicorn import x86_const as x86
 
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.util.abi import PAGE_SIZE, PARK, HostfsOp, Hypercall, Prot, Vector
 
 RAM_SIZE = 64 << 20

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from emulated_kernel.image.build import SOURCE
+from emulated_kernel.image.build_images import SOURCE
 
 SOURCES = (*(path for path in sorted(SOURCE.glob("lib/*.c")) if path.stem not in ("bug", "iov_iter")),)
 MORE = (SOURCE / "kernel/time/time.c",)

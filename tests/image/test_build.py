@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image import build
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image import build_images
+from emulated_kernel.image.builtin_image import KernelImage
 from tests.sample import share
 
 
 def test_the_manifest_fits_the_image(each_image: KernelImage) -> None:
     image = each_image
-    entry = build.read_manifest()[image.arch]
+    entry = build_images.read_manifest()[image.arch]
     data = image.path.read_bytes()
     assert entry["sha256"] == hashlib.sha256(data).hexdigest()
     assert entry["size"] == len(data)
@@ -29,12 +29,12 @@ def test_no_path_of_the_build_place_is_in_the_image(each_image: KernelImage) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", share(sorted(build.TARGETS), 0, 2))
+@pytest.mark.parametrize("arch", share(sorted(build_images.TARGETS), 0, 2))
 def test_the_sources_give_the_prebuilt_image(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     """i386, a RISC-V and the retpolines take all sources; `scripts/test --image` makes all images."""
-    status = build.main(["--check", "--arch", arch])
+    status = build_images.main(["--check", "--arch", arch])
     message = capsys.readouterr().out.strip()
-    if status == build.EXIT_OTHER_COMPILER:
+    if status == build_images.EXIT_OTHER_COMPILER:
         pytest.skip(message)
     assert (status, message) == (0, f"{arch}: prebuilt image is what the sources give")
 
@@ -42,13 +42,13 @@ def test_the_sources_give_the_prebuilt_image(arch: str, capsys: pytest.CaptureFi
 def test_another_compiler_is_told_apart(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "tool_version", lambda _: "gcc (Elsewhere) 99.1")
-    assert build.main(["--check"]) == build.EXIT_OTHER_COMPILER
-    assert capsys.readouterr().out.count("not checked") == len(build.TARGETS)
+    monkeypatch.setattr(build_images, "tool_version", lambda _: "gcc (Elsewhere) 99.1")
+    assert build_images.main(["--check"]) == build_images.EXIT_OTHER_COMPILER
+    assert capsys.readouterr().out.count("not checked") == len(build_images.TARGETS)
 
 
 def test_a_missing_compiler_has_no_version() -> None:
-    assert build.tool_version("no-such-compiler") == ""
+    assert build_images.tool_version("no-such-compiler") == ""
 
 
 def test_a_changed_image_is_noticed(
@@ -57,12 +57,12 @@ def test_a_changed_image_is_noticed(
     data = vmlinux.read_bytes()
     (tmp_path / "x86_64").mkdir()
     (tmp_path / "x86_64" / "vmlinux").write_bytes(data[:-1] + b"!")
-    manifest = build.read_manifest()
+    manifest = build_images.read_manifest()
     versions = {"gcc": manifest["x86_64"]["compiler"], "ld": manifest["x86_64"]["linker"]}
-    monkeypatch.setattr(build, "PREBUILT", tmp_path)
-    monkeypatch.setattr(build, "tool_version", versions.get)
-    monkeypatch.setattr(build, "build", lambda _: build.Built(data, manifest["x86_64"]))
-    assert build.main(["--check", "--arch", "x86_64"]) == 1
+    monkeypatch.setattr(build_images, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build_images, "tool_version", versions.get)
+    monkeypatch.setattr(build_images, "build", lambda _: build_images.Built(data, manifest["x86_64"]))
+    assert build_images.main(["--check", "--arch", "x86_64"]) == 1
     assert "differ" in capsys.readouterr().out
 
 
@@ -70,8 +70,8 @@ def test_without_the_sources_nothing_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As where the package is installed."""
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "src")
-    assert build.main(["--arch", "x86_64", "--module", str(tmp_path)]) == 1
+    monkeypatch.setattr(build_images, "SOURCE", tmp_path / "src")
+    assert build_images.main(["--arch", "x86_64", "--module", str(tmp_path)]) == 1
     told = capsys.readouterr().err
     assert told == "build: needs a checkout of kprobefs: the sources of its kernel aren't installed\n"
 
@@ -80,6 +80,6 @@ def test_a_warning_is_an_error_and_says_so() -> None:
     script = "echo 'x.c:1: warning: w' >&2; exit $0"
     for status, head in (("0", "sh - (warnings are errors):"), ("1", "sh -:")):
         command = ["sh", "-c", script, status, "-", "-o", "x.o"]
-        with pytest.raises(build.BuildError) as told:
-            build._run(command)
+        with pytest.raises(build_images.BuildError) as told:
+            build_images._run(command)
         assert str(told.value).splitlines() == [head, "x.c:1: warning: w"]

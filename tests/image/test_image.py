@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.image import KernelImage, load_image
 from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.errors import KernelError
 from tests.image.guest import BUGFLAG_WARNING

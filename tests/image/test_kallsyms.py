@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 
 from .guest import USER_BUFFER, Guest

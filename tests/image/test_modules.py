@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from emulated_kernel.image.build import MANIFEST, dependencies
+from emulated_kernel.image.build_images import MANIFEST, dependencies
+from emulated_kernel.image.builtin_image import PREBUILT, KernelImage
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.image import PREBUILT, KernelImage
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.modules import LiveImage, Module
-from emulated_kernel.image.tables import Range
+from emulated_kernel.image.live_image import LiveImage, Module
+from emulated_kernel.image.text_tables import Range
 
 BASE = 0xFFFFFFFFC0000000
 ARCHITECTURES = sorted(path.parent.name for path in PREBUILT.glob("*/modules"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.prototypes import argument_counts, load_argument_counts, to_json
 
 NOTES = """\

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.image.image import load_image
+from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from tests.image import pure_host

@@ -8,7 +8,7 @@ from functools import cache
 import capstone
 import pytest
 
-from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
+from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from iced_x86 import Decoder, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind, Register
 
-from emulated_kernel.image.image import KernelImage, load_image
+from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.cpu.registers import RegisterSet

@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from emulated_kernel.host.mirror.processes import ProcessWatch
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.start import ensure_cached, started, started_with_kernel

@@ -25,9 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
-from emulated_kernel.image.linux.kernel import open_kernel
-from emulated_kernel.image.linux.source import open_elf
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.linux_kernel import open_kernel
+from emulated_kernel.image.linux.open_image import open_elf
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.facts import kernel_offsets
 from emulated_kernel.util.errors import KernelError

@@ -12,7 +12,7 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.x86.insn import decode_all
-from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.linux.engine import LinuxEngine

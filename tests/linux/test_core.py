@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image.linux import core_file
+from emulated_kernel.image.linux import vmcore
 from emulated_kernel.linux import core_files, core_guest, core_image, machine, room, snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
@@ -334,7 +334,7 @@ def test_ftraces_pages_in_a_circle(dumped: Path, mount: VmcoreMount) -> None:
     """All of their records, again and again, would be more than the host's memory."""
     memory, root = mount._guest.machine.memory, mount._guest.root
     with dumped.open("rb") as file:
-        info = core_file.CoreFile(file.fileno()).vmcoreinfo
+        info = vmcore.CoreFile(file.fileno()).vmcoreinfo
     kernel, _ = core_image._kernel_in(memory.ram, info)
     page = memory.read_word(root, lookup(mount, "ftrace_pages_start"))
     at = page + kernel.btf.offset("ftrace_page.next")
@@ -552,7 +552,7 @@ def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -
     """What was made of a dump stays in the cache, and isn't made again to be refused again."""
 
     def refused(*_given: object) -> None:
-        raise core_file.unusable_core("by hand")
+        raise vmcore.unusable_core("by hand")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
     monkeypatch.setattr(core_guest, "VmcoreGuest", refused)

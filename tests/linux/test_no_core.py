@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from emulated_kernel.image.linux import core_file
+from emulated_kernel.image.linux import vmcore
 from emulated_kernel.linux import core_image, room, snapshot
 from emulated_kernel.linux.core_guest import ensure_core_cached
 from emulated_kernel.util.errors import KernelError
@@ -120,7 +120,7 @@ def test_holes_in_front_of_data(tmp_path: Path) -> None:
             if any(block):
                 os.pwrite(file.fileno(), block, at)
     with path.open("rb") as file:
-        core = core_file.CoreFile(file.fileno())
+        core = vmcore.CoreFile(file.fileno())
         (segment,) = core.segments
         assert segment.offset % len(PAGE)
         assert core.vmcoreinfo["SYMBOL(_stext)"] == "ffffffff81000000"
@@ -148,7 +148,7 @@ def test_a_dump_that_changes(change: Callable[[Path], None], why: str, tmp_path:
     path = tmp_path / "core"
     path.write_bytes(dump([(0, b"x" * len(RAM))], INFO))
     with path.open("rb") as file, (tmp_path / "made").open("w+b") as made:
-        core = core_file.CoreFile(file.fileno())
+        core = vmcore.CoreFile(file.fileno())
         change(path)
         with pytest.raises(KernelError, match=why):
             core_image.convert(core, "core", made, is_kept=False)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image.image import PREBUILT
-from emulated_kernel.image.linux.source import open_elf
+from emulated_kernel.image.builtin_image import PREBUILT
+from emulated_kernel.image.linux.open_image import open_elf
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.start import started_with_kernel
 from emulated_kernel.util.config import MachineConfig

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.image.image import load_image
+from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError

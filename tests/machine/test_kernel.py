@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.image.image import load_image
+from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 from emulated_kernel.util.abi import PARK, Hypercall, Vector

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.builtin_image import PREBUILT
 from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, needs_fuse
 from tests.mounted.files import EVENTS, Files, assert_errno
 

@@ -28,10 +28,10 @@ from emulated_kernel.arch.analysis.reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.image.modules import LiveImage, Module
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.live_image import LiveImage, Module
+from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.util.errors import KernelError

@@ -19,8 +19,8 @@ from emulated_kernel.arch.analysis.reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.x86.emulate import X86Emulation
 from emulated_kernel.arch.x86.facts import DecodeCache
-from emulated_kernel.image.build import TARGETS
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.build_images import TARGETS
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes import return_hook
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, profile_named

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
 from emulated_kernel.util.control_lock import ControlLock

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 
 IsInsn = Callable[[Symbol, int], bool]
 """Whether an instruction of the function starts at the address."""

@@ -19,7 +19,7 @@ from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_cod
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
 from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvProbeChecker
 from emulated_kernel.arch.verdict import OptimizationPolicy
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 
 
 class Riscv(Arch):

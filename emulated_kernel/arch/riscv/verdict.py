@@ -40,7 +40,7 @@ from emulated_kernel.arch.riscv.insn import (
     relative_target,
 )
 from emulated_kernel.arch.verdict import AnalyzedFunction, OptimizationPolicy, ProbeChecker
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 
 _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
 

@@ -22,7 +22,7 @@ from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_live
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all
 from emulated_kernel.arch.x86.verdict import STRATEGIES, X86ProbeChecker
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 
 
 def _registers(frame: RegsFrame, arguments: str) -> Registers:

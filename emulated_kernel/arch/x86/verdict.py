@@ -17,7 +17,7 @@ from emulated_kernel.arch.x86.facts import DecodeCache
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, JMP32_SIZE
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 
 
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:

@@ -6,10 +6,10 @@ import struct
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from emulated_kernel.image import tables
+from emulated_kernel.image import text_tables
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
-from emulated_kernel.image.modules import Module
-from emulated_kernel.image.tables import BlacklistEntry, Range
+from emulated_kernel.image.live_image import Module
+from emulated_kernel.image.text_tables import BlacklistEntry, Range
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.loader import page_up
 from emulated_kernel.machine.memory.memory import Memory
@@ -64,10 +64,10 @@ class ModuleReader:
             data=(parts[DATA],),
             init_data=(parts[INIT_DATA],),
             symbols=symbols,
-            ex_table=tuple(tables.ex_table(*self._table(module, "extable", 8, "exentries"), "<ii")),
+            ex_table=tuple(text_tables.ex_table(*self._table(module, "extable", 8, "exentries"), "<ii")),
             blacklist=tuple(self._blacklist(module, symbols)),
             mcount=frozenset(self._words(module, "ftrace_callsites")),
-            bugs=tables.bugs(*self._table(module, "bug_table", 12, "bugs"), self._string),
+            bugs=text_tables.bugs(*self._table(module, "bug_table", 12, "bugs"), self._string),
             code=self._bytes(parts[TEXT], parts[INIT_TEXT]),
             contents=self._bytes(parts[DATA], parts[INIT_DATA]),
         )
@@ -113,7 +113,7 @@ class ModuleReader:
             if part is not None and name and not name.startswith(".L"):
                 found.append((name, address, letter, part.end))
         _, pairs = self._table(module, "syms", 2 * self._word_size)
-        exported = set(tables.words(pairs, self._word_size)[::2])
+        exported = set(text_tables.words(pairs, self._word_size)[::2])
         following = dict(pairwise(sorted({address for _, address, _, _ in found})))
         for name, address, letter, end in found:
             shown = letter.upper() if address in exported else letter.lower()
@@ -143,7 +143,7 @@ class ModuleReader:
                     yield BlacklistEntry(address, address + symbol.size, symbol.name)
 
     def _words(self, module: int, name: str) -> tuple[int, ...]:
-        return tables.words(self._table(module, name, self._word_size)[1], self._word_size)
+        return text_tables.words(self._table(module, name, self._word_size)[1], self._word_size)
 
     def _table(self, module: int, name: str, entry: int, counted: str | None = None) -> tuple[int, bytes]:
         """Address and contents of one with entries of so many bytes; nothing where there is none."""

@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.machine.memory.memory import Memory

@@ -14,7 +14,7 @@ from random import Random
 from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FunctionFrames, find_frames
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART, HookSets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.text.text import Text

@@ -10,7 +10,7 @@ from typing import Any
 
 from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.verdict import ProbeChecker
-from emulated_kernel.image.tables import ProbedTables
+from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.ftrace import FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY

@@ -16,7 +16,7 @@ from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, RiscvOpcode, decode_all
 from emulated_kernel.arch.riscv.verdict import RiscvProbeChecker
-from emulated_kernel.image.image import load_image
+from emulated_kernel.image.builtin_image import load_image
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 from tests.sample import WHOLE, fewer
 

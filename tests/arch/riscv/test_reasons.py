@@ -12,7 +12,7 @@ from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.assemble import LONG_JUMP_SIZE
 from emulated_kernel.arch.riscv.insn import Handling
 from emulated_kernel.arch.riscv.verdict import copied_length
-from emulated_kernel.image.image import load_image
+from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Symbol
 from tests.arch.riscv.test_verdict import analysis
 

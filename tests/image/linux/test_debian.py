@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
-from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from tests.image.linux.debian import META_PACKAGES, package
 from tests.sample import share
 

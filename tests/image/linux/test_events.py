@@ -7,9 +7,9 @@ import struct
 
 import pytest
 
-from emulated_kernel.image.linux import events
-from emulated_kernel.image.linux.events import with_values
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux import kernel_events
+from emulated_kernel.image.linux.kernel_events import with_values
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 from emulated_kernel.image.trace_events import FieldDefinition
 from emulated_kernel.util.errors import KernelError
@@ -113,11 +113,11 @@ def test_events_have_names_fields_and_formats_with_values() -> None:
 
 def test_texts_that_are_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """All events and fields of a damaged kernel may be the same long text."""
-    monkeypatch.setattr(events, "_MOST_TEXT", 40)
+    monkeypatch.setattr(kernel_events, "_MOST_TEXT", 40)
     with pytest.raises(KernelError, match="texts without end"):
         _ = kernel().events
     assert len(kernel().syscalls) == 2
-    monkeypatch.setattr(events, "_MOST_TEXT", 3)
+    monkeypatch.setattr(kernel_events, "_MOST_TEXT", 3)
     with pytest.raises(KernelError, match="texts without end"):
         _ = kernel().syscalls
 

@@ -8,8 +8,8 @@ from errno import ENODATA, ENOEXEC
 
 import pytest
 
-from emulated_kernel.image.linux.kept_kernel import CachedKernelTables, cached_parts
-from emulated_kernel.image.linux.kernel import LinuxKernel, ReturnThunks
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 from emulated_kernel.util.errors import KernelError
 from tests.image.guest import BUGFLAG_WARNING

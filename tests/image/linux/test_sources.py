@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.image.linux import source
-from emulated_kernel.image.linux.kernel import open_kernel
+from emulated_kernel.image.linux import open_image
+from emulated_kernel.image.linux.linux_kernel import open_kernel
 from emulated_kernel.util.errors import KernelError
 from tests.image.linux import made
 from tests.sample import fewer
@@ -84,7 +84,7 @@ def test_package_with_a_vmlinux(tmp_path: Path) -> None:
 def test_host_is_the_running_kernel_s_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "vmlinuz"
     file.write_bytes(VMLINUZ)
-    monkeypatch.setattr(source, "host_kernel", lambda: file)
+    monkeypatch.setattr(open_image, "host_kernel", lambda: file)
     assert len(open_kernel("host").kallsyms.symbols) == SYMBOLS
 
 

@@ -10,8 +10,8 @@ from iced_x86 import Decoder, FlowControl
 
 from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.image.image import KernelImage, prebuilt_dependencies
-from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.image.builtin_image import KernelImage, prebuilt_dependencies
+from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.profile import PROFILES

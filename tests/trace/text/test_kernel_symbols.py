@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emulated_kernel.image.kallsyms import Location
-from emulated_kernel.image.modules import LiveKallsyms
+from emulated_kernel.image.live_image import LiveKallsyms
 from emulated_kernel.kernel import Kernel
 
 

@@ -9,22 +9,29 @@ from errno import ENODATA
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from emulated_kernel.image import tables
+from emulated_kernel.image import text_tables
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.events import (
+from emulated_kernel.image.linux.kallsyms_tables import find_symbols
+from emulated_kernel.image.linux.kernel_events import (
     KernelEvent,
     Structures,
     kernel_events,
     kernel_syscalls,
     syscall_numbers,
 )
-from emulated_kernel.image.linux.kallsyms_tables import find_symbols
-from emulated_kernel.image.linux.source import open_vmlinux
+from emulated_kernel.image.linux.open_image import open_vmlinux
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
-from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
+from emulated_kernel.image.text_tables import (
+    BlacklistEntry,
+    BugEntry,
+    ExTableEntry,
+    JumpLabel,
+    Range,
+    StaticCall,
+)
 from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.util.errors import KernelError
 
@@ -103,32 +110,32 @@ class LinuxKernel:
     @cached_property
     def ex_table(self) -> tuple[ExTableEntry, ...]:
         """Instructions that may fault, by address."""
-        return tuple(sorted(tables.ex_table(*self._table(_EX_TABLE))))
+        return tuple(sorted(text_tables.ex_table(*self._table(_EX_TABLE))))
 
     @cached_property
     def mcount(self) -> AddressSet:
         """ftrace's sites: five bytes each at a function's beginning. Linux: linkers pad them with zeros."""
-        return AddressSet(filter(None, tables.words(self._table(_MCOUNT)[1])))
+        return AddressSet(filter(None, text_tables.words(self._table(_MCOUNT)[1])))
 
     @cached_property
     def jump_labels(self) -> tuple[JumpLabel, ...]:
         """By address."""
-        return tuple(sorted(tables.jump_labels(*self._table(_JUMP_LABELS))))
+        return tuple(sorted(text_tables.jump_labels(*self._table(_JUMP_LABELS))))
 
     @cached_property
     def static_calls(self) -> tuple[StaticCall, ...]:
         """By address."""
-        return tuple(sorted(tables.static_calls(*self._table(_STATIC_CALLS))))
+        return tuple(sorted(text_tables.static_calls(*self._table(_STATIC_CALLS))))
 
     @cached_property
     def bugs(self) -> dict[int, BugEntry]:
         """By the address of the ud2."""
-        return tables.bugs(*self._table(_BUGS), self.vmlinux.string)
+        return text_tables.bugs(*self._table(_BUGS), self.vmlinux.string)
 
     @cached_property
     def return_sites(self) -> AddressSet:
         """The jumps to the return thunk, which boot turns into plain returns where the CPU needs no thunk."""
-        return AddressSet(tables.return_sites(*self._table(_RETURN_SITES)))
+        return AddressSet(text_tables.return_sites(*self._table(_RETURN_SITES)))
 
     @property
     def returns(self) -> tuple[ReturnThunks, ...]:
@@ -144,8 +151,12 @@ class LinuxKernel:
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:
         """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)"""
-        areas = (self.between(f"__{area}_text_start", f"__{area}_text_end") for area in tables.BLACKLISTED)
-        return tuple(tables.blacklist(self.kallsyms, tables.words(self._table(_BLACKLIST)[1]), areas))
+        areas = (
+            self.between(f"__{area}_text_start", f"__{area}_text_end") for area in text_tables.BLACKLISTED
+        )
+        return tuple(
+            text_tables.blacklist(self.kallsyms, text_tables.words(self._table(_BLACKLIST)[1]), areas)
+        )
 
     def release_pages(self) -> None:
         """What is mapped of a file needn't be until it is read again. It has none here."""
@@ -153,7 +164,7 @@ class LinuxKernel:
     def forbid(self, functions: Iterable[str]) -> None:
         """Put functions on the blacklist, if they are there."""
         places = filter(None, map(self.kallsyms.lookup_name, functions))
-        entries = (*self.blacklist, *tables.blacklist(self.kallsyms, places, ()))
+        entries = (*self.blacklist, *text_tables.blacklist(self.kallsyms, places, ()))
         self.blacklist = tuple(dict.fromkeys(entries))
 
     def between(self, start: str, end: str) -> Range:
@@ -200,10 +211,10 @@ class LinuxKernel:
         text = bytearray(self.read(self.text.start, self.text.end - self.text.start))
         for site in self.return_sites:
             at = site - self.text.start
-            if 0 <= at <= len(text) - tables.RETURN_SIZE and not returns.has_thunk(site):
-                patched = tables.plain_return(bytes(text[at : at + tables.RETURN_SIZE]))
+            if 0 <= at <= len(text) - text_tables.RETURN_SIZE and not returns.has_thunk(site):
+                patched = text_tables.plain_return(bytes(text[at : at + text_tables.RETURN_SIZE]))
                 if patched:
-                    text[at : at + tables.RETURN_SIZE] = patched
+                    text[at : at + text_tables.RETURN_SIZE] = patched
         return bytes(text)
 
     def booted(self, returns: ReturnThunks) -> Self:
@@ -250,14 +261,14 @@ class LinuxKernel:
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
         """Its trace events, those of system calls too. Raises: KernelError ENODATA (no BTF)."""
-        calls, maps = (tables.words(self._table(place)[1]) for place in (_EVENTS, _EVAL_MAPS))
+        calls, maps = (text_tables.words(self._table(place)[1]) for place in (_EVENTS, _EVAL_MAPS))
         return tuple(kernel_events(self._structures, calls, maps))
 
     @cached_property
     def syscalls(self) -> tuple[SyscallDefinition, ...]:
         """Its system calls, with the types and names of their parameters. Raises: KernelError ENODATA."""
         numbers = self._syscall_numbers(self._address("sys_call_table"))
-        return tuple(kernel_syscalls(self._structures, tables.words(self._table(_SYSCALLS)[1]), numbers))
+        return tuple(kernel_syscalls(self._structures, text_tables.words(self._table(_SYSCALLS)[1]), numbers))
 
     def _syscall_numbers(self, table: int) -> dict[str, int]:
         names: dict[int, list[str]] = {}

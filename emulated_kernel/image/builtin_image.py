@@ -13,11 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from emulated_kernel.image import tables
+from emulated_kernel.image import text_tables
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
-from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
+from emulated_kernel.image.text_tables import (
+    BlacklistEntry,
+    BugEntry,
+    ExTableEntry,
+    JumpLabel,
+    Range,
+    StaticCall,
+)
 from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.config import ARCHITECTURES, IMAGE_LIMIT
 from emulated_kernel.util.errors import KernelError
@@ -177,14 +184,14 @@ class _Loader:
             segments=self._segments,
             kallsyms=self._kallsyms,
             text_ranges=(self._range("_stext", "_etext"),),
-            ex_table=tuple(sorted(tables.ex_table(*table("__ex_table"), "<ii" if abi else "<iii"))),
+            ex_table=tuple(sorted(text_tables.ex_table(*table("__ex_table"), "<ii" if abi else "<iii"))),
             blacklist=tuple(self._blacklist()),
-            mcount=frozenset(tables.words(table("mcount_loc")[1], word)),
-            bugs=tables.bugs(*table("__bug_table"), self._bytes.string),
+            mcount=frozenset(text_tables.words(table("mcount_loc")[1], word)),
+            bugs=text_tables.bugs(*table("__bug_table"), self._bytes.string),
             jump_labels=tuple(
-                sorted(tables.jump_labels(*table("__jump_table"), "<iiq" if word == 8 else "<iii"))
+                sorted(text_tables.jump_labels(*table("__jump_table"), "<iiq" if word == 8 else "<iii"))
             ),
-            static_calls=tuple(sorted(tables.static_calls(*table("static_call_sites")))),
+            static_calls=tuple(sorted(text_tables.static_calls(*table("static_call_sites")))),
             abi=abi,
             version=self._banner(),
             bits=self._elf.bits,
@@ -223,11 +230,11 @@ class _Loader:
     def _blacklist(self) -> Iterator[BlacklistEntry]:
         _, listed = self._table("kprobe_blacklist")
         lookup, areas = self._kallsyms.lookup_name, []
-        for area in tables.BLACKLISTED:
+        for area in text_tables.BLACKLISTED:
             start, end = lookup(f"__{area}_text_start"), lookup(f"__{area}_text_end")
             if start is not None and end is not None:
                 areas.append(Range(start, end))
-        return tables.blacklist(self._kallsyms, tables.words(listed, self._elf.bits // 8), areas)
+        return text_tables.blacklist(self._kallsyms, text_tables.words(listed, self._elf.bits // 8), areas)
 
     def _abi(self) -> dict[str, int]:
         address = self._kallsyms.lookup_name("__guest_abi")

@@ -1,6 +1,6 @@
 """Builds the kernel images from src/: compile, link with the image's own symbol table, manifest.
 
-`python -m emulated_kernel.image.build` writes prebuilt/, `--check` compares with it byte for byte;
+`python -m emulated_kernel.image.build_images` writes prebuilt/, `--check` compares with it byte for byte;
 `--output` writes an image elsewhere, `--module` builds a module of one's own.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from emulated_kernel.image import prototypes
+from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.elf import SHN_UNDEF, STB_WEAK, ElfFile
-from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -158,7 +158,7 @@ class BuildError(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit status: 0, 1 for a difference or error, 77 for another compiler."""
-    parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.build", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.build_images", description=__doc__)
     parser.add_argument("--check", action="store_true", help="rebuild and compare with prebuilt/")
     parser.add_argument("--arch", choices=sorted(TARGETS), action="append", help="default: all")
     parser.add_argument(

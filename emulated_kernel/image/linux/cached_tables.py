@@ -15,10 +15,10 @@ from itertools import starmap
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.events import KernelEvent
-from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.kernel_events import KernelEvent
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
-from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
+from emulated_kernel.image.text_tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 from emulated_kernel.util.errors import KernelError
 

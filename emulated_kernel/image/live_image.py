@@ -10,7 +10,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
-from emulated_kernel.image.tables import (
+from emulated_kernel.image.text_tables import (
     BlacklistEntry,
     BugEntry,
     ExTableEntry,
