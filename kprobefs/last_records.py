@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import BinaryIO
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.machine.memory.kept import PersistentLayout
+from emulated_kernel.machine.memory.persistent import PersistentLayout
 from emulated_kernel.trace.array.past import PreviousBootNames, PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.buffer import RingBuffer

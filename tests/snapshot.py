@@ -8,7 +8,7 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
 
-from emulated_kernel.machine import boot, loader
+from emulated_kernel.machine import boot_params, loader
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
@@ -151,7 +151,7 @@ def image_data(machine: Machine) -> list[tuple[int, int]]:
 
     What it reserves for handlers' cells is left out: those count what the host knows of.
     """
-    reserved = boot.per_cpu_address(machine.image, "reserved")
+    reserved = boot_params.per_cpu_address(machine.image, "reserved")
     return [
         (va, loader.page_up(size))
         for va, _, size, rights in machine.image.segments

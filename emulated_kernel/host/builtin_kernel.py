@@ -19,7 +19,7 @@ from emulated_kernel.machine.guest_info import CpuInfo, MemoryInfo, Message, Mod
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
-from emulated_kernel.machine.standing_tasks import TaskStacks
+from emulated_kernel.machine.task_stacks import TaskStacks
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.errors import KernelError
 

@@ -16,7 +16,7 @@ from emulated_kernel.host.mirror.mirror import INIT_PID, ProcessTracker
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
-from emulated_kernel.machine.calls import MAX_ARGUMENTS
+from emulated_kernel.machine.guest_calls import MAX_ARGUMENTS
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.util.control_lock import ControlLock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.machine.clock import MachineClock
+from emulated_kernel.machine.guest_clock import MachineClock
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.util.control_lock import ControlLock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 
-from emulated_kernel.machine.standing_tasks import TaskStacks
+from emulated_kernel.machine.task_stacks import TaskStacks
 
 Span = tuple[int, int]
 """Addresses [start, end)."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from emulated_kernel.linux.memory import LinuxMemory
 from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
 
 KERNEL_CS, KERNEL_DS = 0x10, 0x18

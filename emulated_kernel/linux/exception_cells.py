@@ -10,10 +10,10 @@ from emulated_kernel.linux.cpu import CPU_MODEL, LinuxCpu
 from emulated_kernel.linux.memory import LinuxMemory
 from emulated_kernel.machine.cpu.registers import fast_regs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
-from emulated_kernel.machine.engine import HOOK_INTR, INTR_CALLBACK, Engine
 from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
-from emulated_kernel.machine.quirks.bench import find_cpu_state
+from emulated_kernel.machine.quirks.harness import find_cpu_state
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Engine
 from emulated_kernel.util.abi import Vector
 
 RAM = 4 << 20

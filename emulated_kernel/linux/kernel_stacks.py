@@ -12,7 +12,7 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.tasks import THREAD_SIZE
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.machine.standing_tasks import TaskStacks
+from emulated_kernel.machine.task_stacks import TaskStacks
 
 _MEMBERS = (
     "task_struct.tasks", "task_struct.stack", "task_struct.thread.sp", "task_struct.signal",

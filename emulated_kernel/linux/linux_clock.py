@@ -9,7 +9,7 @@ from struct import Struct
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.pc import TSC_KHZ, Pc
-from emulated_kernel.machine.clock import GuestClock
+from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")

@@ -13,11 +13,14 @@ from emulated_kernel.linux.exception_cells import cpu_state
 from emulated_kernel.linux.init import STUB
 from emulated_kernel.linux.memory import LinuxMemory
 from emulated_kernel.linux.pc import Pc
-from emulated_kernel.machine.budget import HandlerTime, Watchdog
 from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import Regs, fast_regs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
-from emulated_kernel.machine.engine import (
+from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
+from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import (
     CODE_CALLBACK,
     HOOK_BLOCK,
     HOOK_CODE,
@@ -27,9 +30,6 @@ from emulated_kernel.machine.engine import (
     OUT_CALLBACK,
     Engine,
 )
-from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
-from emulated_kernel.machine.interrupts.hooks import TrapHooks
-from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 
 _IN, _OUT, _SYSCALL, _RDTSC, _RDTSCP = 218, 500, 699, 608, 609
 """The library's numbers of these instructions (x86.h)."""

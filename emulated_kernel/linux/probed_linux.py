@@ -14,11 +14,11 @@ from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import THUNK_SIZE
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
-from emulated_kernel.machine.engine import CodeCache, Engine
-from emulated_kernel.machine.layout import TEXT_SPACE_SIZE, MemoryLayout
 from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
+from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE, MemoryLayout
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import Text
+from emulated_kernel.machine.unicorn_engine import CodeCache, Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _RECORDS_SIZE = 32 << 20

@@ -32,8 +32,8 @@ from emulated_kernel.linux.read_files import (
     notes,
     remember,
 )
-from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.unicorn_engine import library_release
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import identity, open_regular, replace_file

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emulated_kernel.image.builtin_image import KernelImage
-from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory_layout import MemoryLayout
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 

@@ -9,27 +9,27 @@ from time import monotonic, time_ns
 from typing import Self
 
 from emulated_kernel.image.builtin_image import KernelImage
-from emulated_kernel.machine import boot, loader
-from emulated_kernel.machine.budget import HandlerTime
-from emulated_kernel.machine.calls import HostCalls, map_stack
-from emulated_kernel.machine.clock import MachineClock, compare_loops
+from emulated_kernel.machine import boot_params, loader
 from emulated_kernel.machine.cpu.registers import Regs, api_regs, fast_regs
 from emulated_kernel.machine.cpu.vcpu import VCpu
-from emulated_kernel.machine.cpus import cpu_parts
-from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.cpu_parts import cpu_parts
+from emulated_kernel.machine.guest_calls import HostCalls, map_stack
+from emulated_kernel.machine.guest_clock import MachineClock, compare_loops
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
-from emulated_kernel.machine.layout import USER_BUFFERS_SIZE
 from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.record_memory import RecordMemory, extra_size
+from emulated_kernel.machine.memory_layout import USER_BUFFERS_SIZE
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.quantum import Quantum
-from emulated_kernel.machine.quirks import bench as quirks
+from emulated_kernel.machine.quirks import harness as quirks
+from emulated_kernel.machine.run_watchdog import HandlerTime
 from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.text.module_space import ModuleSpace
 from emulated_kernel.machine.text.stale_fetch import StaleFetch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Hypercall, Prot
 from emulated_kernel.util.config import MachineConfig
 
@@ -88,7 +88,7 @@ class Machine(ProbedMachine):
         page = self.memory.host_pages.alloc(PAGE_SIZE)
         self.memory.ram[page : page + PAGE_SIZE] = self.model.halt * (PAGE_SIZE // len(self.model.halt))
         self.memory.map(self._pad, page, PAGE_SIZE, Prot.READ | Prot.EXEC)
-        self.model.power_on(self._engine, self.memory, boot.per_cpu_base(self.image))
+        self.model.power_on(self._engine, self.memory, boot_params.per_cpu_base(self.image))
         self._stack = map_stack(self.memory, self.model, 0)
 
     def _build_cpu(self) -> None:
@@ -126,7 +126,7 @@ class Machine(ProbedMachine):
         )
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
-        handler, cr2_cell = lookup("asm_host_interrupt"), boot.per_cpu_address(image, "host_cr2")
+        handler, cr2_cell = lookup("asm_host_interrupt"), boot_params.per_cpu_address(image, "host_cr2")
         self._delivery = self._parts.delivery(self.hooks, memory, handler, cr2_cell)
         self.hooks.dispatch = self._deliver_or_stop
         self._runner = Runner(self.hooks, memory, self.clock, self._stop_run, self.config.run_budget)
@@ -146,15 +146,17 @@ class Machine(ProbedMachine):
         """The last run ended in the middle: the next one is no beginning."""
         self.boot_ns = time_ns() if self.config.clock == "real" else 0
         """What the guest takes for the wall time of its boot, in nanoseconds since the epoch."""
-        params = boot.write_boot_params(self.memory, self.model, self.config, self._free_ram, self.boot_ns)
-        boot.enter(self.regs, self.model, self.image, params, self._stack)
+        params = boot_params.write_boot_params(
+            self.memory, self.model, self.config, self._free_ram, self.boot_ns
+        )
+        boot_params.enter(self.regs, self.model, self.image, params, self._stack)
         until = monotonic() + _BOOT_LIMIT
         trap = self.run()
         while trap.kind is TrapKind.BUDGET and monotonic() < until:
             trap = self.run()
         if trap.number != Hypercall.BOOTED:
             raise GuestFault(trap, self._panic_message(trap))
-        self.per_cpu_bases = boot.per_cpu_bases(self.memory, self.image, self.config.cpus)
+        self.per_cpu_bases = boot_params.per_cpu_bases(self.memory, self.image, self.config.cpus)
         if self.config.stale_fetch:
             self._stale = StaleFetch(
                 self.text, self.model.breakpoints, self.model.fetch_unit, self.config.seed

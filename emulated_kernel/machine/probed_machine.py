@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.interrupts.hooks import Breakpoints, TrapHooks
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.record_memory import RecordMemory

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE, Engine
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 
 _FEWEST = 1
 """Instructions; the first one of a run takes the host's answer, which an interrupt before it would lose."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from emulated_kernel.machine.budget import Watchdog
-from emulated_kernel.machine.clock import MachineClock
 from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.guest_clock import MachineClock
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.run_watchdog import Watchdog
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from emulated_kernel.machine.calls import map_stack
 from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.machine.guest_calls import map_stack
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 from tests.snapshot import DataSnapshot, data_snapshot, image_data

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from keystone import KS_ARCH_X86, KS_MODE_64, Ks
 
-from emulated_kernel.machine.cpus import cpu_parts
+from emulated_kernel.machine.cpu_parts import cpu_parts
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.config import MachineConfig

@@ -8,10 +8,10 @@ import pytest
 
 from emulated_kernel.machine.cpu.registers import FastRegs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.quirks.bench import find_cpu_state
+from emulated_kernel.machine.quirks.harness import find_cpu_state
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, TrapKind
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Hypercall
 from emulated_kernel.util.config import MachineConfig
 from tests.machine.guests import CODE, DATA, LAYOUT, FakeImage, asm, boot
@@ -117,6 +117,6 @@ def test_per_cpu_contexts() -> None:
 
 
 def test_missing_library_is_a_hardware_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emulated_kernel.machine.engine._library_path", lambda: "no-such-library.so")
+    monkeypatch.setattr("emulated_kernel.machine.unicorn_engine._library_path", lambda: "no-such-library.so")
     with pytest.raises(HardwareError, match="no unicorn library"):
         boot()

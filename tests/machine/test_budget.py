@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.machine.budget import HandlerTime, Watchdog
+from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.util.errors import KernelError
 from tests.machine.guests import CODE, boot

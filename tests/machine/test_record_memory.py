@@ -15,7 +15,7 @@ import pytest
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory import record_memory
-from emulated_kernel.machine.memory.kept import map_over
+from emulated_kernel.machine.memory.persistent import map_over
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import Prot
 

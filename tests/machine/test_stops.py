@@ -14,9 +14,9 @@ import pytest
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE
-from emulated_kernel.machine.quirks.bench import CODE_OFFSET
+from emulated_kernel.machine.quirks.harness import CODE_OFFSET
 from emulated_kernel.machine.traps.trap import TrapKind
+from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client

@@ -14,9 +14,9 @@ import pytest
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.engine import HOOK_CODE
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import HOOK_CODE
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.conftest import BREAKPOINTS

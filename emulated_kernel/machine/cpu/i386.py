@@ -6,10 +6,10 @@ import struct
 from types import MappingProxyType
 
 from emulated_kernel.machine.cpu import x86 as cpu_x86
-from emulated_kernel.machine.engine import ARCH_X86, MODE_32, Engine
-from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import PaePageTables
+from emulated_kernel.machine.memory_layout import MemoryLayout
+from emulated_kernel.machine.unicorn_engine import ARCH_X86, MODE_32, Engine
 
 KERNEL_CS, KERNEL_DS, USER_DS, PER_CPU = 0x60, 0x68, 0x7B, 0xD8
 _GDT_ENTRIES = 32

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import PageTables
+from emulated_kernel.machine.memory_layout import MemoryLayout
 from emulated_kernel.machine.traps.trap import Trap
+from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class CpuModel(ABC):

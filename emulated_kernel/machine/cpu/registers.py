@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.register_sets import RegisterSet
-from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.unicorn_engine import Engine
 
 __all__ = ["STATE_SLOT", "RegisterSet", "Regs", "api_regs", "fast_regs"]
 

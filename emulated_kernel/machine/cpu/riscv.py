@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.engine import ARCH_RISCV, MODE_RISCV64, Engine
-from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import Sv39PageTables
+from emulated_kernel.machine.memory_layout import MemoryLayout
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import ARCH_RISCV, MODE_RISCV64, Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 SSTATUS, STVEC, SEPC, SCAUSE, STVAL, SATP = 133, 137, 140, 141, 142, 146

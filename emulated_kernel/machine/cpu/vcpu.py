@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class VCpu:

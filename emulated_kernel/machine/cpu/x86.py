@@ -8,9 +8,9 @@ from typing import Any
 
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.register_sets import RegisterSet
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 EFLAGS, CS, SS, DS, ES, FS, GS = 25, 11, 49, 17, 28, 32, 33

@@ -6,11 +6,11 @@ import struct
 from types import MappingProxyType
 
 from emulated_kernel.machine.cpu import x86 as cpu_x86
-from emulated_kernel.machine.engine import ARCH_X86, MODE_64, Engine
-from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import X86PageTables
+from emulated_kernel.machine.memory_layout import MemoryLayout
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import ARCH_X86, MODE_64, Engine
 from emulated_kernel.util.abi import Vector
 
 KERNEL_CS, KERNEL_DS = 0x10, 0x18

@@ -6,7 +6,7 @@ import ctypes
 from typing import Protocol
 
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.unicorn_engine import Engine
 
 NONE_IN_FLIGHT = -1
 

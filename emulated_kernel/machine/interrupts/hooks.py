@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.engine import (
+from emulated_kernel.machine.interrupts.exceptions import ExceptionState
+from emulated_kernel.machine.run_watchdog import HandlerTime
+from emulated_kernel.machine.traps.trap import Trap
+from emulated_kernel.machine.unicorn_engine import (
     HOOK_INSN_INVALID,
     HOOK_INTR,
     INSN_INVALID_CALLBACK,
     INTR_CALLBACK,
     Engine,
 )
-from emulated_kernel.machine.interrupts.exceptions import ExceptionState
-from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.util.abi import Vector
 
 Breakpoints = dict[int, Callable[[Regs], object]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.cpu.riscv import (
@@ -20,10 +19,11 @@ from emulated_kernel.machine.cpu.riscv import (
     STVEC,
     fault,
 )
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.run_watchdog import HandlerTime
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
 
 _FRAME_SIZE = 36 * 8

@@ -9,10 +9,10 @@ from contextlib import suppress
 from functools import cached_property
 from typing import BinaryIO
 
-from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.machine.memory.kept import PersistentLayout, map_over, put_into
+from emulated_kernel.machine.memory.persistent import PersistentLayout, map_over, put_into
 from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.memory_layout import MemoryLayout
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 

@@ -20,10 +20,9 @@ from emulated_kernel.machine.cpu.riscv import (
     SR_SPP,
     STVAL,
 )
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.interrupts.riscv import RiscvTrapHooks
-from emulated_kernel.machine.quirks.bench import (
+from emulated_kernel.machine.quirks.harness import (
     HANDLE_SIZE,
     Bench,
     SelfTest,
@@ -38,6 +37,7 @@ from emulated_kernel.machine.quirks.bench import (
 )
 from emulated_kernel.machine.quirks.stops import stop_between_blocks
 from emulated_kernel.machine.traps.trap import HardwareError, Trap
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
 
 _LOAD = bytes.fromhex("03350500")  # ld a0, 0(a0)

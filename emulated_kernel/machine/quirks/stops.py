@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 
-from emulated_kernel.machine.engine import TRANSLATED, Engine
-from emulated_kernel.machine.quirks.bench import Bench, SelfTest, found, own_memory
+from emulated_kernel.machine.quirks.harness import Bench, SelfTest, found, own_memory
+from emulated_kernel.machine.unicorn_engine import TRANSLATED, Engine
 
 _HANDLE_SIZE = 32 << 10
 _NESTED_RUNS = 64

@@ -13,7 +13,7 @@ from emulated_kernel.machine.interrupts.exceptions import (
     ExceptionState,
     LiveExceptionState,
 )
-from emulated_kernel.machine.quirks.bench import (
+from emulated_kernel.machine.quirks.harness import (
     Bench,
     SelfTest,
     check_changed_code_runs,

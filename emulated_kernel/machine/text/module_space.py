@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.layout import MODULE_SPACE_SIZE
 from emulated_kernel.machine.loader import page_up
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.memory_layout import MODULE_SPACE_SIZE
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.engine import CodeCache
-from emulated_kernel.machine.layout import TEXT_SPACE_SIZE
 from emulated_kernel.machine.memory.guest_memory import GuestMemory, GuestPool
+from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.machine.unicorn_engine import CodeCache
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _FLUSH_FROM = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from emulated_kernel.machine.clock import GuestClock
+from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError

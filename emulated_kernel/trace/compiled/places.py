@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from emulated_kernel.machine.clock import GuestClock
+from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.trace.fetch.types import MAX_STRING_SIZE
 from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass

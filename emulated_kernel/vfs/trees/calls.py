@@ -6,7 +6,7 @@ import errno
 import shlex
 from collections.abc import Callable
 
-from emulated_kernel.machine.calls import MAX_ARGUMENTS
+from emulated_kernel.machine.guest_calls import MAX_ARGUMENTS
 from emulated_kernel.util.errors import KernelError
 
 

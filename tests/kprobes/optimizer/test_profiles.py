@@ -12,7 +12,7 @@ import pytest
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Stepper, profile_named
-from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from tests.kprobes.blacklist import is_blacklisted

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import STATE_SLOT
-from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import HardwareError, Trap
+from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CODE_OFFSET = 0x800

@@ -8,7 +8,7 @@ from functools import cache
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
-from emulated_kernel.machine.quirks.bench import Bench, SelfTest
+from emulated_kernel.machine.quirks.harness import Bench, SelfTest
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.util.fast_dataclass import dataclass
