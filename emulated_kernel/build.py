@@ -6,8 +6,8 @@ import errno
 from dataclasses import replace
 from functools import partial
 
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.arch.base import Arch
 from emulated_kernel.build_trace import TracedKernel, build_trace
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest, boot_guest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine

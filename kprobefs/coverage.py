@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import RejectReason
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import Profile, profile_named

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
-from emulated_kernel.arch.x86.facts import DecodeCache
+from emulated_kernel.arch.x86.insn_attributes import DecodeCache
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
 from emulated_kernel.image.linux.open_image import open_elf
 from emulated_kernel.util.fast_dataclass import dataclass

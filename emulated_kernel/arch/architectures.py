@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from errno import ENOENT
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.util.errors import KernelError
 

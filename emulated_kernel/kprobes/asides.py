@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.assembled import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Regs

@@ -7,9 +7,9 @@ from enum import Enum
 from errno import EINVAL, ENOMEM
 from typing import ClassVar
 
-from emulated_kernel.arch.program.assembly import CELL_SIZE, Assembler, SourceText
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import AddToPerCpu, Jump, RunAssembly
+from emulated_kernel.arch.program.asm_source import CELL_SIZE, Assembler, SourceText
+from emulated_kernel.arch.program.ir import AddToPerCpu, Jump, RunAssembly
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.errors import KernelError

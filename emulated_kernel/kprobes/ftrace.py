@@ -7,7 +7,7 @@ from dataclasses import field
 from functools import partial
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.assembled import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.base import ArchSpecificInsn
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.arch_hooks import ArchSpecificInsn
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import dataclass
 

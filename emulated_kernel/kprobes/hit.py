@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.asides import AsmThunks
 from emulated_kernel.kprobes.assembled import HandlerPoint
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk

@@ -9,8 +9,8 @@ from enum import Flag, auto
 from inspect import Parameter, signature
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import Rejection
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
 from emulated_kernel.kprobes.guest_code import CompiledCode, DetourBuffer, OutOfLine

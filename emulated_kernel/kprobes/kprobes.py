@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes import report

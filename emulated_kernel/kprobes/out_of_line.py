@@ -6,8 +6,8 @@ import errno
 from collections.abc import Mapping
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree

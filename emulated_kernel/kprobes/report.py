@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.kprobes.kprobe import AggrKprobe
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine

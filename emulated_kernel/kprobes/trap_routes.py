@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler

@@ -10,9 +10,9 @@ from functools import cached_property, partial
 from struct import pack
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.x86.prepare import JMP32_SIZE
-from emulated_kernel.arch.x86.verdict import label_size
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.x86.copy_insn import JMP32_SIZE
+from emulated_kernel.arch.x86.probe_checks import label_size
 from emulated_kernel.image.linux.kernel_events import KernelEvent
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.text_tables import JumpLabel

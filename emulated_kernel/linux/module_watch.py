@@ -9,7 +9,7 @@ from struct import error as StructError
 from struct import pack
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import Module
 from emulated_kernel.image.text_tables import JumpLabel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.riscv import insn as riscv
 from emulated_kernel.arch.riscv.arch import Riscv
 from emulated_kernel.arch.x86 import insn as x86

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.ops import HandlerCode
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir import HandlerCode
 
 
 def going_on(arch: Arch, handler: HandlerCode, buffer: int, target: int) -> HandlerCode:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Protocol
 
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.ops import Arithmetic, Condition
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir import Arithmetic, Condition
 
 
 class Unmapped(Exception):

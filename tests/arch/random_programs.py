@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.ops import Arithmetic, Condition, Label, Program
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir import Arithmetic, Condition, Label, Program
 from tests.arch.program_model import Interpreter, Regions
 
 CODE, DATA, CPU, STACK, END = 0x7700_0000, 0x20_0000, 0x30_0000, 0x6600_0000, 0x5500_0000

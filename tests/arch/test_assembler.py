@@ -8,7 +8,7 @@ import capstone
 import pytest
 
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.arch.program.assembly import Assembly, SourceText
+from emulated_kernel.arch.program.asm_source import Assembly, SourceText
 from emulated_kernel.util.errors import KernelError
 
 X86, RISCV = ("x86_64", "i386"), ("riscv64", "riscv64i")

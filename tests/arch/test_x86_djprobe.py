@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.reason import RejectReason
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
-from emulated_kernel.arch.x86.facts import DecodeCache
+from emulated_kernel.arch.x86.insn_attributes import DecodeCache
 
 ADDR = 0xC031_2C3E
 

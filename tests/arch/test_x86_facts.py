@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.arch.x86.facts import DecodeCache, InsnAttributes
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
+from emulated_kernel.arch.x86.insn_attributes import DecodeCache, InsnAttributes
 
 HEADS = tuple(map(bytes.fromhex, ("", "0f", "66", "660f", "67", "48", "f30f", "c5", "0f38", "0f3a")))
 MODRM = (0x04, 0x05, 0x07, 0x3F, 0x44, 0x78, 0x85, 0xC0, 0xD0, 0xE5, 0xFF)

@@ -8,14 +8,14 @@ import pytest
 import unicorn
 from unicorn import x86_const as const
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.ops import Condition, HandlerCode, Label, Program
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir import Condition, HandlerCode, Label, Program
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.arch.x86.assemble import Encoder
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
+from emulated_kernel.arch.x86.encoder import Encoder
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
+from emulated_kernel.arch.x86.pt_regs import FRAME_32, FRAME_64, RegsFrame
 from tests.arch import engines
 from tests.arch.placed import going_on
 from tests.arch.random_programs import (

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicorn import x86_const as const
 
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import Liveness
 from tests.arch import engines

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.arch.analysis.function import Function, PatchSite
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.image.kallsyms import Symbol
 from tests.arch.sample import Sample
 from tests.oracle.recorded import oracle_directory, recording, versions

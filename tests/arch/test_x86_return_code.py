@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.ops import Label, Program
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir import Label, Program
 from emulated_kernel.arch.x86.arch import I386, X86, X86_64
-from emulated_kernel.arch.x86.assemble import Encoder
+from emulated_kernel.arch.x86.encoder import Encoder
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from tests.arch.placed import going_on
 from tests.arch.random_programs import DATA, PROBE, Case, Maker

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.function import Function, PatchSite
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from tests.arch.sample import Sample
 from tests.oracle.recorded import errno_name
@@ -301,7 +301,7 @@ def test_every_refusal_has_an_errno_and_a_line() -> None:
 
 
 def test_few_functions_are_remembered_and_those_asked_about_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emulated_kernel.arch.verdict.MAX_KNOWN", 2)
+    monkeypatch.setattr("emulated_kernel.arch.probe_checks.MAX_KNOWN", 2)
     one, two, three = (ADDR + 0x100 * index for index in range(3))
     code = body("90")
     known = linux_verdict(sample(*(foo(code, at, name=f"f{at:x}") for at in (one, two, three))))

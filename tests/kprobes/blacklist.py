@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.analysis.reason import RejectReason
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.kernel import Kernel
 
 

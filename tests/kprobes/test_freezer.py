@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs

@@ -13,9 +13,9 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, Stepper

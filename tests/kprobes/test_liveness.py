@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Rejection
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.ops import Arithmetic, Condition, Label, Program
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir import Arithmetic, Condition, Label, Program
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.kernel import Kernel

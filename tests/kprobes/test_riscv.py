@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.riscv.insn import Handling, RiscvInsn, RiscvOpcode, decode_all
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe

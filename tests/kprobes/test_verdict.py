@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, RejectSubject
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel

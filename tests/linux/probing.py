@@ -10,7 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import Rejection
+from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe

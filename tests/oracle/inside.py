@@ -24,7 +24,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from emulated_kernel.arch.analysis.reason import Rejection
+from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.kallsyms import Symbol

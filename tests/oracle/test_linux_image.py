@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.kallsyms import Symbol

@@ -12,10 +12,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.arch.x86.verdict import X86ProbeChecker
+from emulated_kernel.arch.x86.probe_checks import X86ProbeChecker
 from tests.arch.sample import Sample
 from tests.oracle.recorded import Point, Recording, errno_name, oracle_directory, recordings
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from emulated_kernel.arch import architectures
-from emulated_kernel.arch.analysis.reason import RejectReason
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.x86.emulate import X86Emulation
-from emulated_kernel.arch.x86.facts import DecodeCache
+from emulated_kernel.arch.x86.insn_attributes import DecodeCache
 from emulated_kernel.image.build_images import TARGETS
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.riscv import assemble as riscv
+from emulated_kernel.arch.riscv import encoder as riscv
 from emulated_kernel.arch.riscv.insn import A0, RA, S0, SP, T0, ZERO
 from emulated_kernel.kernel import Kernel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _EMPTY_RANGE = range(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall
+from emulated_kernel.arch.program.ir import Fixup, HandlerCode, HostCall
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _NOWHERE = -1

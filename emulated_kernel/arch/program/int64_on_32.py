@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     Compute,
@@ -14,6 +13,7 @@ from emulated_kernel.arch.program.ops import (
     Move,
     SetImmediate,
 )
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 
 WORD_BITS = 32
 _ONE_OF_BOTH = {

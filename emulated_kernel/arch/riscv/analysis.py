@@ -9,9 +9,9 @@ from itertools import compress
 from operator import attrgetter, or_
 
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import LiveRegisters
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.riscv.insn import (
     ALL_REGISTERS,
     GP,

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
-from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
-from emulated_kernel.arch.analysis.region import LiveRegisters, Region
-from emulated_kernel.arch.base import Arch, ArchSpecificInsn, HandlerStub, Registers
-from emulated_kernel.arch.program.ops import HandlerCode, Program
-from emulated_kernel.arch.riscv import assemble, frame, frames
+from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
+from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
+from emulated_kernel.arch.probe_checks import OptimizationPolicy
+from emulated_kernel.arch.program.ir import HandlerCode, Program
+from emulated_kernel.arch.riscv import copy_insn as out_of_line
 from emulated_kernel.arch.riscv import detour as detours
-from emulated_kernel.arch.riscv import prepare as out_of_line
-from emulated_kernel.arch.riscv.assembler import RiscvAssembler
+from emulated_kernel.arch.riscv import encoder, stack_frames
+from emulated_kernel.arch.riscv import pt_regs as frame
+from emulated_kernel.arch.riscv.asm_parser import RiscvAssembler
 from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_code
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
-from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvProbeChecker
-from emulated_kernel.arch.verdict import OptimizationPolicy
+from emulated_kernel.arch.riscv.probe_checks import STRATEGIES, RiscvProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
 
 
@@ -29,9 +30,9 @@ class Riscv(Arch):
     word_size = 8
     compressed: bool
     """Whether the kernel has instructions of 2 bytes."""
-    max_insn_size = RVI_SIZE + len(assemble.EBREAK)
-    jump_size = assemble.JUMP_SIZE
-    call_size = assemble.LONG_JUMP_SIZE
+    max_insn_size = RVI_SIZE + len(encoder.EBREAK)
+    jump_size = encoder.JUMP_SIZE
+    call_size = encoder.LONG_JUMP_SIZE
     call_link = "t0"
     strategies = MappingProxyType(STRATEGIES)
     assembler = RiscvAssembler()
@@ -69,22 +70,22 @@ class Riscv(Arch):
 
     def breakpoint_for(self, length: int) -> bytes:
         """Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_arm_kprobe (v6.1)."""
-        return assemble.EBREAK if length == RVI_SIZE else assemble.C_EBREAK
+        return encoder.EBREAK if length == RVI_SIZE else encoder.C_EBREAK
 
     def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:  # noqa: ARG002
         return out_of_line.prepare(code, addr, self.breakpoint, compressed=self.compressed)
 
     def relative_jump(self, source: int, target: int) -> bytes:
-        return assemble.jal(ZERO, source, target)
+        return encoder.jal(ZERO, source, target)
 
     def relative_call(self, source: int, target: int) -> bytes:
-        return assemble.long_jump(T0, T0, source, target)
+        return encoder.long_jump(T0, T0, source, target)
 
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
-        return frames.frame_insns(code, addr, compressed=self.compressed, switches_stack=switches_stack)
+        return stack_frames.frame_insns(code, addr, compressed=self.compressed, switches_stack=switches_stack)
 
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
-        return frames.entry_frame(by_interrupt=by_interrupt)
+        return stack_frames.entry_frame(by_interrupt=by_interrupt)
 
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline(self.breakpoint)
@@ -111,7 +112,7 @@ class RISCV64(Riscv):
 
     name = "riscv64"
     compressed = True
-    breakpoint = assemble.C_EBREAK
+    breakpoint = encoder.C_EBREAK
     returns = RiscvReturnCode(breakpoint)
     disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", "CS_MODE_RISCVC", width=12)
 
@@ -121,6 +122,6 @@ class RISCV64I(Riscv):
 
     name = "riscv64i"
     compressed = False
-    breakpoint = assemble.EBREAK
+    breakpoint = encoder.EBREAK
     returns = RiscvReturnCode(breakpoint)
     disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", width=12)

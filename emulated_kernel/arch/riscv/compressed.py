@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from emulated_kernel.arch.riscv.encode import b_type, i_type, j_type, r_type, s_type, u_type
+from emulated_kernel.arch.riscv.insn_formats import b_type, i_type, j_type, r_type, s_type, u_type
 
 _LOAD, _LOAD_FP, _STORE, _STORE_FP = 0x03, 0x07, 0x23, 0x27
 _OP_IMM, _OP_IMM_32, _OP, _OP_32 = 0x13, 0x1B, 0x33, 0x3B

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from errno import EINVAL
 
-from emulated_kernel.arch.analysis.region import Region, ScratchRegisters
-from emulated_kernel.arch.base import HandlerStub
-from emulated_kernel.arch.riscv.assemble import (
+from emulated_kernel.arch.analysis.detour_region import Region, ScratchRegisters
+from emulated_kernel.arch.arch_hooks import HandlerStub
+from emulated_kernel.arch.riscv.encoder import (
     C_NOP,
     LONG_JUMP_SIZE,
     BranchFunct3,
@@ -24,8 +24,8 @@ from emulated_kernel.arch.riscv.assemble import (
     set_to_address,
     store,
 )
-from emulated_kernel.arch.riscv.frame import OFFSETS, SIZE, WORD, complete, load_general, save_general
 from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, Handling, decode_all
+from emulated_kernel.arch.riscv.pt_regs import OFFSETS, SIZE, WORD, complete, load_general, save_general
 from emulated_kernel.util.errors import KernelError
 
 MAX_REGION = 10

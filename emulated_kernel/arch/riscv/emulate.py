@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from emulated_kernel.arch.base import ByteMemory, Emulation
+from emulated_kernel.arch.arch_hooks import ByteMemory, Emulation
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, ZERO, RiscvInsn, RiscvOpcode, sign_extend
 from emulated_kernel.util.fast_dataclass import dataclass
 

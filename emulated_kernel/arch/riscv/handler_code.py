@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.base import ReturnCode, ReturnDispatch
-from emulated_kernel.arch.program.lowering import lay_out
-from emulated_kernel.arch.program.ops import HandlerCode, Program
-from emulated_kernel.arch.riscv import frame
-from emulated_kernel.arch.riscv.assemble import (
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.arch_hooks import ReturnCode, ReturnDispatch
+from emulated_kernel.arch.program.base_lowering import lay_out
+from emulated_kernel.arch.program.ir import HandlerCode, Program
+from emulated_kernel.arch.riscv import pt_regs
+from emulated_kernel.arch.riscv.detour import RETURN_FROM_FRAME, RETURN_ROOM
+from emulated_kernel.arch.riscv.encoder import (
     jump_register,
     load,
     move_stack_pointer,
@@ -21,8 +22,6 @@ from emulated_kernel.arch.riscv.assemble import (
     set_to_address,
     store,
 )
-from emulated_kernel.arch.riscv.detour import RETURN_FROM_FRAME, RETURN_ROOM
-from emulated_kernel.arch.riscv.frame import WORD
 from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0
 from emulated_kernel.arch.riscv.lowering import (
     LEAVING,
@@ -32,13 +31,14 @@ from emulated_kernel.arch.riscv.lowering import (
     in_register,
     in_slot,
 )
+from emulated_kernel.arch.riscv.pt_regs import WORD
 
 _STACK_ALIGN = 16
 
 
 def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakpoint_: bytes) -> HandlerCode:
     """Code that keeps what is live, or without that knowledge everything."""
-    constants = {"ip": addr, **frame.FIXED_REGISTERS}
+    constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 
     def make(far: bool) -> HandlerCode:
         if live is None:
@@ -63,12 +63,12 @@ def _save_all(
 ) -> HandlerCode:
     """A program within a frame; the stack pointer is at the frame, complete, at all its host calls."""
     # No register is changed that a program uses: t0 isn't one of them.
-    completed = frame.complete(set_register(T0, constants["ip"]))
+    completed = pt_regs.complete(set_register(T0, constants["ip"]))
     body = RiscvLowering(program, None, constants, breakpoint_, before_host=completed, far=far)
     slots = {number: in_slot(WORD * number) for number in body.slots}
-    slots[SP] = in_register(SP, frame.SIZE)
-    after = frame.load_general() + move_stack_pointer(frame.SIZE)
-    return lay_out(body, frame.save_general(), after, slots)
+    slots[SP] = in_register(SP, pt_regs.SIZE)
+    after = pt_regs.load_general() + move_stack_pointer(pt_regs.SIZE)
+    return lay_out(body, pt_regs.save_general(), after, slots)
 
 
 def _save_live(
@@ -96,11 +96,11 @@ def _save_live(
     return before, after, slots
 
 
-_RETURN_WORD = RETURN_ROOM - frame.SIZE
+_RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
 """Bytes above the frame of a return: the word that is returned to, at the bottom."""
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
 """ra is the trampoline's address: who looks at the stack meanwhile sees a function that was called."""
-_ENTER_FRAME = frame.save_general(RETURN_ROOM, but=RA) + store(SP, frame.SIZE, RA, WORD)
+_ENTER_FRAME = pt_regs.save_general(RETURN_ROOM, but=RA) + store(SP, pt_regs.SIZE, RA, WORD)
 _RETURN = load(RA, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + jump_register(RA)
 _NO_CONSTANTS: Mapping[str, int] = {}
 
@@ -119,8 +119,8 @@ class RiscvReturnCode(ReturnCode):
         found = _reaching(lambda far: self._dispatch(program, saves_all=saves_all, far=far))
         address = buffer + found.entry if own is None else own
         # The handler in Python finds ra as it was, in the frame.
-        code = found.code if saves_all else found.code + load(RA, SP, 0, WORD) + frame.save_general()
-        code += frame.complete(set_to_address(T0, buffer + len(code), address), RETURN_ROOM)
+        code = found.code if saves_all else found.code + load(RA, SP, 0, WORD) + pt_regs.save_general()
+        code += pt_regs.complete(set_to_address(T0, buffer + len(code), address), RETURN_ROOM)
         finish = len(code) + len(self._breakpoint)
         return ReturnDispatch(
             code=code + self._breakpoint + RETURN_FROM_FRAME,

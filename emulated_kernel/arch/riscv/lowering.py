@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.code_layout import Block, Encoding
-from emulated_kernel.arch.program.lowering import (
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.base_lowering import (
     BIT_TESTS,
     Assignment,
     Lowering,
@@ -16,10 +15,10 @@ from emulated_kernel.arch.program.lowering import (
     overwritten_by_assembly,
     registers_read,
 )
-from emulated_kernel.arch.program.ops import Arithmetic, Condition, Program
-from emulated_kernel.arch.riscv import assemble as asm
-from emulated_kernel.arch.riscv.assemble import BranchFunct3, fits_12, load, set_register, store
-from emulated_kernel.arch.riscv.frame import WORD, read_status
+from emulated_kernel.arch.program.code_layout import Block, Encoding
+from emulated_kernel.arch.program.ir import Arithmetic, Condition, Program
+from emulated_kernel.arch.riscv import encoder as asm
+from emulated_kernel.arch.riscv.encoder import BranchFunct3, fits_12, load, set_register, store
 from emulated_kernel.arch.riscv.insn import (
     A0,
     A7,
@@ -39,6 +38,7 @@ from emulated_kernel.arch.riscv.insn import (
     RiscvOpcode,
     sign_extend,
 )
+from emulated_kernel.arch.riscv.pt_regs import WORD, read_status
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 PER_CPU = GP

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from emulated_kernel.arch.analysis.function import Function, TextLayout
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.x86.facts import ControlTransfer, DecodeCache, InsnAttributes
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
+from emulated_kernel.arch.x86.insn_attributes import ControlTransfer, DecodeCache, InsnAttributes
 from emulated_kernel.arch.x86.liveness import Liveness
 
 NOP5 = bytes.fromhex("0f1f440000")

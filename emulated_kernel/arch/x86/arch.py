@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
-from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
-from emulated_kernel.arch.analysis.region import LiveRegisters, Region
-from emulated_kernel.arch.base import Arch, ArchSpecificInsn, HandlerStub, Registers
-from emulated_kernel.arch.program.ops import HandlerCode, Program
-from emulated_kernel.arch.verdict import OptimizationPolicy
+from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
+from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
+from emulated_kernel.arch.probe_checks import OptimizationPolicy
+from emulated_kernel.arch.program.ir import HandlerCode, Program
+from emulated_kernel.arch.x86 import copy_insn as out_of_line
 from emulated_kernel.arch.x86 import detour as detours
-from emulated_kernel.arch.x86 import frames
-from emulated_kernel.arch.x86 import prepare as out_of_line
-from emulated_kernel.arch.x86.assemble import INT3
-from emulated_kernel.arch.x86.assembler import X86Assembler
+from emulated_kernel.arch.x86 import stack_frames
+from emulated_kernel.arch.x86.asm_parser import X86Assembler
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
-from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
+from emulated_kernel.arch.x86.encoder import INT3
 from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_live
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all
-from emulated_kernel.arch.x86.verdict import STRATEGIES, X86ProbeChecker
+from emulated_kernel.arch.x86.probe_checks import STRATEGIES, X86ProbeChecker
+from emulated_kernel.arch.x86.pt_regs import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.image.text_tables import ProbedTables
 
 
@@ -65,10 +65,10 @@ class X86(Arch):
         return out_of_line.prepare(code, addr, slot_addr, self.bits, may_fault=may_fault)
 
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
-        return frames.frame_insns(code, addr, self.bits, switches_stack=switches_stack)
+        return stack_frames.frame_insns(code, addr, self.bits, switches_stack=switches_stack)
 
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
-        return frames.entry_frame(self.bits, by_interrupt=by_interrupt)
+        return stack_frames.entry_frame(self.bits, by_interrupt=by_interrupt)
 
     def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         known = {"ip": addr + 1, **self._frame.fixed}

@@ -6,12 +6,12 @@ and restore every register from what the handler left.
 
 from __future__ import annotations
 
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.base import HandlerStub
-from emulated_kernel.arch.x86.assemble import AX, CX, INT3, SP
-from emulated_kernel.arch.x86.frame import POPF, RegsFrame, push_address
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.arch_hooks import HandlerStub
+from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, copy_instruction, relative_jump
+from emulated_kernel.arch.x86.encoder import AX, CX, INT3, SP
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
-from emulated_kernel.arch.x86.prepare import DISP32_SIZE, JMP32_SIZE, copy_instruction, relative_jump
+from emulated_kernel.arch.x86.pt_regs import POPF, RegsFrame, push_address
 
 RET = b"\xc3"
 MAX_DETOUR = 160

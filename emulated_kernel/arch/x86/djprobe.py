@@ -7,12 +7,12 @@ moves no displacement.
 
 from __future__ import annotations
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
-from emulated_kernel.arch.x86.facts import is_relative_jump
+from emulated_kernel.arch.x86.copy_insn import JMP32_SIZE
 from emulated_kernel.arch.x86.insn import X86Insn, decode_insn
-from emulated_kernel.arch.x86.prepare import JMP32_SIZE
+from emulated_kernel.arch.x86.insn_attributes import is_relative_jump
 
 _CALLS = (b"\xe8", b"\x9a")
 _RETURNS = (b"\xc2", b"\xc3", b"\xca", b"\xcb", b"\xcf")

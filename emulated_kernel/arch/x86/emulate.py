@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from emulated_kernel.arch.base import ByteMemory, Emulation
+from emulated_kernel.arch.arch_hooks import ByteMemory, Emulation
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CF, PF, AF, ZF, SF = 1 << 0, 1 << 2, 1 << 4, 1 << 6, 1 << 7

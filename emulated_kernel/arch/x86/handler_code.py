@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.base import ReturnCode, ReturnDispatch
-from emulated_kernel.arch.program.lowering import lay_out
-from emulated_kernel.arch.program.ops import CallHost, HandlerCode, Program
-from emulated_kernel.arch.x86 import assemble as asm
-from emulated_kernel.arch.x86.assemble import AX, SP, Encoder, jump_through
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.arch_hooks import ReturnCode, ReturnDispatch
+from emulated_kernel.arch.program.base_lowering import lay_out
+from emulated_kernel.arch.program.ir import CallHost, HandlerCode, Program
+from emulated_kernel.arch.x86 import encoder as asm
 from emulated_kernel.arch.x86.detour import RET, return_trampoline
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.frame import PUSHF, RegsFrame, push_address
+from emulated_kernel.arch.x86.encoder import AX, SP, Encoder, jump_through
 from emulated_kernel.arch.x86.lowering import LEAVING, NUMBERS, SLOT_FLAGS, SLOT_SP, X86Lowering
+from emulated_kernel.arch.x86.pt_regs import PUSHF, RegsFrame, push_address
 
 
 def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:

@@ -11,8 +11,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.region import LiveRegisters
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.insn import decode_all
 

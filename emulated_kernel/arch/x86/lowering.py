@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from struct import Struct
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.code_layout import Block, Encoding
-from emulated_kernel.arch.program.lowering import (
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.base_lowering import (
     BIT_TESTS,
     Assignment,
     Lowering,
@@ -17,9 +16,11 @@ from emulated_kernel.arch.program.lowering import (
     overwritten_by_assembly,
     registers_read,
 )
-from emulated_kernel.arch.program.ops import Arithmetic, Condition, Program
-from emulated_kernel.arch.x86 import assemble as asm
-from emulated_kernel.arch.x86.assemble import (
+from emulated_kernel.arch.program.code_layout import Block, Encoding
+from emulated_kernel.arch.program.ir import Arithmetic, Condition, Program
+from emulated_kernel.arch.x86 import encoder as asm
+from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.encoder import (
     ABSOLUTE,
     AX,
     BP,
@@ -33,7 +34,6 @@ from emulated_kernel.arch.x86.assemble import (
     Encoder,
     signed,
 )
-from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 
 _JNE_SHORT = b"\x75"
 

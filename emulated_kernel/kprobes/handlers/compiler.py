@@ -13,11 +13,11 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, HostAction, ProgramBuilder
-from emulated_kernel.arch.program.ops import HandlerCode
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.probe_checks import ProbeChecker
+from emulated_kernel.arch.program.ir import HandlerCode
+from emulated_kernel.arch.program.ir_builder import EntryKind, HostAction, ProgramBuilder
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggrKprobe, Kprobe

@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.program.ops import Move
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir import Move
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
 from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode

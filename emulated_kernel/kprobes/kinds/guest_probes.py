@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import KRETPROBE_MAX_DATA_SIZE, Kretprobe, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, Regs

@@ -6,9 +6,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     ComputeImmediate,
     ComputePerCpu,
@@ -19,6 +18,7 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
     StorePerCpu,
 )
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe

@@ -10,7 +10,7 @@ from dataclasses import field
 from inspect import signature
 from typing import Any
 
-from emulated_kernel.arch.base import Arch, Registers
+from emulated_kernel.arch.arch_hooks import Arch, Registers
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.assembled import AssembledHandlers, HandlerPoint
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, Regs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from contextlib import AbstractContextManager, nullcontext
 
-from emulated_kernel.arch.analysis.reason import Rejection
+from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.profile import QuiesceMethod

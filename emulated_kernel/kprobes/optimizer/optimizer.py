@@ -7,9 +7,9 @@ from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar
 
-from emulated_kernel.arch.analysis.reason import Rejection
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.kprobes.guest_code import DetourBuffer
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     BranchImmediate,
@@ -18,6 +17,7 @@ from emulated_kernel.arch.program.ops import (
     Multiply,
     StoreImmediate,
 )
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.base import POOL, Pending
 from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListStack

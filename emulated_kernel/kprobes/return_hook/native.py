@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir import (
     AddToAbsolute,
     Arithmetic,
     Branch,
@@ -27,6 +26,7 @@ from emulated_kernel.arch.program.ops import (
     SetRegister,
     StoreImmediate,
 )
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.assembled import HandlerPoint
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import Compiler

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     CompareExchange,
@@ -14,6 +13,7 @@ from emulated_kernel.arch.program.ops import (
     LoadPerCpu,
     Move,
 )
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.base import ACTIVE, POOL, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListCode, RethookListStack

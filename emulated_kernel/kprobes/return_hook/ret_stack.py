@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     BranchImmediate,
@@ -18,6 +17,7 @@ from emulated_kernel.arch.program.ops import (
     Op,
     StoreImmediate,
 )
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.base import ACTIVE, Pending, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.stack_code import (

@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Generic, TypeVar
 
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     BranchImmediate,
@@ -27,6 +26,7 @@ from emulated_kernel.arch.program.ops import (
     SetImmediate,
     Store,
 )
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, ShadowStack, counter_at
 from emulated_kernel.util.fast_dataclass import dataclass
 

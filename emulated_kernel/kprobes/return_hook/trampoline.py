@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.saved_regs import PtRegsFrames
 from emulated_kernel.kprobes.profile import TrampolineForm

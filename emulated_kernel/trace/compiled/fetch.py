@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.int64_on_32 import shift_left, shift_right
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     BranchImmediate,
@@ -24,6 +23,7 @@ from emulated_kernel.arch.program.ops import (
     Store,
     StoreImmediate,
 )
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram

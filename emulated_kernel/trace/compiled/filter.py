@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.arch.program.int64_on_32 import branch_long
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Branch,
     BranchImmediate,
     Condition,
@@ -14,6 +13,7 @@ from emulated_kernel.arch.program.ops import (
     LoadPerCpu,
     SetImmediate,
 )
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, TEMP, VALUE, fits_displacement
 from emulated_kernel.trace.filter.ops import (
     ACCEPT,

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping
 from enum import Enum, IntFlag, auto
 from struct import Struct
 
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.program.int64_on_32 import branch_long
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     BranchImmediate,
@@ -25,6 +24,7 @@ from emulated_kernel.arch.program.ops import (
     Store,
     StoreImmediate,
 )
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.native import NativeReturns
 from emulated_kernel.kprobes.return_hook.stack_code import NODE

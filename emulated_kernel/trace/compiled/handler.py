@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.program.ops import Arithmetic, ComputeImmediate, Label, Move, StoreImmediate
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir import Arithmetic, ComputeImmediate, Label, Move, StoreImmediate
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, POSITION, FetchEmitter, can_fetch
 from emulated_kernel.trace.compiled.filter import can_filter, emit_filter
 from emulated_kernel.trace.compiled.places import GuestAddresses

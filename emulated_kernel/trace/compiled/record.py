@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.program.ops import (
+from emulated_kernel.arch.program.ir import (
     AddAndFetch,
     AddToPerCpu,
     Arithmetic,
@@ -26,6 +25,7 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
     StorePerCpu,
 )
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
 from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.ring.layout import (

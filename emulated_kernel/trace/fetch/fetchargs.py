@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.types import FetchType, bitfield_of, find_fetch_type
 from emulated_kernel.trace.text.chars import is_good_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.symbols import KernelSymbols

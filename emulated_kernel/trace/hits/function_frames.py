@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from random import Random
 
-from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FunctionFrames, find_frames
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Frame, FunctionFrames, find_frames
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART, HookSets

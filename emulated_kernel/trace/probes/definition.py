@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from sys import intern
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.trace.fetch.ops import FetchOp
 from emulated_kernel.trace.probes.definition import ProbeDefinition

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from time import thread_time_ns
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.machine import Machine

@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from dataclasses import field, replace
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.program.ops import AddToPerCpu
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir import AddToPerCpu
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.jprobe import become_jprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Hashable, Iterator
 from itertools import islice
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN, parse_event_name
 from emulated_kernel.trace.probes.dynamic_events import EventCommands

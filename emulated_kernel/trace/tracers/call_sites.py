@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.kprobes.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event_pids import EventPids

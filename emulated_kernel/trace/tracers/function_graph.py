@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.probe_checks import ProbeChecker
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.ftrace import FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from emulated_kernel.arch.program.builder import EntryKind
+from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.kprobes.hit import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import unicorn
 from unicorn import riscv_const as const
 
-from emulated_kernel.arch.riscv.assemble import C_EBREAK, EBREAK
+from emulated_kernel.arch.riscv.encoder import C_EBREAK, EBREAK
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
 from tests.arch import engines
 

@@ -7,12 +7,12 @@ from errno import EINVAL, ERANGE
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Region, ScratchRegisters
-from emulated_kernel.arch.base import Detour
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.ops import HandlerCode
-from emulated_kernel.arch.riscv import assemble as asm
-from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.analysis.detour_region import Region, ScratchRegisters
+from emulated_kernel.arch.arch_hooks import Detour
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir import HandlerCode
+from emulated_kernel.arch.riscv import encoder as asm
+from emulated_kernel.arch.riscv import pt_regs
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.util.errors import KernelError
@@ -49,7 +49,7 @@ def probed(arch: Riscv, region: Region, detour: Detour | HandlerCode, values: di
 
 def words(machine: Flat, at: int, size: int) -> dict[str, int]:
     data = bytes(machine.uc.mem_read(at, size))
-    return {name: int.from_bytes(data[o : o + 8], "little") for name, o in frame.OFFSETS.items()}
+    return {name: int.from_bytes(data[o : o + 8], "little") for name, o in pt_regs.OFFSETS.items()}
 
 
 @pytest.mark.parametrize(("arch", "region"), REGIONS)
@@ -68,7 +68,7 @@ def test_a_hit_is_seen_and_not_felt(arch: Riscv, region: bytes, scratch: Scratch
         assert detour.trap is not None
         if at != BUFFER + detour.trap:
             return None
-        frames.append(words(machine, machine.get("sp"), frame.SIZE))
+        frames.append(words(machine, machine.get("sp"), pt_regs.SIZE))
         return at + len(arch.breakpoint)
 
     machine.run(CODE, 0, on_break)
@@ -92,7 +92,7 @@ def test_what_a_handler_changes_is_restored() -> None:
     def on_break(machine: Flat, at: int) -> int | None:
         if at == CODE + len(region):
             return None
-        machine.uc.mem_write(machine.get("sp") + frame.OFFSETS["a0"], (77).to_bytes(8, "little"))
+        machine.uc.mem_write(machine.get("sp") + pt_regs.OFFSETS["a0"], (77).to_bytes(8, "little"))
         return at + len(arch.breakpoint)
 
     machine.run(CODE, 0, on_break)
@@ -151,7 +151,7 @@ def test_ftraces_trampoline(arch: Riscv) -> None:
     def on_break(machine: Flat, at: int) -> int | None:
         if at != BUFFER + stub.trap:
             return None
-        seen.append(words(machine, machine.get("sp"), frame.SIZE))
+        seen.append(words(machine, machine.get("sp"), pt_regs.SIZE))
         return at + len(arch.breakpoint)
 
     machine.run(CODE, 0, on_break)
@@ -176,8 +176,8 @@ def test_the_return_trampoline(arch: Riscv) -> None:
     def on_break(machine: Flat, at: int) -> int | None:
         if at != BUFFER + stub.trap:
             return None
-        seen.append(words(machine, machine.get("sp"), frame.SIZE))
-        machine.uc.mem_write(machine.get("sp") + frame.SIZE, target.to_bytes(8, "little"))
+        seen.append(words(machine, machine.get("sp"), pt_regs.SIZE))
+        machine.uc.mem_write(machine.get("sp") + pt_regs.SIZE, target.to_bytes(8, "little"))
         return at + len(arch.breakpoint)
 
     machine.run(CODE, 0, on_break)

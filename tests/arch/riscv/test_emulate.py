@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from emulated_kernel.arch.riscv import assemble as asm
+from emulated_kernel.arch.riscv import encoder as asm
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, Handling, decode_insn
 from emulated_kernel.util.errors import KernelError

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program.ops import HandlerCode
-from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program.ir import HandlerCode
+from emulated_kernel.arch.riscv import pt_regs
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from tests.arch.placed import going_on
 from tests.arch.random_programs import (
@@ -36,9 +36,9 @@ def make(seed: int) -> Case:
 
 def check_frame(machine: Flat, case: Case) -> None:
     """What the host finds in a struct pt_regs at the stack pointer."""
-    values = {**case.registers, **frame.FIXED_REGISTERS}
+    values = {**case.registers, **pt_regs.FIXED_REGISTERS}
     at = machine.get("sp")
-    for name, offset in frame.OFFSETS.items():
+    for name, offset in pt_regs.OFFSETS.items():
         found = int.from_bytes(machine.uc.mem_read(at + offset, 8), "little")
         assert name == "status" or found == values[name] & (1 << 64) - 1, name
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.riscv import pt_regs
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, RiscvOpcode, decode_all
-from emulated_kernel.arch.riscv.verdict import RiscvProbeChecker
+from emulated_kernel.arch.riscv.probe_checks import RiscvProbeChecker
 from emulated_kernel.image.builtin_image import load_image
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 from tests.sample import WHOLE, fewer
@@ -64,7 +64,7 @@ def run(
         if at != trap:
             return None
         for name in dead:
-            machine.uc.mem_write(machine.get("sp") + frame.OFFSETS[name], rng.randbytes(8))
+            machine.uc.mem_write(machine.get("sp") + pt_regs.OFFSETS[name], rng.randbytes(8))
         return at + len(arch.breakpoint)
 
     try:

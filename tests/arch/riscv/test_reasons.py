@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
-from emulated_kernel.arch.riscv.assemble import LONG_JUMP_SIZE
+from emulated_kernel.arch.riscv.encoder import LONG_JUMP_SIZE
 from emulated_kernel.arch.riscv.insn import Handling
-from emulated_kernel.arch.riscv.verdict import copied_length
+from emulated_kernel.arch.riscv.probe_checks import copied_length
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Symbol
 from tests.arch.riscv.test_verdict import analysis

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.ops import Label, Program
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir import Label, Program
 from emulated_kernel.arch.riscv.arch import Riscv
 from emulated_kernel.arch.riscv.detour import RETURN_ROOM
 from tests.arch.placed import going_on

@@ -10,14 +10,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.function import Function
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.riscv import pt_regs
 from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
-from emulated_kernel.arch.riscv.verdict import detoured_region
+from emulated_kernel.arch.riscv.probe_checks import detoured_region
 from tests.arch.placed import detouring
 from tests.arch.riscv import compiled
 from tests.arch.riscv.flat import PAGE, Flat
@@ -99,7 +99,7 @@ def test_detours_everywhere(name: str, level: str) -> None:
                 hits.append(at)  # noqa: B023
                 sp = machine.get("sp")
                 for register in dead:  # noqa: B023
-                    machine.uc.mem_write(sp + frame.OFFSETS[register], rng.randbytes(8))
+                    machine.uc.mem_write(sp + pt_regs.OFFSETS[register], rng.randbytes(8))
                 return at + len(arch.breakpoint)
 
             machine.run(program.functions["all"].addr, 0, on_break)

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.function import Function, PatchSite
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.riscv import assemble as asm
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.riscv import encoder as asm
 from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.arch import RISCV64
-from emulated_kernel.arch.riscv.assemble import ArithmeticFunct3, BranchFunct3
+from emulated_kernel.arch.riscv.encoder import ArithmeticFunct3, BranchFunct3
 from emulated_kernel.arch.riscv.insn import ALL_REGISTERS, REGISTER_NAMES, Handling
-from emulated_kernel.arch.riscv.verdict import detoured_region
+from emulated_kernel.arch.riscv.probe_checks import detoured_region
 from emulated_kernel.util.errors import KernelError
 from tests.arch.decoding import insn_length
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from emulated_kernel.arch.analysis.reason import Rejection
-from emulated_kernel.arch.analysis.region import LiveRegisters
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.kprobes.guest_code import DetourBuffer
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.machine.text.stale_fetch import Prefetch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.blacklist import is_blacklisted

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.handlers.garbage import DeferredFree
 from emulated_kernel.kprobes.scheduler import Span

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.verdict import ProbeChecker
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from iced_x86 import RflagsBits
 
-from emulated_kernel.arch.analysis.region import LiveRegisters, Region
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.memory.memory import Memory

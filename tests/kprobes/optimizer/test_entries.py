@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from iced_x86 import Decoder, FlowControl
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.image.builtin_image import KernelImage, prebuilt_dependencies
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.kernel import Kernel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.reason import Rejection
+from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import OPTIMIZE_DELAY
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker

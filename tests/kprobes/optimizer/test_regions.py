@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import LiveRegisters
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.optimizer.conftest import GCD_HEAD, Boot, Probed

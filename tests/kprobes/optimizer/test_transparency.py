@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.machine.traps.trap import GuestFault
 from tests.kprobes.optimizer.conftest import Boot, Probed

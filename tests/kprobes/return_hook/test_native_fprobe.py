@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.program.ops import AddToAbsolute, Compute, FetchAdd, SetImmediate
-from emulated_kernel.arch.program.ops import Arithmetic as Op
+from emulated_kernel.arch.program.ir import AddToAbsolute, Compute, FetchAdd, SetImmediate
+from emulated_kernel.arch.program.ir import Arithmetic as Op
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing

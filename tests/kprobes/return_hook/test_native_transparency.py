@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, TrampolineForm

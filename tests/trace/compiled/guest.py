@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import EntryKind, ProgramBuilder
-from emulated_kernel.arch.program.ops import NR_VREGS, Program
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.ir import NR_VREGS, Program
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.x86.arch import I386, X86_64
 from emulated_kernel.trace.compiled.handler import CompiledEvent, EventEmitter, Recording, compiled_event
 from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestAddresses, NeedResched

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.arch.program.builder import EntryKind
+from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from emulated_kernel.util.errors import KernelError
 from tests.sample import fewer, share

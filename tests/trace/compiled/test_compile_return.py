@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.arch.program.builder import EntryKind
+from emulated_kernel.arch.program.ir_builder import EntryKind
 from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder
 from tests.trace.events.kernel import REGISTERS, make_kernel
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.riscv import assemble as riscv
+from emulated_kernel.arch.riscv import encoder as riscv
 from emulated_kernel.kernel import Kernel
 
 _A0, _A2, _A3, _A4, _T0, _T1, _RA, _SP = 10, 12, 13, 14, 5, 6, 1, 2

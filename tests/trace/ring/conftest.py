@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.trace.array.system import TracingServices

@@ -11,12 +11,13 @@ from functools import cache, lru_cache
 from itertools import compress, islice
 from operator import and_
 
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region, ScratchRegisters
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import LiveRegisters, Region, ScratchRegisters
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE, RiscvFunctionAnalysis
-from emulated_kernel.arch.riscv.assemble import JUMP_SIZE, LONG_JUMP_SIZE
+from emulated_kernel.arch.riscv.encoder import JUMP_SIZE, LONG_JUMP_SIZE
 from emulated_kernel.arch.riscv.insn import (
     A0,
     A7,
@@ -39,7 +40,6 @@ from emulated_kernel.arch.riscv.insn import (
     RiscvOpcode,
     relative_target,
 )
-from emulated_kernel.arch.verdict import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
 
 _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from emulated_kernel.arch.analysis.frames import ALIGNED, CFA, IP, Flow, Frame, FrameInsn, unchanged
+from emulated_kernel.arch.analysis.stack_frames import ALIGNED, CFA, IP, Flow, Frame, FrameInsn, unchanged
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.arch.x86.liveness import register_numbers

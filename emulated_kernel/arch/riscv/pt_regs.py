@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.riscv.assemble import addi, load, move_stack_pointer, set_register, store
+from emulated_kernel.arch.riscv.encoder import addi, load, move_stack_pointer, set_register, store
 from emulated_kernel.arch.riscv.insn import GP, REGISTER_NAMES, SP, T0, ZERO
 
 PT_REGS = ("ip", *REGISTER_NAMES[1:], "status", "badaddr", "cause", "orig_a0")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import dataclass_transform
 
-from emulated_kernel.arch.program.assembly import Assembly
+from emulated_kernel.arch.program.asm_source import Assembly
 from emulated_kernel.util.fast_dataclass import dataclass
 
 NR_VREGS = 7

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.code_layout import Block, Encoding, Layout
-from emulated_kernel.arch.program.ops import Condition, HandlerCode, Program
+from emulated_kernel.arch.program.ir import Condition, HandlerCode, Program
 
 BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
-from emulated_kernel.arch.program.assembly import (
+from emulated_kernel.arch.program.asm_source import (
     Assembler,
     Assembly,
     SourceText,
@@ -19,8 +19,8 @@ from emulated_kernel.arch.program.assembly import (
     cell_offset,
     needed,
 )
-from emulated_kernel.arch.x86.assemble import is_signed, signed
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.encoder import is_signed, signed
 from emulated_kernel.arch.x86.liveness import register_numbers
 
 _NAME = re.compile(r"(?<![\w.$])[A-Za-z_.$][\w.$]*")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from emulated_kernel.arch.program.ops import CallHost, Jump, Label, Op, Place, Program
+from emulated_kernel.arch.program.ir import CallHost, Jump, Label, Op, Place, Program
 
 HostAction = Callable[[], bool]
 """What the host does for a CallHost: True goes on behind it, False at its label."""

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
-from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FrameInsn
-from emulated_kernel.arch.analysis.region import LiveRegisters, Region
-from emulated_kernel.arch.program.assembly import Assembler
-from emulated_kernel.arch.program.ops import HandlerCode, Program
-from emulated_kernel.arch.verdict import OptimizationPolicy, ProbeChecker
+from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Frame, FrameInsn
+from emulated_kernel.arch.probe_checks import OptimizationPolicy, ProbeChecker
+from emulated_kernel.arch.program.asm_source import Assembler
+from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from errno import EINVAL, ENOSPC, EOPNOTSUPP, ERANGE
 
-from emulated_kernel.arch.base import ArchSpecificInsn
+from emulated_kernel.arch.arch_hooks import ArchSpecificInsn
 from emulated_kernel.arch.x86 import emulate
-from emulated_kernel.arch.x86.assemble import INT3, JUMP, is_signed
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, X86Emulation, X86Operation
+from emulated_kernel.arch.x86.encoder import INT3, JUMP, is_signed
 from emulated_kernel.arch.x86.insn import (
     ADDRESS_SIZE_PREFIX,
     MAX_INSN_SIZE,

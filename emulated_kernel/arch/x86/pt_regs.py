@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from emulated_kernel.arch.x86.assemble import AX, SAHF, SP, Encoder, high_byte_load, low_byte_load
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.encoder import AX, SAHF, SP, Encoder, high_byte_load, low_byte_load
 
 _PUSH_IMM8 = b"\x6a"
 PUSHF, POPF = b"\x9c", b"\x9d"

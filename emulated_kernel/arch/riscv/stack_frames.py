@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from emulated_kernel.arch.analysis.frames import CFA, IP, Flow, Frame, FrameInsn, unchanged
+from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Flow, Frame, FrameInsn, unchanged
 from emulated_kernel.arch.riscv.insn import (
     REGISTER_NAMES,
     SP,

@@ -6,17 +6,17 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, TextLayout, reserved_range
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.region import LiveRegisters, Region
-from emulated_kernel.arch.verdict import AnalyzedFunction, OptimizationPolicy, ProbeChecker
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
-from emulated_kernel.arch.x86.facts import DecodeCache
+from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
+from emulated_kernel.arch.x86.insn_attributes import DecodeCache
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
-from emulated_kernel.arch.x86.prepare import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.image.text_tables import ProbedTables
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from errno import EINVAL
 
-from emulated_kernel.arch.base import ArchSpecificInsn
+from emulated_kernel.arch.arch_hooks import ArchSpecificInsn
 from emulated_kernel.arch.riscv.emulate import RiscvEmulation
 from emulated_kernel.arch.riscv.insn import Handling, decode_insn
 from emulated_kernel.util.errors import KernelError

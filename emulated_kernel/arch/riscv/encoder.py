@@ -9,8 +9,8 @@ from enum import IntEnum
 from errno import ERANGE
 from functools import cache, lru_cache
 
-from emulated_kernel.arch.riscv.encode import b_type, i_type, j_type, r_type, s_type, u_type
 from emulated_kernel.arch.riscv.insn import SP, ZERO, RiscvOpcode, sign_extend
+from emulated_kernel.arch.riscv.insn_formats import b_type, i_type, j_type, r_type, s_type, u_type
 from emulated_kernel.util.errors import KernelError
 
 EBREAK = bytes.fromhex("73001000")

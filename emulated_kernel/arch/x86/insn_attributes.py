@@ -11,9 +11,9 @@ from errno import EOPNOTSUPP
 from functools import cache
 from typing import Any, NamedTuple
 
-from emulated_kernel.arch.analysis.reason import RejectReason
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, can_boost, check_copyable, prepare_emulation
 from emulated_kernel.arch.x86.insn import EMULATE_PREFIX_SIZE, MAX_INSN_SIZE, X86Insn, decode_insn, opcodes
-from emulated_kernel.arch.x86.prepare import INT3_SIZE, can_boost, check_copyable, prepare_emulation
 from emulated_kernel.util.errors import KernelError
 
 _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from emulated_kernel.arch.program.assembly import (
+from emulated_kernel.arch.program.asm_source import (
     Assembler,
     Assembly,
     SourceText,
@@ -13,7 +13,7 @@ from emulated_kernel.arch.program.assembly import (
     cell_offset,
     needed,
 )
-from emulated_kernel.arch.riscv.assemble import (
+from emulated_kernel.arch.riscv.encoder import (
     NOP,
     ArithmeticFunct3,
     BranchFunct3,
@@ -26,7 +26,6 @@ from emulated_kernel.arch.riscv.assemble import (
     set_register,
     store,
 )
-from emulated_kernel.arch.riscv.encode import i_type, r_type, u_type
 from emulated_kernel.arch.riscv.insn import (
     GP,
     RA,
@@ -38,6 +37,7 @@ from emulated_kernel.arch.riscv.insn import (
     decode_all,
     sign_extend,
 )
+from emulated_kernel.arch.riscv.insn_formats import i_type, r_type, u_type
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _ORDERED = "add sll slt sltu xor srl or and", "mul mulh mulhsu mulhu div divu rem remu"

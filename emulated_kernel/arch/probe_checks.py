@@ -14,11 +14,11 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
-from emulated_kernel.arch.analysis.entrances import CodeXrefs
 from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason, RejectSubject
-from emulated_kernel.arch.analysis.region import LiveRegisters, Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
+from emulated_kernel.arch.analysis.xrefs import CodeXrefs
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables

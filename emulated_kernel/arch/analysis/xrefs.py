@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
-from emulated_kernel.arch.analysis.reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 
