@@ -25,10 +25,10 @@ from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.kinds.jprobe import Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
-from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
+from emulated_kernel.kprobes.quiescence import GracePeriod
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
-from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault

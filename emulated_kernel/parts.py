@@ -8,7 +8,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.jprobe import Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.system import TracingServices

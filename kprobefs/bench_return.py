@@ -13,7 +13,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile, RegisterSaving
-from emulated_kernel.kprobes.return_hook.hook import ReturnHook
+from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.bench import (

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from emulated_kernel.kprobes.return_hook.footprint import Footprint, memory_table
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.memory_use import Footprint, memory_table
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 
 CPUS, TASKS = 10, 500
 SLIDES = {

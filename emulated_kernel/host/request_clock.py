@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.util.abi import HZ

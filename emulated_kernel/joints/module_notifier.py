@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from emulated_kernel.image.live_image import LiveImage, Module
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions

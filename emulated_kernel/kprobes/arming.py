@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
-from emulated_kernel.kprobes.out_of_line import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.util.fast_dataclass import dataclass
 

@@ -12,8 +12,13 @@ from typing import Any
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.kallsyms import Location
-from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
-from emulated_kernel.kprobes.guest_code import CompiledCode, DetourBuffer, OutOfLine
+from emulated_kernel.kprobes.codegen.asm_handlers import (
+    AssembledHandlers,
+    AssemblyOwner,
+    HandlerPoint,
+    PerCpuVars,
+)
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, DetourBuffer, OutOfLine
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import dataclass
 

@@ -15,10 +15,10 @@ from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.joints.module_notifier import ModuleNotifier
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
-from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.kprobes.quiescence import GracePeriod
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
-from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.linux.kernel_calls import KernelCalls, work_queues
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER

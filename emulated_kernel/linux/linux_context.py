@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
+from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.machine.probed_machine import ProbedMachine

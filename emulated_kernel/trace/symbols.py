@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
-from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE, RETHOOK_TRAMPOLINE, HookSets
 
 FTRACE_TRAMPOLINE = "ftrace_regs_caller"

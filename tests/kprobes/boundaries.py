@@ -12,7 +12,7 @@ from iced_x86 import Decoder, FlowControl, Instruction, InstructionInfoFactory, 
 
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.util.errors import KernelError
 

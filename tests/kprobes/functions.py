@@ -9,7 +9,7 @@ from typing import Any
 
 from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import Trap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 
 
 def list_lines(kprobes: Kprobes) -> list[str]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.scheduler import GracePeriod, Span
+from emulated_kernel.kprobes.quiescence import GracePeriod, Span
 
 
 class ScriptedGracePeriod(GracePeriod):

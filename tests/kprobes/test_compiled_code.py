@@ -9,8 +9,8 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches

@@ -219,7 +219,7 @@ def test_a_failure_belongs_to_the_call_it_came_in(kernel: Kernel, caplog: pytest
     kprobe = Kprobe(symbol_name="strlen", pre_handler=fail)
     kernel.register_kprobe(kprobe)
     strlen = address(kernel, "strlen")
-    with caplog.at_level(logging.CRITICAL, "emulated_kernel.kprobes.hit"):
+    with caplog.at_level(logging.CRITICAL, "emulated_kernel.kprobes.hit.handling"):
         assert kernel.machine.call(strlen, kernel.machine.alloc_pages(16)) == 0
         assert kernel.call("int_sqrt", 81) == 9
         with pytest.raises(HandlerError) as caught:

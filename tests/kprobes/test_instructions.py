@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.util.control_lock import ControlLock
 from tests.kprobes.conftest import BREAKPOINTS

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.ftrace import FtraceOps, FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import FtraceOps, FtraceSites
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 
 CHANGES: dict[str, Callable[[Kprobes, Kprobe], object]] = {
     "register": lambda kprobes, _probe: kprobes.register_kprobe(Kprobe(symbol_name="gcd")),

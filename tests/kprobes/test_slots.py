@@ -7,8 +7,8 @@ import errno
 import pytest
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.handlers.garbage import DeferredFree
-from emulated_kernel.kprobes.handlers.slots import InsnSlots
+from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
+from emulated_kernel.kprobes.hit.insn_slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.config import MachineConfig

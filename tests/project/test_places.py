@@ -24,9 +24,9 @@ from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes import return_hook
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, profile_named
-from emulated_kernel.kprobes.return_hook.base import ShadowStack
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
-from emulated_kernel.machine import cpu_parts
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.shadow_stack import ShadowStack
+from emulated_kernel.machine import cpu_parts as cpu_parts_module
 from emulated_kernel.machine.cpu_parts import cpu_parts
 from emulated_kernel.trace.compiled.fetch import _EMITTERS
 from emulated_kernel.trace.fetch.types import SymbolString, fetch_types
@@ -206,9 +206,9 @@ def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 def test_each_architecture_is_complete() -> None:
     """Hooks, CPU, image, command line and manual know the same architectures."""
     archs = {arch.name for family in architectures._FAMILIES.values() for arch in family()}
-    models = {parts.model.name for family in cpu_parts._FAMILIES.values() for parts in family()}
+    models = {parts.model.name for family in cpu_parts_module._FAMILIES.values() for parts in family()}
     assert archs == models == ARCHITECTURES.keys()
-    assert architectures._FAMILIES.keys() == cpu_parts._FAMILIES.keys() == set(ElfMachine)
+    assert architectures._FAMILIES.keys() == cpu_parts_module._FAMILIES.keys() == set(ElfMachine)
     images = {path.parent.name for path in PREBUILT.glob("*/modules")}
     assert images == {name for name, target in TARGETS.items() if target.has_modules} == archs
     assert list(choices("--arch", "mount")) == list(ARCHITECTURES)

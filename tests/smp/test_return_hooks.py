@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds
 from tests.smp.test_races import GFP_KERNEL, assert_well, function_calls, together

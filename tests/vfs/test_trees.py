@@ -12,7 +12,7 @@ import pytest
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner

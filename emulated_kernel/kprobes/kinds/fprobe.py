@@ -13,14 +13,19 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import Move
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, HandlerPoint, PerCpuVars
-from emulated_kernel.kprobes.ftrace import Called, FtraceOps
-from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
+from emulated_kernel.kprobes.codegen.asm_handlers import (
+    AssembledHandlers,
+    AssemblyOwner,
+    HandlerPoint,
+    PerCpuVars,
+)
+from emulated_kernel.kprobes.codegen.compiler import NO_MEMORY
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.hit.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.kprobe import CompileHandler
-from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
-from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
+from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass

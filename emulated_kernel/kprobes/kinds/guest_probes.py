@@ -12,8 +12,8 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import KRETPROBE_MAX_DATA_SIZE, Kretprobe, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, Regs
-from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.return_hook.hook import RethookNode
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError, MemoryFault

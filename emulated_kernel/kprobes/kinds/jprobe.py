@@ -11,9 +11,9 @@ from inspect import signature
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch, Registers
-from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
+from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault

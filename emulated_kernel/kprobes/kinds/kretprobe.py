@@ -8,13 +8,13 @@ from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kprobes.assembled import AssembledHandlers, HandlerPoint
-from emulated_kernel.kprobes.ctlblk import HitStatus
+from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
+from emulated_kernel.kprobes.hit.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, Regs
-from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import TrampolineForm
-from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
-from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
+from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
-from emulated_kernel.kprobes.guest_code import DetourBuffer
-from emulated_kernel.kprobes.handlers.garbage import DeferredFree
+from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
+from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
+from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
+from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
-from emulated_kernel.kprobes.out_of_line import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.profile import Profile
-from emulated_kernel.kprobes.scheduler import DelayedWork, GracePeriod, Span
+from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod, Span
 from emulated_kernel.kprobes.table import ProbeTable
-from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.machine.traps.trap import HardwareError

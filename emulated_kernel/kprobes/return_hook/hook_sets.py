@@ -8,11 +8,11 @@ from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.quiescence import GracePeriod
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
+from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
-from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.task_events import TaskObserver
 

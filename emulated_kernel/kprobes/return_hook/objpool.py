@@ -14,9 +14,9 @@ from emulated_kernel.arch.program.ir import (
     Move,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.base import ACTIVE, POOL, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListCode, RethookListStack
+from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, POOL, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,

@@ -18,8 +18,8 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.base import ACTIVE, Pending, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, Pending, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,

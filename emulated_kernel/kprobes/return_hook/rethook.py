@@ -6,8 +6,8 @@ import errno
 
 from emulated_kernel.arch.program.ir import Arithmetic, CompareExchange, Compute, Label, LoadAbsolute, Move
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.base import POOL
 from emulated_kernel.kprobes.return_hook.rethook_list import NEXT_FREE, RethookListCode, RethookListStack
+from emulated_kernel.kprobes.return_hook.shadow_stack import POOL
 from emulated_kernel.kprobes.return_hook.stack_code import FIRST, NODE, SECOND, TASK, compute, set_to, unless
 from emulated_kernel.util.errors import KernelError
 

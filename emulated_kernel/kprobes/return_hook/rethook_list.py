@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from emulated_kernel.arch.program.ir import Label
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.base import Pending, ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.shadow_stack import Pending, ShadowStack
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,

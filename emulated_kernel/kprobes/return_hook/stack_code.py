@@ -27,7 +27,7 @@ from emulated_kernel.arch.program.ir import (
     Store,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, ShadowStack, counter_at
+from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, HIGH_WATER, ShadowStack, counter_at
 from emulated_kernel.util.fast_dataclass import dataclass
 
 NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.saved_regs import PtRegsFrames
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.codegen.pt_regs import PtRegsFrames
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.machine.probed_machine import ProbedMachine
 

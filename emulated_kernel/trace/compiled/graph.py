@@ -25,8 +25,8 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kprobes.return_hook.hook import ReturnHook
-from emulated_kernel.kprobes.return_hook.native import NativeReturns
+from emulated_kernel.kprobes.return_hook.compiled_returns import NativeReturns
+from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.stack_code import NODE
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
 from emulated_kernel.trace.compiled.places import GuestAddresses

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.stack_frames import ALIGNED, CFA, IP, Frame, FunctionFrames
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault

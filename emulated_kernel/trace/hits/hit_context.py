@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
+from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 

@@ -7,7 +7,7 @@ from time import thread_time_ns
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault

@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.jprobe import become_jprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.compiled.places import GuestAddresses, HitCounter
 from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN

@@ -11,13 +11,13 @@ from typing import Any
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.ftrace import FtraceOps
-from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
-from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHook
-from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.codegen.compiler import NO_MEMORY
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.hit.ftrace import FtraceOps
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
+from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
+from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.compiled.graph import CALLED, CompiledGraph, GraphEmitter
 from emulated_kernel.trace.compiled.places import GuestAddresses

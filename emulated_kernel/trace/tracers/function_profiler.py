@@ -6,7 +6,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
-from emulated_kernel.kprobes.return_hook.hook import RethookNode
+from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
 from emulated_kernel.trace.array.system import TracingServices
 from emulated_kernel.trace.output.function_graph import duration_text
 from emulated_kernel.trace.output.tracer_options import GraphOption

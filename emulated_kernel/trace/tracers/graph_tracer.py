@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from emulated_kernel.kprobes.return_hook.hook import RethookNode
+from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.compiled.graph import FRAME, CallFlag, CompiledGraph

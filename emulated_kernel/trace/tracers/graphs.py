@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.compiled.places import GuestAddresses

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import RegisterSaving
 from tests.kprobes.exhaustion.proof import Group, Place, Proof, Spans, joined

@@ -8,7 +8,7 @@ from itertools import islice
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.analysis.reject_reason import Rejection
-from emulated_kernel.kprobes.guest_code import DetourBuffer
+from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.machine.text.stale_fetch import Prefetch
 from tests.arch.decoding import starts_with_breakpoint

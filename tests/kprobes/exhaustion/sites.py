@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
-from emulated_kernel.kprobes.guest_code import CompiledCode
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.exhaustion.compiled import CompiledProof, enabled

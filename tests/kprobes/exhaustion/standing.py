@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
-from emulated_kernel.kprobes.ctlblk import HitStatus
+from emulated_kernel.kprobes.hit.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.text.stale_fetch import WINDOW

@@ -10,9 +10,9 @@ import pytest
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.handlers.garbage import DeferredFree
-from emulated_kernel.kprobes.scheduler import Span
-from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
+from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
+from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
+from emulated_kernel.kprobes.quiescence import Span
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from emulated_kernel.util.config import MachineConfig
 from tests.arch.decoding import insn_length

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from emulated_kernel.kprobes import ctlblk as measuring
+from emulated_kernel.kprobes.hit import ctlblk as measuring
 from tests.kprobes.optimizer.conftest import Boot
 from tests.kprobes.optimizer.test_in_kernel import Files
 

@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from emulated_kernel.kprobes.return_hook.footprint import memory_table
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.memory_use import memory_table
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 
 KB, MB = 1_000, 1_000_000
 

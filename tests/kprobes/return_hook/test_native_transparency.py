@@ -11,7 +11,7 @@ from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, TrampolineForm
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.machine.guest_calls import map_stack
 from emulated_kernel.util.abi import PAGE_SIZE
 from tests.kprobes.functions import Outcome, Runner

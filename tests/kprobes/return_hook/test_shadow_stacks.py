@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.shadow_stack import ShadowStack
 from emulated_kernel.util.abi import PAGE_SIZE
 
 WORD = 8

@@ -17,8 +17,8 @@ from emulated_kernel.arch.riscv.insn import RA, T0, RiscvInsn, decode_insn
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import GuestAddr, Kprobe
-from emulated_kernel.kprobes.return_hook.hook import ReturnHandler
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.return_hook import ReturnHandler
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig

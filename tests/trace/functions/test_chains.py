@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import ARCHITECTURES
 from tests.sample import share
 from tests.trace.functions.chains import Code, compare

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.kprobes.assembled import HandlerPoint
-from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.kprobe import CompileHandler
 from emulated_kernel.kprobes.profile import RETURN_HOOKS, TrampolineForm
-from emulated_kernel.kprobes.return_hook.base import RETURNED, Pending, ShadowStack
+from emulated_kernel.kprobes.quiescence import GracePeriod
+from emulated_kernel.kprobes.return_hook.compiled_returns import NativeReturns
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
-from emulated_kernel.kprobes.return_hook.hook import RethookNode, ReturnHandler, ReturnHook
-from emulated_kernel.kprobes.return_hook.instances import InstancesCode, KretprobeInstTable
-from emulated_kernel.kprobes.return_hook.native import NativeReturns
+from emulated_kernel.kprobes.return_hook.kretprobe_inst_table import InstancesCode, KretprobeInstTable
 from emulated_kernel.kprobes.return_hook.objpool import ObjpoolCode, ObjpoolStack
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack, RetStackCode, UnifiedStack
 from emulated_kernel.kprobes.return_hook.rethook import RethookCode, RethookStack
+from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHandler, ReturnHook
+from emulated_kernel.kprobes.return_hook.shadow_stack import RETURNED, Pending, ShadowStack
 from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
-from emulated_kernel.kprobes.scheduler import GracePeriod
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.control_lock import ControlLock

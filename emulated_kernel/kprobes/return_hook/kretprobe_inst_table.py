@@ -18,9 +18,9 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.base import POOL, Pending
 from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListStack
+from emulated_kernel.kprobes.return_hook.shadow_stack import POOL, Pending
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,

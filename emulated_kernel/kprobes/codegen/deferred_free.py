@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.kprobes.scheduler import DelayedWork, GracePeriod, Span
+from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod, Span
 from emulated_kernel.util.fast_dataclass import dataclass
 
 COLLECT_DELAY = 5

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.kprobes.assembled import AssemblyOwner, HandlerPoint
-from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.codegen.asm_handlers import AssemblyOwner, HandlerPoint
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.hit.handling import HitHandling
+from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import give_room_back
 from emulated_kernel.machine.text.text_poke import TextPoker

@@ -27,12 +27,18 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kprobes.assembled import HandlerPoint
-from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
-from emulated_kernel.kprobes.return_hook.hook import ReturnHook
+from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStackCode
+from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
+from emulated_kernel.kprobes.return_hook.shadow_stack import (
+    HANDLER,
+    MISSED,
+    RETURNED,
+    ShadowStack,
+    counter_at,
+)
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.assembled import AssemblyOwner, HandlerPoint
-from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.codegen.asm_handlers import AssemblyOwner, HandlerPoint
+from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Regs
 from emulated_kernel.machine.probed_machine import ProbedMachine
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner
-from emulated_kernel.kprobes.guest_code import CompiledCode
+from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
-from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
+from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack
 from emulated_kernel.util.fast_dataclass import dataclass
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.shadow_stack import ShadowStack
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 

@@ -9,12 +9,12 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.guest_code import OutOfLine
-from emulated_kernel.kprobes.handlers.garbage import DeferredFree
-from emulated_kernel.kprobes.handlers.slots import InsnSlots
+from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
+from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
+from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
+from emulated_kernel.kprobes.hit.insn_slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, Stepper
-from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.errors import KernelError

@@ -12,21 +12,21 @@ from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
-from emulated_kernel.kprobes.assembled import AssembledHandlers, HandlerPoint, PerCpuVars
-from emulated_kernel.kprobes.ftrace import FtraceSites
-from emulated_kernel.kprobes.guest_code import DetourBuffer
-from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.handlers.garbage import DeferredFree
-from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint, PerCpuVars
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
+from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
+from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.handling import HitHandling
+from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
+from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, takes_flags
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
-from emulated_kernel.kprobes.out_of_line import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
-from emulated_kernel.kprobes.scheduler import GracePeriod
-from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
+from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.table import ProbeTable
-from emulated_kernel.kprobes.trap_routes import BreakpointDispatch
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.abi import GuestAddr

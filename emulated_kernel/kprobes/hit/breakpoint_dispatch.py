@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.kprobes.ftrace import FtraceSites
-from emulated_kernel.kprobes.guest_code import OutOfLine
-from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.handling import HitHandling
+from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, Regs
-from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker

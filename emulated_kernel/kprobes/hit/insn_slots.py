@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.kprobes.handlers.garbage import DeferredFree
+from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, GuestAddr

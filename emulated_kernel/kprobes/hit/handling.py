@@ -20,15 +20,15 @@ from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.kprobes.asides import AsmThunks
-from emulated_kernel.kprobes.assembled import HandlerPoint
-from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
-from emulated_kernel.kprobes.failures import HandlerFailures
-from emulated_kernel.kprobes.guest_code import CompiledCode, OutOfLine
-from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.handlers.saved_regs import PtRegsFrames
+from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
+from emulated_kernel.kprobes.codegen.asm_thunks import AsmThunks
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, OutOfLine
+from emulated_kernel.kprobes.codegen.pt_regs import PtRegsFrames
+from emulated_kernel.kprobes.hit.ctlblk import HitStatus, KprobeCtlblk
+from emulated_kernel.kprobes.hit.handler_failures import HandlerFailures
+from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, Regs
-from emulated_kernel.kprobes.split_jumps import PartialJumpDetector
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.abi import Vector

@@ -18,8 +18,8 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import HandlerCode
 from emulated_kernel.arch.program.ir_builder import EntryKind, HostAction, ProgramBuilder
-from emulated_kernel.kprobes.guest_code import CompiledCode
-from emulated_kernel.kprobes.handlers.garbage import DeferredFree
+from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.machine.probed_machine import ProbedMachine

@@ -1,0 +1,1 @@
+"""Hits, from the breakpoint back to the probed code."""
