@@ -33,14 +33,14 @@ from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.parts import ProbeRegistries, TracingComponents
-from emulated_kernel.trace.compiled.places import NeedResched
+from emulated_kernel.trace.compiled.guest_addresses import NeedResched
+from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.tracepoints import Tracepoints
-from emulated_kernel.trace.hits.hit_context import HitContext
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.tracers.function_graph import traceable_functions
+from emulated_kernel.trace.tracers.fgraph import traceable_functions
 from emulated_kernel.util.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock

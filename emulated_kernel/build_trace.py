@@ -10,20 +10,20 @@ from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.parts import ProbeRegistries, TracingComponents
-from emulated_kernel.trace.array.system import RELEASE, TracingServices
+from emulated_kernel.trace.array.services import RELEASE, TracingServices
+from emulated_kernel.trace.compiled.guest_addresses import NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
-from emulated_kernel.trace.compiled.places import NeedResched
+from emulated_kernel.trace.context.call_stack import CallStack
+from emulated_kernel.trace.context.function_frames import FrameTables
+from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.events.own_entries import ftrace_entry_events
+from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.hist.system import HistServices
+from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
-from emulated_kernel.trace.hits.call_stack import CallStack
-from emulated_kernel.trace.hits.function_frames import FrameTables
-from emulated_kernel.trace.hits.hit_context import HitContext
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
 from emulated_kernel.trace.probes.eprobe import EventProbes
 from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
@@ -32,7 +32,7 @@ from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
 from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.synth.events import SyntheticEvents
+from emulated_kernel.trace.synth.synthetic_events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions

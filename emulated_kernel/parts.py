@@ -11,7 +11,7 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.array.system import TracingServices
+from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
 from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
@@ -19,7 +19,7 @@ from emulated_kernel.trace.probes.handler_cost import HandlerCosts
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.synth.events import SyntheticEvents
+from emulated_kernel.trace.synth.synthetic_events import SyntheticEvents
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler

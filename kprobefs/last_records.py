@@ -9,11 +9,11 @@ from typing import BinaryIO
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.memory.persistent import PersistentLayout
-from emulated_kernel.trace.array.past import PreviousBootNames, PreviousBootRecords
+from emulated_kernel.trace.array.previous_boot import PreviousBootNames, PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, RingMemory, memory_size
-from emulated_kernel.trace.ring.salvage import UnreadableControlBlock, recover_ring_buffer
+from emulated_kernel.trace.ring.recover import UnreadableControlBlock, recover_ring_buffer
+from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, RingMemory, memory_size
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.util.errors import KernelError

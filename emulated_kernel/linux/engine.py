@@ -31,7 +31,7 @@ from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.parts import KernelComponents, ProbeRegistries
-from emulated_kernel.trace.tracers.function_graph import traceable_functions
+from emulated_kernel.trace.tracers.fgraph import traceable_functions
 from emulated_kernel.util.abi import ModuleState
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError

@@ -19,6 +19,7 @@ from emulated_kernel.image.text_tables import JumpLabel
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext
@@ -26,7 +27,6 @@ from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, l
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError

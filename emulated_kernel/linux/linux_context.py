@@ -11,8 +11,8 @@ from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.compiled.places import NeedResched
-from emulated_kernel.trace.hits.hit_context import HitContext
+from emulated_kernel.trace.compiled.guest_addresses import NeedResched
+from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.errors import KernelError
 

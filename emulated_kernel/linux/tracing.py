@@ -16,7 +16,7 @@ from emulated_kernel.linux.linux_context import LinuxContext, linux_need_resched
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.parts import ProbeRegistries, TracingComponents
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.limits import Limits
 

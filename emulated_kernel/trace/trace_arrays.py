@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Collection, Iterator
 
 from emulated_kernel.machine.task_events import TaskObserver
-from emulated_kernel.trace.array.system import FUNCTION_TRACER, TracingServices
+from emulated_kernel.trace.array.services import FUNCTION_TRACER, TracingServices
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters

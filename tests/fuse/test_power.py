@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from emulated_kernel.trace.array.past import PreviousBootRecords
+from emulated_kernel.trace.array.previous_boot import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, WouldBlock

@@ -19,8 +19,8 @@ from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.filter.parse import parse_filter
 from emulated_kernel.trace.filter.pattern import parse_pattern
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
+from emulated_kernel.trace.tracers.available_functions import Functions, TraceableFunction
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
-from emulated_kernel.trace.tracers.functions import Functions, TraceableFunction
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.parse import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
 from emulated_kernel.vfs.trees.trace_array_files import clock_name, tracer_name

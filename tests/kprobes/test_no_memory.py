@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.output.function_graph import NAME
+from emulated_kernel.trace.output.graph_output import NAME
 from tests.ledger import ledger_mismatches
 
 Probed = tuple[Callable[[], int], Callable[[], object]]

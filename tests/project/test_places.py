@@ -29,8 +29,8 @@ from emulated_kernel.kprobes.return_hook.shadow_stack import ShadowStack
 from emulated_kernel.machine import cpu_parts as cpu_parts_module
 from emulated_kernel.machine.cpu_parts import cpu_parts
 from emulated_kernel.trace.compiled.fetch import _EMITTERS
-from emulated_kernel.trace.fetch.types import SymbolString, fetch_types
-from emulated_kernel.trace.ring.clock import TRACE_CLOCKS
+from emulated_kernel.trace.fetch.fetch_types import SymbolString, fetch_types
+from emulated_kernel.trace.ring.trace_clock import TRACE_CLOCKS
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.vfs.core.client import Client

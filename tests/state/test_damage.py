@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
+from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControl
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
 from kprobefs import journal

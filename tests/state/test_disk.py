@@ -15,9 +15,9 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.memory import record_memory
-from emulated_kernel.trace.array.past import PreviousBootRecords
+from emulated_kernel.trace.array.previous_boot import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
-from emulated_kernel.trace.ring.layout import RingMemory
+from emulated_kernel.trace.ring.ring_layout import RingMemory
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from kprobefs import journal, last_records

@@ -12,7 +12,7 @@ import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl
+from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControl
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits

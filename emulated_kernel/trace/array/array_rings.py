@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
-from emulated_kernel.trace.array.system import TracingServices
+from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import RingControls, RingMemory, memory_size, pages_for
+from emulated_kernel.trace.ring.ring_layout import RingControls, RingMemory, memory_size, pages_for
 from emulated_kernel.util.errors import KernelError
 
 DEFAULT_BUFFER_SIZE = 1441792

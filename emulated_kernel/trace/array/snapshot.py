@@ -6,7 +6,7 @@ import errno
 
 from emulated_kernel.trace.array.array_rings import ArrayRings
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import MIN_PAGES
+from emulated_kernel.trace.ring.ring_layout import MIN_PAGES
 from emulated_kernel.util.errors import KernelError
 
 _ALL_HELP = """\

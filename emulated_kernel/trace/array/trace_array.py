@@ -7,22 +7,26 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from emulated_kernel.trace.array.array_rings import ArrayRings
-from emulated_kernel.trace.array.past import CombinedTaskNames, PreviousBootNames, PreviousBootRecords
+from emulated_kernel.trace.array.previous_boot import (
+    CombinedTaskNames,
+    PreviousBootNames,
+    PreviousBootRecords,
+)
+from emulated_kernel.trace.array.services import NOP_TRACER, Tracer, TracingServices
 from emulated_kernel.trace.array.snapshot import Snapshot
-from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TracingServices
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import EventPids
-from emulated_kernel.trace.fetch.load import read_string
-from emulated_kernel.trace.filter.ops import POINTED_STRING_MAX
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
-from emulated_kernel.trace.output import function_graph
-from emulated_kernel.trace.output.function_graph import GraphPrinter
+from emulated_kernel.trace.fetch.memory import read_string
+from emulated_kernel.trace.filter.predicates import POINTED_STRING_MAX
+from emulated_kernel.trace.output import graph_output
+from emulated_kernel.trace.output.graph_output import GraphPrinter
 from emulated_kernel.trace.output.line_formatter import LineFormatter
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
-from emulated_kernel.trace.ring.layout import RecordTarget, RingMemory
+from emulated_kernel.trace.ring.ring_layout import RecordTarget, RingMemory
+from emulated_kernel.trace.ring.trace_clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
     TRACE_ENTRY,
     AddressStyle,
@@ -367,7 +371,7 @@ class TraceArray(ArrayRings, Recorder):
 
     def graph_printer(self) -> GraphPrinter | None:
         """What prints the records while the tracer is function_graph."""
-        if self.current_tracer != function_graph.NAME:
+        if self.current_tracer != graph_output.NAME:
             return None
         return GraphPrinter(self.system.cpus, self.system.tracer_options)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from emulated_kernel.trace.array.trace_array import TraceArray
-from emulated_kernel.trace.output import function_graph
-from emulated_kernel.trace.output.function_graph import GraphPrinter
+from emulated_kernel.trace.output import graph_output
+from emulated_kernel.trace.output.graph_output import GraphPrinter
 from emulated_kernel.trace.output.line_formatter import (
     SEQ_SIZE,
     TOO_BIG,
@@ -156,7 +156,7 @@ class TracePipe(PipeReader):
         return text
 
     def _line(self, formatter: LineFormatter, entry: TimedRecord, index: int) -> str:
-        if self._array.current_tracer != function_graph.NAME:
+        if self._array.current_tracer != graph_output.NAME:
             self._graph = None
             return formatter.line(entry, entry.time_stamp, index)
         # It stays from one read to the next: a call's end may come in another one.

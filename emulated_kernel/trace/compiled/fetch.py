@@ -24,10 +24,9 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.trace.compiled.places import GuestAddresses
-from emulated_kernel.trace.fetch.fetchargs import ProbeArg
-from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram
-from emulated_kernel.trace.fetch.types import (
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
+from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram
+from emulated_kernel.trace.fetch.fetch_types import (
     MAX_STRING_SIZE,
     FetchType,
     Hexadecimal,
@@ -36,7 +35,8 @@ from emulated_kernel.trace.fetch.types import (
     SymbolType,
     UserString,
 )
-from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
+from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 
 BASE, VALUE, TEMP, OTHER, POSITION, LIMIT, HIGH = range(7)
 """Virtual registers: address of the entry (or of its room), the value being fetched, two temporaries, address

@@ -15,7 +15,7 @@ from emulated_kernel.arch.program.ir import (
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, TEMP, VALUE, fits_displacement
-from emulated_kernel.trace.filter.ops import (
+from emulated_kernel.trace.filter.predicates import (
     ACCEPT,
     ComparePredicate,
     CpuPredicate,

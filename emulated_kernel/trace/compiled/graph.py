@@ -29,9 +29,9 @@ from emulated_kernel.kprobes.return_hook.compiled_returns import NativeReturns
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.stack_code import NODE
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
-from emulated_kernel.trace.compiled.places import GuestAddresses
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
-from emulated_kernel.trace.ring.layout import WRITE_STAMP, RecordTarget
+from emulated_kernel.trace.ring.ring_layout import WRITE_STAMP, RecordTarget
 from emulated_kernel.trace.ring.trace_entry import EntryType
 from emulated_kernel.util.fast_dataclass import dataclass
 

@@ -8,10 +8,15 @@ from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestAddresses, HitCounter, NeedResched
-from emulated_kernel.trace.hits.probe_hit import Tasks
+from emulated_kernel.trace.compiled.guest_addresses import (
+    SCRATCH_SIZE,
+    GuestAddresses,
+    HitCounter,
+    NeedResched,
+)
+from emulated_kernel.trace.context.probe_hit import Tasks
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControls, RingMemory
+from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 
 _CELL = 8

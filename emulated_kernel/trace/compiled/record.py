@@ -27,8 +27,9 @@ from emulated_kernel.arch.program.ir import (
 )
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
-from emulated_kernel.trace.compiled.places import GuestAddresses
-from emulated_kernel.trace.ring.layout import (
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
+from emulated_kernel.trace.ring.buffer_page import DELTA_BITS, MAX_SMALL_DATA, event_size
+from emulated_kernel.trace.ring.ring_layout import (
     FLAGS,
     TAIL_ENTRIES,
     WRITE_PTR,
@@ -36,7 +37,6 @@ from emulated_kernel.trace.ring.layout import (
     RecordTarget,
     RingFlag,
 )
-from emulated_kernel.trace.ring.page import DELTA_BITS, MAX_SMALL_DATA, event_size
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.fast_dataclass import dataclass
 

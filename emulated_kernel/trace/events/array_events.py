@@ -9,7 +9,7 @@ from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import PidList
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.text.chars import bytes_to_text
-from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.text.get_user import take_word
 from emulated_kernel.util.errors import KernelError
 
 _ANY = ("", "*")

@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
-from emulated_kernel.trace.filter.ops import EventFilter
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import RecordTarget
-from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
+from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
+from emulated_kernel.trace.ring.ring_layout import RecordTarget
 from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField, RawEntry
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.errors import KernelError

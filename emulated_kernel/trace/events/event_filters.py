@@ -6,9 +6,9 @@ import errno
 from collections.abc import Iterable, Sequence
 
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
-from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
-from emulated_kernel.trace.filter.ops import EventFilter
+from emulated_kernel.trace.filter.filter_errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.parse import parse_event_filter
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.text.chars import SPACES, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.util.abi import PAGE_SIZE

@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable
 
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.text.get_user import take_word
 from emulated_kernel.trace.text.numbers import kstrtoul
-from emulated_kernel.trace.text.user_words import take_word
 from emulated_kernel.util.errors import KernelError
 
 PID_LIMIT = 1 << 30

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 from emulated_kernel.image.trace_events import FieldDefinition
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext, compile_print_fmt
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 

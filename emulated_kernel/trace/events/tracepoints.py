@@ -13,12 +13,12 @@ from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_fmt import KernelNames
 from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from enum import Enum, auto
 from typing import ClassVar
 
-from emulated_kernel.trace.filter.ops import EventFilter
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from emulated_kernel.trace.filter.build import FilterBuilder, Fragment
-from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.fields import FilterField, FilterType, find_event_field
-from emulated_kernel.trace.filter.ops import (
+from emulated_kernel.trace.filter.filter_errors import FilterError, FilterParseError
+from emulated_kernel.trace.filter.pattern import literal_pattern, parse_pattern
+from emulated_kernel.trace.filter.predicates import (
     ComparePredicate,
     CpuPredicate,
     EventFilter,
@@ -20,7 +20,7 @@ from emulated_kernel.trace.filter.ops import (
     Predicate,
     StringPredicate,
 )
-from emulated_kernel.trace.filter.pattern import literal_pattern, parse_pattern
+from emulated_kernel.trace.filter.program_builder import FilterBuilder, Fragment
 from emulated_kernel.trace.ring.trace_entry import EventField
 from emulated_kernel.trace.text.chars import ALNUM, SPACES
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul

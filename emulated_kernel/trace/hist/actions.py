@@ -6,10 +6,10 @@ import errno
 from dataclasses import field
 from enum import Enum
 
-from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField, HistHit, Histogram, as_number, set_variables
-from emulated_kernel.trace.hist.map import Element
-from emulated_kernel.trace.synth.event import FIELDS_MAX, SyntheticEvent
+from emulated_kernel.trace.hist.hist_errors import HistError
+from emulated_kernel.trace.hist.tracing_map import Element
+from emulated_kernel.trace.synth.synth_event import FIELDS_MAX, SyntheticEvent
 from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass

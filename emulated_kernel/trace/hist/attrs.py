@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 from dataclasses import field
 
-from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.map import MAX_BITS, MIN_BITS, VARS_MAX
+from emulated_kernel.trace.hist.hist_errors import HistError
+from emulated_kernel.trace.hist.tracing_map import MAX_BITS, MIN_BITS, VARS_MAX
 from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.text.numbers import kstrtoul

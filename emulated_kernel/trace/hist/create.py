@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action, ActionKind, Handler, TrackedSnapshot
-from emulated_kernel.trace.hist.data import HistData
-from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import MAX_STRING, FieldVariable, Flag, HistField, Histogram
+from emulated_kernel.trace.hist.hist_data import HistData
+from emulated_kernel.trace.hist.hist_errors import HistError
 from emulated_kernel.trace.hist.operators import qualified, remains_of
-from emulated_kernel.trace.hist.system import hists_of, holders_of
+from emulated_kernel.trace.hist.services import hists_of, holders_of
 from emulated_kernel.trace.hist.variables import find_file_variable
-from emulated_kernel.trace.synth.event import FIELDS_MAX
+from emulated_kernel.trace.synth.synth_event import FIELDS_MAX
 from emulated_kernel.util.errors import KernelError
 
 MakeHist = Callable[[HistData, EventFile, str], None]

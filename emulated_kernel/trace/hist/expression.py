@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 
 from emulated_kernel.trace.filter.fields import FilterField, FilterType, find_event_field
-from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import (
     OPERATIONS,
     TIME_FLAGS,
@@ -16,8 +15,9 @@ from emulated_kernel.trace.hist.field import (
     divide_by_constant,
     make_field,
 )
-from emulated_kernel.trace.hist.map import U64
+from emulated_kernel.trace.hist.hist_errors import HistError
 from emulated_kernel.trace.hist.operators import find_operator, is_reference, qualified
+from emulated_kernel.trace.hist.tracing_map import U64
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 from emulated_kernel.util.errors import KernelError

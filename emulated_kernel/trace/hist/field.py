@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from enum import Enum, IntFlag
 from functools import cached_property
 
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.hist.attrs import HistAttrs
-from emulated_kernel.trace.hist.map import DEFAULT_BITS, U64, Element, TracingMap, Value
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
-from emulated_kernel.trace.ring.clock import ns_to_usecs
+from emulated_kernel.trace.hist.tracing_map import DEFAULT_BITS, U64, Element, TracingMap, Value
+from emulated_kernel.trace.ring.trace_clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from emulated_kernel.trace.hist.actions import ActionKind, Handler, TrackedSnapshot
-from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.field import Flag, HistField
-from emulated_kernel.trace.hist.map import U64, Element, Value
+from emulated_kernel.trace.hist.hist_data import HistData
+from emulated_kernel.trace.hist.tracing_map import U64, Element, Value
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol, sprint_symbol_no_offset
 from emulated_kernel.trace.text.chars import bytes_to_text, to_text
 

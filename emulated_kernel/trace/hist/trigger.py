@@ -5,19 +5,19 @@ from __future__ import annotations
 import errno
 from dataclasses import field
 
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
-from emulated_kernel.trace.filter.ops import EventFilter
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.hist.actions import parse_action
 from emulated_kernel.trace.hist.attrs import parse_attrs, split_filter
 from emulated_kernel.trace.hist.create import ActionMaker
-from emulated_kernel.trace.hist.data import HistData
-from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField
+from emulated_kernel.trace.hist.hist_data import HistData
+from emulated_kernel.trace.hist.hist_errors import HistError
 from emulated_kernel.trace.hist.output import HistPrinter, command_text
-from emulated_kernel.trace.hist.system import HistHolder, HistServices
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.hist.services import HistHolder, HistServices
 from emulated_kernel.trace.ring.trace_entry import RawEntry
-from emulated_kernel.trace.synth.event import SyntheticEvent
+from emulated_kernel.trace.synth.synth_event import SyntheticEvent
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import (
     EventTriggers,

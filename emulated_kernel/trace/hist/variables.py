@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 
 from emulated_kernel.trace.events.event import EventFile
-from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram
-from emulated_kernel.trace.hist.map import VARS_MAX
+from emulated_kernel.trace.hist.hist_errors import HistError
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
-from emulated_kernel.trace.hist.system import HistServices, hists_of
+from emulated_kernel.trace.hist.services import HistServices, hists_of
+from emulated_kernel.trace.hist.tracing_map import VARS_MAX
 from emulated_kernel.util.errors import KernelError
 
 

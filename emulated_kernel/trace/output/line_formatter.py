@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.output.options import TraceOption
-from emulated_kernel.trace.ring.clock import ns_to_usecs
+from emulated_kernel.trace.ring.trace_clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
     BINARY_PRINTERS,
     ENTRY_PRINTERS,

@@ -9,8 +9,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
-from emulated_kernel.trace.output import function_graph
-from emulated_kernel.trace.output.function_graph import GraphPrinter
+from emulated_kernel.trace.output import graph_output
+from emulated_kernel.trace.output.graph_output import GraphPrinter
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions
@@ -63,8 +63,8 @@ def header_text(facts: TraceHeader, flags: TraceOption) -> str:
         return start
     if latency:
         start += _latency_header(facts)
-    if facts.tracer == function_graph.NAME:
-        return start + function_graph.header(facts.tracer_options, latency=latency)
+    if facts.tracer == graph_output.NAME:
+        return start + graph_output.header(facts.tracer_options, latency=latency)
     if verbose:
         return start
     if latency:

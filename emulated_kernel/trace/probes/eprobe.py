@@ -8,18 +8,18 @@ from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
+from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
-from emulated_kernel.trace.fetch.load import EntryAddress, FetchEnvironment, Value
-from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
-from emulated_kernel.trace.fetch.run import store
-from emulated_kernel.trace.filter.errors import FilterParseError
+from emulated_kernel.trace.fetch.memory import EntryAddress, FetchEnvironment, Value
+from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.filter.fields import FilterType, filter_type_of
-from emulated_kernel.trace.filter.ops import EventFilter
+from emulated_kernel.trace.filter.filter_errors import FilterParseError
 from emulated_kernel.trace.filter.parse import parse_event_filter
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, within_another
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.probes.definition import parse_event_name, resolve_symbol
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent

@@ -9,7 +9,7 @@ from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
-from emulated_kernel.trace.fetch.ops import FetchOp
+from emulated_kernel.trace.fetch.fetch_insn import FetchOp
 from emulated_kernel.trace.probes.definition import ProbeDefinition
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe

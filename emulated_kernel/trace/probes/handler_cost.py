@@ -11,11 +11,11 @@ from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
-from emulated_kernel.trace.compiled.places import GuestAddresses
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import RecordTarget, memory_size
+from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
 
 _HITS = {EntryKind.BREAKPOINT: 500, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
 """A round: so many that entering the guest for it is little beside them."""

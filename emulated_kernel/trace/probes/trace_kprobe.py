@@ -15,12 +15,12 @@ from emulated_kernel.kprobes.kinds.jprobe import become_jprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
-from emulated_kernel.trace.compiled.places import GuestAddresses, HitCounter
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
-from emulated_kernel.trace.fetch.load import FetchEnvironment
-from emulated_kernel.trace.fetch.run import store
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.fetch.memory import FetchEnvironment
+from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbol
 from emulated_kernel.trace.probes.trace_probe import (
     ENTRY_ADDRESSES,
@@ -30,7 +30,7 @@ from emulated_kernel.trace.probes.trace_probe import (
     TraceProbe,
     args_text,
 )
-from emulated_kernel.trace.ring.layout import RecordTarget
+from emulated_kernel.trace.ring.ring_layout import RecordTarget
 from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.errors import KernelError

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, COUNTERS, SLOTS, RingControl, RingFlag, RingMemory
-from emulated_kernel.trace.ring.page import (
+from emulated_kernel.trace.ring.buffer_page import (
     DELTA_BITS,
     MAX_TYPE_LEN,
     MISSED_EVENTS,
@@ -23,6 +22,14 @@ from emulated_kernel.trace.ring.page import (
     STAMP_MASK,
     TIME_EVENT_SIZE,
     TIME_EXTEND,
+)
+from emulated_kernel.trace.ring.ring_layout import (
+    CONTROL_SIZE,
+    COUNTERS,
+    SLOTS,
+    RingControl,
+    RingFlag,
+    RingMemory,
 )
 from emulated_kernel.trace.ring.writer import RingWriter
 from emulated_kernel.util.abi import PAGE_SIZE

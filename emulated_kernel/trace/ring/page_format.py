@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.trace.ring.page import (
+from emulated_kernel.trace.ring.buffer_page import (
     MAX_TYPE_LEN,
     PADDING,
     PAGE_DATA_SIZE,

@@ -9,17 +9,7 @@ from array import array
 from struct import Struct
 from typing import Self
 
-from emulated_kernel.trace.ring.layout import (
-    CONTROL_SIZE,
-    MIN_PAGES,
-    SLOTS,
-    RingControl,
-    RingFlag,
-    RingMemory,
-    data_start,
-    memory_size,
-)
-from emulated_kernel.trace.ring.page import (
+from emulated_kernel.trace.ring.buffer_page import (
     COMMIT_MASK,
     DELTA_BITS,
     DELTA_MASK,
@@ -33,6 +23,16 @@ from emulated_kernel.trace.ring.page import (
     TIME_EXTEND,
     TIME_STAMP,
     event_size,
+)
+from emulated_kernel.trace.ring.ring_layout import (
+    CONTROL_SIZE,
+    MIN_PAGES,
+    SLOTS,
+    RingControl,
+    RingFlag,
+    RingMemory,
+    data_start,
+    memory_size,
 )
 from emulated_kernel.util.abi import PAGE_SIZE
 

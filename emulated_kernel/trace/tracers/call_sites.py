@@ -11,12 +11,12 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event_pids import EventPids
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.output.tracer_options import FunctionOption
 from emulated_kernel.trace.ring.trace_entry import EntryType, repeats_entry
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.tracers.functions import CallHandler, Functions, TraceableFunction
+from emulated_kernel.trace.tracers.available_functions import CallHandler, Functions, TraceableFunction
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 

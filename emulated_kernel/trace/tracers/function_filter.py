@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable, Iterator
 
 from emulated_kernel.trace.text.chars import bytes_to_text
-from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
-from emulated_kernel.trace.tracers.functions import Functions
+from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, take_word
+from emulated_kernel.trace.tracers.available_functions import Functions
 from emulated_kernel.util.errors import KernelError
 
 

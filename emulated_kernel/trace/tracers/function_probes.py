@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions

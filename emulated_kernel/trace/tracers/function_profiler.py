@@ -7,10 +7,10 @@ from struct import Struct
 from typing import Any
 
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
-from emulated_kernel.trace.array.system import TracingServices
-from emulated_kernel.trace.output.function_graph import duration_text
+from emulated_kernel.trace.array.services import TracingServices
+from emulated_kernel.trace.output.graph_output import duration_text
 from emulated_kernel.trace.output.tracer_options import GraphOption
-from emulated_kernel.trace.tracers.function_graph import FunctionGraph, GraphUser
+from emulated_kernel.trace.tracers.fgraph import FunctionGraph, GraphUser
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _U64 = (1 << 64) - 1

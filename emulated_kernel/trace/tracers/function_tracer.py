@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from emulated_kernel.trace.array.system import Tracer
+from emulated_kernel.trace.array.services import Tracer
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
 from emulated_kernel.trace.output.tracer_options import FunctionOption
-from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
+from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, take_word
+from emulated_kernel.trace.tracers.available_functions import CallHandler, Functions, FunctionWatcher
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
-from emulated_kernel.trace.tracers.functions import CallHandler, Functions, FunctionWatcher
 
 
 class FunctionTracer(Tracer, FunctionWatcher):

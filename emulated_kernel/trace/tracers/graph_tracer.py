@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
-from emulated_kernel.trace.array.system import Tracer
+from emulated_kernel.trace.array.services import Tracer
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.compiled.graph import FRAME, CallFlag, CompiledGraph
+from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.event_pids import EventPids
-from emulated_kernel.trace.hits.hit_context import HitContext
-from emulated_kernel.trace.output.function_graph import GraphRecords
+from emulated_kernel.trace.output.graph_output import GraphRecords
 from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.ring.trace_entry import EntryFlag, EntryType
+from emulated_kernel.trace.tracers.available_functions import Functions, FunctionWatcher
+from emulated_kernel.trace.tracers.fgraph import FunctionGraph, GraphUser
 from emulated_kernel.trace.tracers.function_filter import GraphSet
-from emulated_kernel.trace.tracers.function_graph import FunctionGraph, GraphUser
-from emulated_kernel.trace.tracers.functions import Functions, FunctionWatcher
 
 
 class PendingCall(NamedTuple):

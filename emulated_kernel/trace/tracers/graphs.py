@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.trace.array.trace_array import TraceArray
-from emulated_kernel.trace.compiled.places import GuestAddresses
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
+from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.hits.hit_context import HitContext
-from emulated_kernel.trace.tracers.function_graph import FunctionGraph
+from emulated_kernel.trace.tracers.available_functions import Functions
+from emulated_kernel.trace.tracers.fgraph import FunctionGraph
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
-from emulated_kernel.trace.tracers.functions import Functions
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from emulated_kernel.trace.array.system import TracingServices
+from emulated_kernel.trace.array.services import TracingServices
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 

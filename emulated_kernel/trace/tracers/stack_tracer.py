@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.trace.array.system import TracingServices
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.array.services import TracingServices
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.symbols import sprint_symbol
-from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
+from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, take_word
+from emulated_kernel.trace.tracers.available_functions import FunctionWatcher
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
-from emulated_kernel.trace.tracers.functions import FunctionWatcher
 from emulated_kernel.util.errors import KernelError
 
 _COMMANDS = frozenset(

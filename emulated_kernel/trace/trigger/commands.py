@@ -6,10 +6,10 @@ import errno
 from abc import abstractmethod
 
 from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
-from emulated_kernel.trace.filter.ops import EventFilter
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.trigger.triggers import (
     UNLIMITED,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.filter.parse import parse_event_filter
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import SPACES, decode_command, split_at, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog

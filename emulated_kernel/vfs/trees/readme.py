@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from textwrap import fill
 
-from emulated_kernel.trace.fetch.types import fetch_types
+from emulated_kernel.trace.fetch.fetch_types import fetch_types
 
 _BIT_FIELD, _ARRAY = "b<bit-width>@<bit-offset>/<container-size>", "<type>\\[<array-size>\\]"
 

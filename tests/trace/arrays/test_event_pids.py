@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
-from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.text.get_user import take_word
 from tests.trace.events.kernel import errno_of
 from tests.trace.events.plain_event import PlainEvent
 

@@ -10,14 +10,14 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import NR_VREGS, Program
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.x86.arch import I386, X86_64
+from emulated_kernel.trace.compiled.guest_addresses import SCRATCH_SIZE, GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.handler import CompiledEvent, EventEmitter, Recording, compiled_event
-from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestAddresses, NeedResched
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
-from emulated_kernel.trace.ring import layout as ring_layout
+from emulated_kernel.trace.ring import ring_layout
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import RecordTarget, RingMemory, memory_size
+from emulated_kernel.trace.ring.ring_layout import RecordTarget, RingMemory, memory_size
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, RawEntry
 from tests.arch.program_model import Interpreter, Unmapped
 from tests.trace.events.kernel import FUNCTIONS, Function, no_string

@@ -14,10 +14,10 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import KprobeFlag
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.registry import FIRST_EVENT_ID, EventRegistry
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import (
@@ -27,7 +27,7 @@ from emulated_kernel.trace.probes.trace_kprobe import (
     TraceKprobe,
 )
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import MIN_PAGES, RecordTarget, RingMemory, memory_size
+from emulated_kernel.trace.ring.ring_layout import MIN_PAGES, RecordTarget, RingMemory, memory_size
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, RawEntry
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.util.errors import KernelError

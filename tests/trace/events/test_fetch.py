@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from emulated_kernel.arch.x86.arch import I386
-from emulated_kernel.trace.fetch.types import MAX_STRING_SIZE
+from emulated_kernel.trace.fetch.fetch_types import MAX_STRING_SIZE
 from tests.trace.events.kernel import Function, Hit, Kernel, hit_all, make_kernel
 
 _ENTRY = 0xFFFFFFFF8134CC50

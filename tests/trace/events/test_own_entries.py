@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.events.own_entries import ftrace_entry_events
-from emulated_kernel.trace.output.function_graph import GraphRecords
+from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
+from emulated_kernel.trace.output.graph_output import GraphRecords
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, repeats_entry, stack_entry, user_stack_entry
 
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.fields import FilterField, FilterType, filter_type_of
-from emulated_kernel.trace.filter.ops import (
+from emulated_kernel.trace.filter.filter_errors import FilterError, FilterParseError
+from emulated_kernel.trace.filter.parse import parse_filter
+from emulated_kernel.trace.filter.pattern import literal_pattern
+from emulated_kernel.trace.filter.predicates import (
     ACCEPT,
     REJECT,
     ComparePredicate,
@@ -22,8 +24,6 @@ from emulated_kernel.trace.filter.ops import (
     NeverPredicate,
     StringPredicate,
 )
-from emulated_kernel.trace.filter.parse import parse_filter
-from emulated_kernel.trace.filter.pattern import literal_pattern
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from tests.trace.events.kernel import no_string
 

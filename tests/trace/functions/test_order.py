@@ -15,7 +15,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
-from emulated_kernel.trace.tracers.function_graph import GraphUser
+from emulated_kernel.trace.tracers.fgraph import GraphUser
 from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 from tests.sample import fewer

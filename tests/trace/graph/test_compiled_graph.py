@@ -12,7 +12,7 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES
-from emulated_kernel.trace.output.function_graph import NAME
+from emulated_kernel.trace.output.graph_output import NAME
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
 from emulated_kernel.vfs.core.client import Client

@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.trace.output.function_graph import NAME, duration_text
+from emulated_kernel.trace.output.graph_output import NAME, duration_text
 from emulated_kernel.trace.output.line_formatter import find_mark
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

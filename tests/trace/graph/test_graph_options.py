@@ -9,7 +9,7 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.trace.output.function_graph import header
+from emulated_kernel.trace.output.graph_output import header
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

@@ -11,14 +11,14 @@ import pytest
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.trace.array.system import TracingServices
+from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.context.probe_hit import TaskContext
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.hits.probe_hit import TaskContext
 from emulated_kernel.trace.output.line_formatter import encode_text
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControls, RingMemory
+from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from emulated_kernel.trace.output.line_formatter import find_mark, latency_flags
-from emulated_kernel.trace.ring.clock import ns_to_usecs
+from emulated_kernel.trace.ring.trace_clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import AddressStyle
 from emulated_kernel.trace.text.cmdlines import DEFAULT_SIZE, SavedCmdlines
 from emulated_kernel.util.errors import KernelError

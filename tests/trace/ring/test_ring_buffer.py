@@ -6,16 +6,16 @@ import struct
 
 import pytest
 
-from emulated_kernel.trace.ring import layout as ring_layout
+from emulated_kernel.trace.ring import ring_layout
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import RingControl, RingMemory, memory_size, pages_for
-from emulated_kernel.trace.ring.page import (
+from emulated_kernel.trace.ring.buffer_page import (
     MAX_DATA_SIZE,
     MISSED_EVENTS,
     MISSED_STORED,
     PAGE_DATA_SIZE,
     event_size,
 )
+from emulated_kernel.trace.ring.ring_layout import RingControl, RingMemory, memory_size, pages_for
 
 BIG = bytes(1000)
 """Four of them fill a page but for 64 bytes."""

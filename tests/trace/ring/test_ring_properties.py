@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from emulated_kernel.trace.ring import layout
+from emulated_kernel.trace.ring import ring_layout
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import memory_size
-from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
+from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
+from emulated_kernel.trace.ring.ring_layout import memory_size
 
 SIZES = st.one_of(
     st.integers(0, 40),
@@ -32,15 +32,15 @@ class RingMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(2, 4), overwrite=st.booleans())
     def make(self, pages: int, overwrite: bool) -> None:
-        self.ring = RingBuffer(layout.RingMemory(self.allocate(pages)), pages, overwrite=overwrite)
+        self.ring = RingBuffer(ring_layout.RingMemory(self.allocate(pages)), pages, overwrite=overwrite)
 
     def unread_bytes(self) -> int:
         """Bytes of events and padding on pages that aren't read, told from the memory alone."""
-        words, control = self.memory.cast("Q"), layout.RingControl.from_buffer(self.memory)
+        words, control = self.memory.cast("Q"), ring_layout.RingControl.from_buffer(self.memory)
         pages, reader = control.nr_pages, control.reader_page
 
         def commit(page: int) -> int:
-            data = layout.data_start(pages) + page * 4096
+            data = ring_layout.data_start(pages) + page * 4096
             if page == control.tail_page:
                 return (control.write_ptr or control.parked_ptr) - data - 16
             return words[data // 8 + 1]
@@ -48,10 +48,10 @@ class RingMachine(RuleBasedStateMachine):
         size = commit(reader) - control.reader_read
         if control.tail_page != reader:
             slot = control.head_slot
-            size += commit(words[layout.SLOTS + slot])
+            size += commit(words[ring_layout.SLOTS + slot])
             while slot != control.tail_slot:
                 slot = (slot + 1) % pages
-                size += commit(words[layout.SLOTS + slot])
+                size += commit(words[ring_layout.SLOTS + slot])
         return size
 
     def allocate(self, pages: int) -> memoryview:
@@ -110,7 +110,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(2, 5))
     def resize(self, pages: int) -> None:
-        self.ring.resize(layout.RingMemory(self.allocate(pages)), pages)
+        self.ring.resize(ring_layout.RingMemory(self.allocate(pages)), pages)
         self.forget_overwritten()
 
     @rule(overwrite=st.booleans())

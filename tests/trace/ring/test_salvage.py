@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControl, RingMemory, memory_size, offset_of
-from emulated_kernel.trace.ring.salvage import RecoveredBuffer, UnreadableControlBlock, recover_ring_buffer
+from emulated_kernel.trace.ring.recover import RecoveredBuffer, UnreadableControlBlock, recover_ring_buffer
+from emulated_kernel.trace.ring.ring_layout import (
+    CONTROL_SIZE,
+    RingControl,
+    RingMemory,
+    memory_size,
+    offset_of,
+)
 from tests.sample import fewer, share
 
 BASE = 0x7000

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.hist.system import HistServices
+from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand, hist_text
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
 from emulated_kernel.trace.probes.eprobe import EventProbes
-from emulated_kernel.trace.ring.clock import TraceClock
-from emulated_kernel.trace.synth.events import SyntheticEvents
+from emulated_kernel.trace.ring.trace_clock import TraceClock
+from emulated_kernel.trace.synth.synthetic_events import SyntheticEvents
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 from emulated_kernel.util.errors import KernelError

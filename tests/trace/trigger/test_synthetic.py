@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.trace.synth.event import SyntheticEvent
+from emulated_kernel.trace.synth.synth_event import SyntheticEvent
 from tests.trace.events.kernel import Hit, errno_of
 from tests.trace.trigger.control import TriggerKernel
 

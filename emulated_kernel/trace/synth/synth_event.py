@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.synth.fields import SyntheticField

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from emulated_kernel.machine.guest_clock import GuestClock
-from emulated_kernel.trace.fetch.types import MAX_STRING_SIZE
-from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
+from emulated_kernel.trace.fetch.fetch_types import MAX_STRING_SIZE
+from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 SCRATCH_SIZE = MAX_DATA_SIZE + MAX_STRING_SIZE + 8

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.filter.pattern import StringPattern, parse_pattern
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.text.numbers import simple_strtoul
 from emulated_kernel.util.fast_dataclass import dataclass
 

@@ -13,7 +13,7 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
-from emulated_kernel.trace.hits.function_frames import FrameTables
+from emulated_kernel.trace.context.function_frames import FrameTables
 from emulated_kernel.trace.symbols import KernelSymbols
 
 MAX_CALLERS = 1024

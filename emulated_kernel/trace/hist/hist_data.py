@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 
+from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
-from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import (
     MAX_STRING,
@@ -21,7 +21,10 @@ from emulated_kernel.trace.hist.field import (
     set_variable,
     set_variables,
 )
-from emulated_kernel.trace.hist.map import (
+from emulated_kernel.trace.hist.hist_errors import HistError
+from emulated_kernel.trace.hist.operators import leftmost_operand, remains_of
+from emulated_kernel.trace.hist.services import HistServices
+from emulated_kernel.trace.hist.tracing_map import (
     DEFAULT_BITS,
     KEYS_MAX,
     SORT_KEYS_MAX,
@@ -32,10 +35,7 @@ from emulated_kernel.trace.hist.map import (
     TracingMap,
     Value,
 )
-from emulated_kernel.trace.hist.operators import leftmost_operand, remains_of
-from emulated_kernel.trace.hist.system import HistServices
 from emulated_kernel.trace.hist.variables import Variables
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram
 from emulated_kernel.trace.symbols import KernelSymbols
 
 _PAGE_SIZE = 4096

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
-from emulated_kernel.trace.fetch.load import EntryAddress, FetchEnvironment, Value, read_string
-from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
+from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram, FetchStages
+from emulated_kernel.trace.fetch.memory import EntryAddress, FetchEnvironment, Value, read_string
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 from emulated_kernel.trace.text.chars import bytes_to_text

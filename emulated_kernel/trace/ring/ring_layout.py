@@ -29,7 +29,7 @@ from ctypes import LittleEndianStructure, c_uint64, sizeof
 from dataclasses import replace
 from enum import IntFlag
 
-from emulated_kernel.trace.ring.page import PAGE_DATA_SIZE
+from emulated_kernel.trace.ring.buffer_page import PAGE_DATA_SIZE
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 

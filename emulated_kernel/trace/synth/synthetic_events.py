@@ -8,8 +8,8 @@ from enum import Enum
 from itertools import islice
 
 from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventCommands, EventKind
-from emulated_kernel.trace.synth.event import FIELDS_MAX, SYSTEM, SyntheticEvent
 from emulated_kernel.trace.synth.fields import SyntheticField, make_field
+from emulated_kernel.trace.synth.synth_event import FIELDS_MAX, SYSTEM, SyntheticEvent
 from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, split_at, to_text
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.util.errors import KernelError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from emulated_kernel.trace.filter.ops import ACCEPT, REJECT, FilterProgram, FilterStep, Predicate
+from emulated_kernel.trace.filter.predicates import ACCEPT, REJECT, FilterProgram, FilterStep, Predicate
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Exit = tuple[int, bool]

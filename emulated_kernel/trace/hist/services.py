@@ -8,9 +8,9 @@ from dataclasses import field
 from emulated_kernel.trace.events.event import EventFile, Recorder
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
-from emulated_kernel.trace.filter.ops import EventFilter
+from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
-from emulated_kernel.trace.synth.event import SYSTEM, SyntheticEvent
+from emulated_kernel.trace.synth.synth_event import SYSTEM, SyntheticEvent
 from emulated_kernel.util.fast_dataclass import dataclass
 
 

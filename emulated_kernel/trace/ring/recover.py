@@ -10,17 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import (
-    MIN_PAGES,
-    SLOTS,
-    RingControl,
-    RingFlag,
-    RingMemory,
-    data_start,
-    memory_size,
-    offset_of,
-)
-from emulated_kernel.trace.ring.page import (
+from emulated_kernel.trace.ring.buffer_page import (
     COMMIT_MASK,
     DELTA_BITS,
     MAX_TYPE_LEN,
@@ -30,6 +20,16 @@ from emulated_kernel.trace.ring.page import (
     STAMP_MASK,
     TIME_EVENT_SIZE,
     TIME_EXTEND,
+)
+from emulated_kernel.trace.ring.ring_layout import (
+    MIN_PAGES,
+    SLOTS,
+    RingControl,
+    RingFlag,
+    RingMemory,
+    data_start,
+    memory_size,
+    offset_of,
 )
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
 from emulated_kernel.util.abi import PAGE_SIZE

@@ -7,12 +7,12 @@ from dataclasses import field
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.context.call_stack import CallStack
+from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.hits.call_stack import CallStack
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.output.tracer_options import TracerOptions
-from emulated_kernel.trace.ring.clock import ClockSource
+from emulated_kernel.trace.ring.trace_clock import ClockSource
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.util.control_lock import ControlLock

@@ -18,9 +18,9 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
-from emulated_kernel.trace.array.system import TracingServices
+from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.graph import CALLED, CompiledGraph, GraphEmitter
-from emulated_kernel.trace.compiled.places import GuestAddresses
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 from emulated_kernel.util.errors import KernelError
