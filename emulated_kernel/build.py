@@ -8,7 +8,11 @@ from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.build_trace import TracedKernel, build_trace
+from emulated_kernel.components.clock_switch import ClockSwitch
+from emulated_kernel.components.components import ProbeRegistries, TracingComponents
+from emulated_kernel.components.guest_directories import GuestDirectories
+from emulated_kernel.components.module_notifier import ModuleNotifier
+from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.guest import Guest, boot_guest
 from emulated_kernel.host.kernel_components import BuiltinKernelComponents
@@ -18,9 +22,6 @@ from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.live_image import LiveImage
-from emulated_kernel.joints.clock_switch import ClockSwitch
-from emulated_kernel.joints.guest_directories import GuestDirectories
-from emulated_kernel.joints.module_notifier import ModuleNotifier
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.kinds.jprobe import Jprobes
@@ -32,7 +33,6 @@ from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_return
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
-from emulated_kernel.parts import ProbeRegistries, TracingComponents
 from emulated_kernel.trace.compiled.guest_addresses import NeedResched
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.context.trace_ctx import HitContext

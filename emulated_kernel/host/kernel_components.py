@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from emulated_kernel.components.clock_switch import ClockSwitch
+from emulated_kernel.components.components import KernelComponents
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.loads.loads import Workloads
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.request_clock import RequestObserver
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.live_image import LiveImage
-from emulated_kernel.joints.clock_switch import ClockSwitch
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.parts import KernelComponents
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass

@@ -9,10 +9,11 @@ from contextlib import nullcontext
 from functools import cached_property, partial
 
 from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.components.components import KernelComponents, ProbeRegistries
+from emulated_kernel.components.module_notifier import ModuleNotifier
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage
-from emulated_kernel.joints.module_notifier import ModuleNotifier
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
@@ -30,7 +31,6 @@ from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
 from emulated_kernel.machine.traps.trap import GuestFault
-from emulated_kernel.parts import KernelComponents, ProbeRegistries
 from emulated_kernel.trace.tracers.fgraph import traceable_functions
 from emulated_kernel.util.abi import ModuleState
 from emulated_kernel.util.control_lock import ControlLock

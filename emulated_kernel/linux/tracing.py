@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.build_trace import TracedKernel, build_trace
+from emulated_kernel.components.components import ProbeRegistries, TracingComponents
+from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import words
@@ -15,7 +16,6 @@ from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.linux.linux_context import LinuxContext, linux_need_resched
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.parts import ProbeRegistries, TracingComponents
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.limits import Limits

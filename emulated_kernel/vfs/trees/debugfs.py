@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from emulated_kernel.components.components import KernelComponents
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS, ReturnHooks
-from emulated_kernel.parts import KernelComponents
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.parse import kstrtobool

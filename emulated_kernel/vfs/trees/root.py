@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from emulated_kernel.components.components import KernelComponents
 from emulated_kernel.image.kallsyms import Kallsyms
-from emulated_kernel.parts import KernelComponents
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
 from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single

@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
+from emulated_kernel.components.components import KernelComponents
 from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
-from emulated_kernel.parts import KernelComponents
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.symbols import sprint_symbol

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.components.components import ProbeRegistries, TracingComponents
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.parts import ProbeRegistries, TracingComponents
 from emulated_kernel.trace.array.services import RELEASE, TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
