@@ -20,7 +20,7 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.node import Node, Owner
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.guest.mounts import Mounts
 from emulated_kernel.vfs.trees.layout import RootLayout, build_filesystem

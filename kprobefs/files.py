@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.vfs.core.tree import CONTROL
+from emulated_kernel.vfs.core.node_tree import CONTROL
 from kprobefs.failure import CliError
 
 if TYPE_CHECKING:
     from emulated_kernel.vfs.core.client import Client
+    from emulated_kernel.vfs.core.node_tree import NodeTree
     from emulated_kernel.vfs.core.open_file import OpenFile
-    from emulated_kernel.vfs.core.tree import NodeTree
 
 OUTSIDE = ("kprobes", "sysctl")
 """Directories beside the tracefs whose files definitions may name too, where the mount has them."""

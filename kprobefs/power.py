@@ -16,10 +16,10 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
-from emulated_kernel.vfs.core.parse import ascii_lines
-from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, explained, listing
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.core.seq_file import CommandFile, SeqFile, explained, listing
 from emulated_kernel.vfs.trees.layout import RootLayout
 from emulated_kernel.vfs.trees.stats import probe_states, probes_file
 from kprobefs import last_records

@@ -8,8 +8,8 @@ from functools import partial
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.tree import NodeTree
 from kprobefs.definitions import Line, Loader
 from kprobefs.files import TreeFiles
 from kprobefs.journal import Entry

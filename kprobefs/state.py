@@ -25,7 +25,7 @@ from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.tree import CONTROL, NodeTree
+from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from kprobefs import __version__, journal, last_records

@@ -26,9 +26,9 @@ from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks, Service
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.vfs.core.chunked_write import RunOnce
 from emulated_kernel.vfs.core.node import Directory
-from emulated_kernel.vfs.core.pieces import RunOnce
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 
 log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10

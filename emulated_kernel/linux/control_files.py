@@ -11,10 +11,10 @@ from emulated_kernel.linux.control_calls import READ_SIZE, ControlCalls, GuestFi
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.chunked_write import ChunkedWrite, RunOnce, retry_yielding_lock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.pieces import ChunkedWrite, RunOnce, retry_yielding_lock
-from emulated_kernel.vfs.core.tree import NodeTree
 
 FIRST_HANDLE = 1 << 41
 """Handles of these files begin there."""

@@ -18,10 +18,10 @@ from emulated_kernel.linux.engine_tree import engine_tree
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
-from emulated_kernel.vfs.core.seq import GuestCommandFile, single
-from emulated_kernel.vfs.core.tree import NodeTree
-from emulated_kernel.vfs.trees.calls import Calls
+from emulated_kernel.vfs.core.seq_file import GuestCommandFile, single
+from emulated_kernel.vfs.trees.call_file import Calls
 
 FILES = "/files"
 _ITERATOR = struct.Struct("<QQQ")

@@ -23,8 +23,8 @@ from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Owner
-from emulated_kernel.vfs.core.seq import GuestCommandFile, HostReadingFile, Records, single
-from emulated_kernel.vfs.trees.calls import Calls
+from emulated_kernel.vfs.core.seq_file import GuestCommandFile, HostReadingFile, Records, single
+from emulated_kernel.vfs.trees.call_file import Calls
 
 _ADDRESS = re.compile("0x[0-9a-f]{16}")
 _PROBING = frozenset({

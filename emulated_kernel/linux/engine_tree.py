@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.vfs.core.node import Node, Owner
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.trees.root import machine_files, root_tree
 from emulated_kernel.vfs.trees.stats import probes_file
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.vfs.core.tree import CONTROL
+from emulated_kernel.vfs.core.node_tree import CONTROL
 from kprobefs import definitions, dropins
 from kprobefs.failure import CliError, ExitStatus
 from kprobefs.files import HostFiles

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.vfs.core.seq import SPLIT_SIZE
+from emulated_kernel.vfs.core.seq_file import SPLIT_SIZE
 from tests.fuzz.grammar import Mutator
 from tests.fuzz.report import Findings, Violation
 from tests.fuzz.rules import GRAMMAR, RULES, TOKENS

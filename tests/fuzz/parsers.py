@@ -22,7 +22,7 @@ from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.trace.tracers.available_functions import Functions, TraceableFunction
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.vfs.core.parse import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
+from emulated_kernel.vfs.core.kstrtox import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
 from emulated_kernel.vfs.trees.trace_array_files import clock_name, tracer_name
 from tests.fuzz.grammar import Mutator
 from tests.fuzz.report import Violation

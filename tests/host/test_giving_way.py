@@ -17,7 +17,7 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.core.seq import PIECE_SIZE
+from emulated_kernel.vfs.core.seq_file import PIECE_SIZE
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.power import RebootableKernel

@@ -14,7 +14,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import read, write
 
 NOTRACE = ("sched_clock", "local_clock")

@@ -13,7 +13,7 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.core.seq import PIECE_SIZE
+from emulated_kernel.vfs.core.seq_file import PIECE_SIZE
 from tests.linux.files import Files
 from tests.linux.probing import PLAIN, engine
 

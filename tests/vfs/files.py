@@ -10,8 +10,8 @@ import pytest
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile
-from emulated_kernel.vfs.core.tree import NodeTree
 
 ROOT = Client(1, 0, 0)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.vfs.core.parse import kstrtobool, kstrtoul, switch, sysctl_switch
+from emulated_kernel.vfs.core.kstrtox import kstrtobool, kstrtoul, switch, sysctl_switch
 from tests.vfs import oracle
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.trees.readme import README
 from tests.vfs import oracle
 from tests.vfs.files import names, read

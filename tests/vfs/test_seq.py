@@ -16,7 +16,7 @@ from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY, Cursor, File, OpenFile
-from emulated_kernel.vfs.core.seq import (
+from emulated_kernel.vfs.core.seq_file import (
     AttributeFile,
     CommandFile,
     LinesFile,

@@ -9,9 +9,9 @@ import stat
 import pytest
 
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.core.kstrtox import cpumask
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile
-from emulated_kernel.vfs.core.parse import cpumask
-from emulated_kernel.vfs.core.tree import NodeTree
 from emulated_kernel.vfs.trees.trace_array_files import mask_text
 from tests.vfs import files, oracle
 from tests.vfs.files import ROOT, assert_errno, names

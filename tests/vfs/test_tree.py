@@ -11,8 +11,8 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.vfs.core.client import INO_SPACES, DirEntry
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Objects, Owner
-from emulated_kernel.vfs.core.seq import SeqFile, single
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.core.seq_file import SeqFile, single
 from tests.vfs import oracle
 from tests.vfs.files import ROOT, name_of, names
 

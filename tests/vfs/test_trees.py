@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.trees.layout import RootLayout
 from tests.vfs import oracle
 from tests.vfs.files import assert_errno, names, read, truncate, write

@@ -16,9 +16,9 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits
+from emulated_kernel.vfs.core.chunked_write import retry_yielding_lock
 from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, StatFs, path_behind, still_there
-from emulated_kernel.vfs.core.pieces import retry_yielding_lock
-from emulated_kernel.vfs.core.tree import CONTROL, NodeTree
+from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.client_calls import ClientCalls
 from emulated_kernel.vfs.guest.control_tree import ControlFile, ControlTree

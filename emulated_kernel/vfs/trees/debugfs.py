@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from emulated_kernel.components.components import KernelComponents
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS, ReturnHooks
+from emulated_kernel.vfs.core.kstrtox import kstrtobool
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.parse import kstrtobool
-from emulated_kernel.vfs.core.seq import AttributeFile, CommandFile, SeqFile, explained, listing, single
+from emulated_kernel.vfs.core.seq_file import AttributeFile, CommandFile, SeqFile, explained, listing, single
 from emulated_kernel.vfs.trees.stats import stats_directory
 from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 

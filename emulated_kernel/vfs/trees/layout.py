@@ -7,7 +7,7 @@ from enum import Enum
 
 from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.trees.machine import machine_tree
 from emulated_kernel.vfs.trees.root import root_tree
 

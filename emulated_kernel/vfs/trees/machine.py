@@ -13,9 +13,9 @@ from emulated_kernel.host.kernel_components import BuiltinKernelComponents
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.util.safe_read import PATIENCE
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
-from emulated_kernel.vfs.core.parse import ascii_lines
-from emulated_kernel.vfs.core.seq import (
+from emulated_kernel.vfs.core.seq_file import (
     CommandFile,
     Execute,
     GuestCommandFile,
@@ -26,7 +26,7 @@ from emulated_kernel.vfs.core.seq import (
     listing,
     single,
 )
-from emulated_kernel.vfs.trees.calls import Calls
+from emulated_kernel.vfs.trees.call_file import Calls
 from emulated_kernel.vfs.trees.clock import clock_text, parsed_clock
 from emulated_kernel.vfs.trees.limits import limit_lines, parsed_limit
 from emulated_kernel.vfs.trees.root import machine_files

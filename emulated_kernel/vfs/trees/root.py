@@ -8,8 +8,8 @@ from emulated_kernel.components.components import KernelComponents
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
-from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single
-from emulated_kernel.vfs.core.tree import CONTROL, NodeTree
+from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
+from emulated_kernel.vfs.core.seq_file import PerClientFile, Records, SeqFile, listing, single
 from emulated_kernel.vfs.trees.debugfs import kprobes_directory
 from emulated_kernel.vfs.trees.sysctl import sysctl_directory
 from emulated_kernel.vfs.trees.tracefs import kprobe_events_file, kprobe_profile_file, tracefs_directory

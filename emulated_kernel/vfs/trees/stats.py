@@ -18,10 +18,10 @@ from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEve
 from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.kstrtox import kstrtoul, switch
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.parse import kstrtoul, switch
-from emulated_kernel.vfs.core.seq import AttributeFile, PerClientFile, Records, SeqFile, listing, single
+from emulated_kernel.vfs.core.seq_file import AttributeFile, PerClientFile, Records, SeqFile, listing, single
 
 _DIRECTORY = 0o755
 _READ_WRITE = 0o644

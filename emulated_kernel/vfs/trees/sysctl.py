@@ -5,10 +5,10 @@ from __future__ import annotations
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.vfs.core.kstrtox import sysctl_int, sysctl_switch
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.parse import sysctl_int, sysctl_switch
-from emulated_kernel.vfs.core.seq import AttributeFile
+from emulated_kernel.vfs.core.seq_file import AttributeFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:

@@ -16,11 +16,11 @@ from emulated_kernel.trace.tracers.function_tracer import FilterFile
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.kstrtox import cpumask, kstrtoul
 from emulated_kernel.vfs.core.modes import DIRECTORY, OWNER_WRITE_ONLY, READ_ONLY, READ_WRITE, WRITE_ONLY
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.parse import cpumask, kstrtoul
-from emulated_kernel.vfs.core.seq import (
+from emulated_kernel.vfs.core.seq_file import (
     AttributeFile,
     CommandFile,
     LastCloseFile,
@@ -32,7 +32,7 @@ from emulated_kernel.vfs.core.seq import (
     listing,
     single,
 )
-from emulated_kernel.vfs.trees.events import events_directory
+from emulated_kernel.vfs.trees.events_dir import events_directory
 
 NAME_MAX = 100
 """Longest tracer name. Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1)."""

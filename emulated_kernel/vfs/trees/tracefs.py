@@ -14,7 +14,7 @@ from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.seq import AttributeFile, LinesFile, SeqFile, WrittenList, listing, single
+from emulated_kernel.vfs.core.seq_file import AttributeFile, LinesFile, SeqFile, WrittenList, listing, single
 from emulated_kernel.vfs.trees.readme import README
 from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,

@@ -9,7 +9,7 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
-from emulated_kernel.vfs.core.tree import NodeTree
+from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import ROOT, read, truncate, write
 
 TOP, INSTANCE = "/tracing", "/tracing/instances/other"

@@ -10,11 +10,18 @@ from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
 from emulated_kernel.trace.hist.trigger import hist_text
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from emulated_kernel.trace.trace_arrays import Tracing
+from emulated_kernel.vfs.core.kstrtox import switch
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.parse import switch
-from emulated_kernel.vfs.core.seq import AttributeFile, CommandFile, OneReadFile, SeqFile, listing, single
+from emulated_kernel.vfs.core.seq_file import (
+    AttributeFile,
+    CommandFile,
+    OneReadFile,
+    SeqFile,
+    listing,
+    single,
+)
 
 
 def events_directory(tracing: Tracing) -> Directory:
