@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import Distribution, arguments, mounted, report
 
-from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.guests.common.host_processes import HostProcesses
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.start import started_with_kernel

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from emulated_kernel.build import build
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes

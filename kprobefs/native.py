@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.guests.common.host_processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.linux.linux_mount import NativeMount

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from emulated_kernel.host.mirror.processes import HostProcesses, ProcessWatch
+from emulated_kernel.guests.common.host_processes import HostProcesses, ProcessWatch
 from emulated_kernel.host.modules import ModuleFile
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig

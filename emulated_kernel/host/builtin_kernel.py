@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from emulated_kernel.host.guest_data import readable
+from emulated_kernel.guests.common.guest_data import readable
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.memory_info import read_memory
 from emulated_kernel.host.readers.module_list import ModuleReader

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from struct import unpack_from
 
-from emulated_kernel.host.address_ranges import AddressRanges
+from emulated_kernel.guests.common.address_ranges import AddressRanges
 from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.machine.machine import Machine

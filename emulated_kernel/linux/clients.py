@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
-from emulated_kernel.host.mirror.processes import EXEC_WITHIN, ProcessWatch
-from emulated_kernel.host.mirror.programs import program_of
+from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, ProcessWatch
+from emulated_kernel.guests.common.programs import program_of
 from emulated_kernel.linux.executions import ExecObserver
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
 from emulated_kernel.util.errors import KernelError

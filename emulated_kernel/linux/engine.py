@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.components.components import KernelComponents, ProbeRegistries
 from emulated_kernel.components.module_notifier import ModuleNotifier
-from emulated_kernel.host.request_clock import RequestClock, RequestObserver
+from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes

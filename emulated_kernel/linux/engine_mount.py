@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 
 from emulated_kernel.components.guest_directories import MAKES, GuestDirectories
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.control_calls import ControlCalls
 from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from struct import pack_into, unpack_from
 
-from emulated_kernel.host.wall_time import WallTime
+from emulated_kernel.guests.common.wall_time import WallTime
 from emulated_kernel.linux.facts import COARSE_CLOCKS, TIME_READ, TIMEKEEPER, KernelOffsets
 from emulated_kernel.linux.machine import LinuxMachine
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from struct import unpack_from
 
-from emulated_kernel.host.address_ranges import AddressRanges
-from emulated_kernel.host.guest_data import readable
+from emulated_kernel.guests.common.address_ranges import AddressRanges
+from emulated_kernel.guests.common.guest_data import readable
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.machine import LinuxMachine

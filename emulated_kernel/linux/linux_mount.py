@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.clients import LinuxClients
 from emulated_kernel.linux.file_times import FileTimes

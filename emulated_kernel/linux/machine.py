@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 
-from emulated_kernel.host.mirror.proc import is_dying
+from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.linux.cpu import CPU_MODEL, SYSCALL_SIZE, LinuxCpu
 from emulated_kernel.linux.exception_cells import cpu_state
 from emulated_kernel.linux.init import STUB

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.host.loads.load import BackgroundWorkload, kinds_of
-from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.host.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.linux.linux_mount import NativeMount

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.start import started

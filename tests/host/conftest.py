@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from emulated_kernel.host.client_call import ClientCall
-from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
+from emulated_kernel.guests.common.client_call import ClientCall
+from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.task_list import TaskInfo, read_tasks
 from emulated_kernel.kernel import Kernel

@@ -10,7 +10,7 @@ import os
 import sys
 from contextlib import suppress
 
-from emulated_kernel.host.mirror.processes import Fork
+from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

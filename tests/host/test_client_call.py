@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from emulated_kernel.host import client_call as module
-from emulated_kernel.host.client_call import ARGUMENTS, ClientCall, client_call, next_fd
+from emulated_kernel.guests.common import client_call as module
+from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall, client_call, next_fd
 
 _FIFO_READER = "import os, sys; os.open(sys.argv[1], int(sys.argv[2]), 0o640)"
 

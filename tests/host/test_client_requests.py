@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
+from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig

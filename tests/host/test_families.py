@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import MAX_FORKS_PER_LOOK, HostProcesses
+from emulated_kernel.guests.common.host_processes import MAX_FORKS_PER_LOOK, HostProcesses
 
 ATTEMPTS = 30
 QUIET_WITHIN = 1000
@@ -93,7 +93,7 @@ def stranger() -> Iterator[Forking]:
 def watch(client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
     """On a host whose kernel doesn't tell; the client has made a request."""
     del stranger
-    monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)
+    monkeypatch.setattr("emulated_kernel.guests.common.host_processes._fork_events", lambda: None)
     watch = HostProcesses()
     watch.comm(client.pid)
     watch.forks()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.host.mirror import mirror as mirror_module
 from emulated_kernel.host.mirror.mirror import ProcessTracker
-from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
+from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.vfs.core.client import Stat
 from emulated_kernel.vfs.guest.naming import walk_of, walks_at_end
 

@@ -14,9 +14,9 @@ from time import monotonic, sleep
 
 import pytest
 
-from emulated_kernel.host.mirror import processes
-from emulated_kernel.host.mirror.fork_events import ForkEvents
-from emulated_kernel.host.mirror.processes import HostProcesses, ProcessWatch, _pids_between
+from emulated_kernel.guests.common import host_processes
+from emulated_kernel.guests.common.fork_events import ForkEvents
+from emulated_kernel.guests.common.host_processes import HostProcesses, ProcessWatch, _pids_between
 
 LIMIT = 5.0
 
@@ -95,7 +95,7 @@ def test_a_process_that_is_only_beginning_is_told_later(
     """A pid is the latest one before its process is anywhere to be seen, and before it is told of."""
     with child() as pid:
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "read", lambda _path: None)
+            patch.setattr(host_processes, "read", lambda _path: None)
             patch.setattr(events, "take", lambda: ({}, set()))
             assert all(fork.pid != pid for fork in watch.forks())
         (found,) = [fork for fork in watch.forks() if fork.pid == pid]
@@ -108,7 +108,7 @@ def test_a_pid_that_becomes_no_process_is_forgotten(
 ) -> None:
     monkeypatch.setattr(events, "take", lambda: ({}, set()))
     now = monotonic()
-    monkeypatch.setattr(processes, "monotonic", lambda: now)
+    monkeypatch.setattr(host_processes, "monotonic", lambda: now)
     with child() as pid:
         pass
     assert all(fork.pid != pid for fork in watch.forks())
@@ -303,7 +303,7 @@ def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> 
 
 def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some end before they can be followed."""
-    monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)
+    monkeypatch.setattr("emulated_kernel.guests.common.host_processes._fork_events", lambda: None)
     watch = HostProcesses()
     with child() as early, child() as late:
         watch.comm(early)
@@ -318,7 +318,7 @@ def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("events")
 def test_pids_of_another_namespace_are_nobodys() -> None:
     """There the connector's events are heard as soon as somebody outside listens; none tells our pids."""
-    script = "from emulated_kernel.host.mirror.fork_events import ForkEvents\nForkEvents()"
+    script = "from emulated_kernel.guests.common.fork_events import ForkEvents\nForkEvents()"
     namespace = ("unshare", "--pid", "--fork", "--mount-proc")
     started = subprocess.Popen((*namespace, sys.executable, "-c", script), stderr=subprocess.PIPE, text=True)
     while started.poll() is None:

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from time import monotonic, sleep
 
-from emulated_kernel.host.mirror.programs import program_of
+from emulated_kernel.guests.common.programs import program_of
 
 
 def test_a_binary_and_a_script(tmp_path: Path) -> None:

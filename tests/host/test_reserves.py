@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
+from emulated_kernel.guests.common.host_processes import HostProcesses
 from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
-from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig

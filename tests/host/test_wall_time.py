@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.host import wall_time
-from emulated_kernel.host.wall_time import GRANULARITY_NS, WallTime
+from emulated_kernel.guests.common import wall_time
+from emulated_kernel.guests.common.wall_time import GRANULARITY_NS, WallTime
 
 STEPS = st.integers(0, 5 * GRANULARITY_NS)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from emulated_kernel.host.mirror.processes import Fork
+from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.vfs.core.client import Client

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.util.errors import KernelError, WouldBlock

@@ -9,7 +9,7 @@ from time import sleep, time_ns
 
 import pytest
 
-from emulated_kernel.host.wall_time import GRANULARITY_NS
+from emulated_kernel.guests.common.wall_time import GRANULARITY_NS
 from emulated_kernel.linux.facts import TIMEKEEPER
 from emulated_kernel.linux.file_times import FileTimes
 from emulated_kernel.linux.init import BUFFER

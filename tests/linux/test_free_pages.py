@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import Fork
+from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.free_pages import MANY, PageReporting
 from emulated_kernel.linux.linux_mount import NativeMount

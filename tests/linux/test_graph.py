@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.return_hook.ret_stack import SHADOW_STACK_SIZE
 from emulated_kernel.linux.engine import LinuxEngine

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount

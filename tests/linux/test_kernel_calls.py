@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.linux import kernel_calls
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount

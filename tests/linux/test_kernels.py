@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.linux_mount import NativeMount

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
+from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
 from emulated_kernel.linux import clients, syscalls
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls

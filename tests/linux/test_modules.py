@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.linux.core_guest import started_core
 from emulated_kernel.linux.core_mount import VmcoreMount
 from emulated_kernel.linux.engine import KernelEngine, LinuxEngine

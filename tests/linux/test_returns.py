@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
+from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.linux.linux_mount import NativeMount

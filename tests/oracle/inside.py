@@ -260,7 +260,7 @@ def compare_places(linux: NativeMount, kernel: ProbedTables, places: Iterable[in
 
 def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> Tally:
     """Places in modules that the kernel has loaded: it and our engine, in one guest, judge them."""
-    from emulated_kernel.host.mirror.processes import ProcessWatch
+    from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.linux.start import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner
 
@@ -314,7 +314,7 @@ def compare_records(linux: NativeMount, ours: NativeMount) -> Tally:
 
 def main() -> int:
     """The command line."""
-    from emulated_kernel.host.mirror.processes import ProcessWatch
+    from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.kernel import Kernel
     from emulated_kernel.linux.engine_mount import ProbedMount
     from emulated_kernel.linux.start import started_with_kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.host.mirror.processes import Fork, HostProcesses, parent_of
+from emulated_kernel.guests.common.host_processes import Fork, HostProcesses, parent_of
 
 FIRST_PID = 1000
 _ROOM = 1 << 21

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Sequence
 
-from emulated_kernel.host.client_call import ClientCall
+from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler
 from emulated_kernel.host.executive.syscalls import HostLookup
 from emulated_kernel.host.guest import Guest

@@ -10,7 +10,7 @@ import posixpath
 import stat
 from collections.abc import Sequence
 
-from emulated_kernel.host.client_call import ClientCall
+from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.vfs.core.client import Stat
 
 OPENS = frozenset({"open", "openat", "openat2", "creat"})

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from emulated_kernel.host.client_call import ClientCall
+from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.executive.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
 from emulated_kernel.host.guest import Guest

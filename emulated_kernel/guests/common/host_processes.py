@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 from time import monotonic
 
-from emulated_kernel.host.client_call import ClientCall, client_call, next_fd
-from emulated_kernel.host.mirror.families import Families
-from emulated_kernel.host.mirror.fork_events import ForkEvents
-from emulated_kernel.host.mirror.proc import fields, read
+from emulated_kernel.guests.common.client_call import ClientCall, client_call, next_fd
+from emulated_kernel.guests.common.families import Families
+from emulated_kernel.guests.common.fork_events import ForkEvents
+from emulated_kernel.guests.common.proc import fields, read
 from emulated_kernel.util.fast_dataclass import dataclass
 
 EXEC_WITHIN = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from emulated_kernel.host.mirror.proc import read
+from emulated_kernel.guests.common.proc import read
 
 _CLIENTS = 8
 """The latest ones are followed, each for two files of /proc."""

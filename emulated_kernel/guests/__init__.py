@@ -1,0 +1,1 @@
+"""Guest kernels: kprobefs's own small kernel, and distributions' kernels."""

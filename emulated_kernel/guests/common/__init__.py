@@ -1,0 +1,1 @@
+"""Host processes, programs and clocks: what both kinds of guests need."""
