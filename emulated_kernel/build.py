@@ -13,13 +13,13 @@ from emulated_kernel.components.components import ProbeRegistries, TracingCompon
 from emulated_kernel.components.guest_directories import GuestDirectories
 from emulated_kernel.components.module_notifier import ModuleNotifier
 from emulated_kernel.components.tracing import TracedKernel, build_trace
+from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
+from emulated_kernel.guests.builtin.guest import Guest, boot_guest
+from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
+from emulated_kernel.guests.builtin.modules import Modules
+from emulated_kernel.guests.builtin.workloads.workloads import Workloads
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.host.guest import Guest, boot_guest
-from emulated_kernel.host.kernel_components import BuiltinKernelComponents
-from emulated_kernel.host.loads.loads import Workloads
-from emulated_kernel.host.modules import Modules
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes

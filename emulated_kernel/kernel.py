@@ -9,6 +9,9 @@ from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from emulated_kernel.build import build
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.mounts.mounts import Mounts
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout, build_filesystem
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
@@ -21,9 +24,6 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
-from emulated_kernel.vfs.guest.mounts import Mounts
-from emulated_kernel.vfs.trees.layout import RootLayout, build_filesystem
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -39,10 +39,10 @@ def build_kernel(options: MountOptions) -> ServedMount:
     """Boot an emulated kernel; its files belong to the user who mounts. Raises: CliError."""
     if runs_linux(options):
         return _linux_mount(options)
+    from emulated_kernel.guests.builtin.processes.isolated import IsolatedProcesses
+    from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.guests.common.host_processes import HostProcesses
-    from emulated_kernel.host.mirror.clients_only import IsolatedProcesses
     from emulated_kernel.vfs.core.node import Owner
-    from emulated_kernel.vfs.trees.layout import RootLayout
     from kprobefs.power import RebootableKernel
 
     if options.machine.image is not None:

@@ -17,10 +17,10 @@ from kprobefs.failure import CliError, ExitStatus
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
     from emulated_kernel.linux.core_mount import VmcoreMount
     from emulated_kernel.linux.linux_mount import NativeMount
     from emulated_kernel.util.config import MachineConfig
-    from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
     ServedMount = GuestMount | NativeMount | VmcoreMount
     """What the adapter serves: all have the same methods."""

@@ -10,8 +10,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
+from emulated_kernel.guests.builtin.modules import ModuleFile
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.guests.common.host_processes import HostProcesses, ProcessWatch
-from emulated_kernel.host.modules import ModuleFile
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
@@ -20,7 +21,6 @@ from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.seq_file import CommandFile, SeqFile, explained, listing
-from emulated_kernel.vfs.trees.layout import RootLayout
 from emulated_kernel.vfs.trees.stats import probe_states, probes_file
 from kprobefs import last_records
 from kprobefs.counters import counts, set_counts

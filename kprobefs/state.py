@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -24,10 +25,9 @@ from emulated_kernel.trace.events.registry import EventIds, EventWatcher
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
+from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
-from emulated_kernel.vfs.guest.changes import ChangeWatcher
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from kprobefs import __version__, journal, last_records
 from kprobefs.counters import Counts, counts, set_counts
 from kprobefs.failure import escape_for_terminal

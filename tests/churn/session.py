@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
+from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, kinds_of
 from emulated_kernel.guests.common.host_processes import Fork
-from emulated_kernel.host.loads.load import BackgroundWorkload, kinds_of
-from emulated_kernel.host.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.fuzz.report import answered_in_time
 from tests.host.conftest import ScriptedWatch
 from tests.kprobes.boundaries import all_boundaries

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.linux.linux_mount import NativeMount
@@ -16,7 +17,6 @@ from emulated_kernel.linux.start import started
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.differential.steps import Case, Step
 
 PID, COMM = 4001, "client"

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.definitions import Loader, read_lines
 from kprobefs.power import RebootableKernel
 from tests.endurance import state_writer as writer

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.bench import FUNCTION
 from kprobefs.power import RebootableKernel
 from kprobefs.state import SavedState

@@ -11,14 +11,14 @@ from kprobefs import cli, namespace
 from kprobefs.options import MountOptions
 
 if TYPE_CHECKING:
-    from emulated_kernel.vfs.guest.guest_mount import GuestMount
+    from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 
 
 def build(options: MountOptions) -> GuestMount:
     """A mount over the kernel's tree; the seed selects a failure, for tests of those."""
+    from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.kernel import Kernel
     from emulated_kernel.vfs.core.node import Owner
-    from emulated_kernel.vfs.trees.layout import RootLayout
 
     if options.machine.seed == 666:
         raise RuntimeError("this kernel can't be built")

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.trace.array.previous_boot import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
 from emulated_kernel.util.config import MachineConfig
@@ -19,8 +21,6 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq_file import HostReadingFile
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
-from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.definitions import Loader, read_lines, saved
 from kprobefs.failure import ExitStatus
 from kprobefs.mount import MountState, condition

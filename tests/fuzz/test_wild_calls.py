@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.host.executive.executive import GuestRunner
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner
 from tests.fuzz.wild_calls import WildCalls
 
 SAMPLE = 20

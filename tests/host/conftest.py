@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from emulated_kernel.guests.builtin.readers.guest_log import read_log
+from emulated_kernel.guests.builtin.readers.task_list import TaskInfo, read_tasks
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
-from emulated_kernel.host.readers.guest_log import read_log
-from emulated_kernel.host.readers.task_list import TaskInfo, read_tasks
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 

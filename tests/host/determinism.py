@@ -10,12 +10,12 @@ import os
 import sys
 from contextlib import suppress
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.host.conftest import ScriptedWatch
 
 DEFAULTS = ("x86_64", "1", "1")

@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import pytest
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 ROOT, OWNER, OTHER = Client(501, 0, 0), Client(502, 1000, 1000), Client(503, 2000, 2000)
 SHOWING = ("/machine/kallsyms", "/machine/modules", "/kprobes/stats/kprobes/a/address")

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.host.test_reserves import OTHER, opened, read, write
 
 STEPS = 20

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.host.executive.syscalls import Syscalls
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.runner.syscalls import Syscalls
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 CLIENT = Client(500, 0, 0)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
-from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, DeferToGuest, GuestTask
+from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
+from emulated_kernel.guests.builtin.runner.guest_runner import NSEC_PER_JIFFY, DeferToGuest, GuestTask
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock

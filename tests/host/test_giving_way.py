@@ -10,6 +10,8 @@ from threading import Event, Semaphore, Thread
 
 import pytest
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util import control_lock as locks
 from emulated_kernel.util.config import MachineConfig
@@ -18,8 +20,6 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq_file import PIECE_SIZE
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
-from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.power import RebootableKernel
 
 WRITER, OTHER = Client(os.getppid(), 0, 0), Client(1, 0, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.host.builtin_kernel import BUFFER_SIZE
+from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
+from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
-from emulated_kernel.vfs.trees.layout import RootLayout
 from tests.host.conftest import FIRST_PID, ScriptedWatch, dmesg, tasks
 from tests.kprobes.listed import list_lines
 

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
-from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.failure import CliError, ExitStatus
 from kprobefs.options import parsed_limits
 from kprobefs.power import RebootableKernel

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.host.loads.load import BackgroundWorkload, WorkloadKind
-from emulated_kernel.host.loads.loads import WorkloadOrder
+from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, WorkloadKind
+from emulated_kernel.guests.builtin.workloads.workloads import WorkloadOrder
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError

@@ -10,8 +10,8 @@ from itertools import repeat
 
 import pytest
 
-from emulated_kernel.host.readers.memory_info import read_memory, read_slabs
-from emulated_kernel.host.readers.task_list import read_cpus
+from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
+from emulated_kernel.guests.builtin.readers.task_list import read_cpus
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.guest_info import MemoryInfo, SlabCache
 from emulated_kernel.util.abi import PAGE_SIZE

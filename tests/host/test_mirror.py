@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.guests.builtin.processes import process_tracker as mirror_module
+from emulated_kernel.guests.builtin.processes.process_tracker import ProcessTracker
 from emulated_kernel.guests.common.host_processes import Fork
-from emulated_kernel.host.mirror import mirror as mirror_module
-from emulated_kernel.host.mirror.mirror import ProcessTracker
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
@@ -171,7 +171,7 @@ def test_strangers_have_a_share_of_a_request(
     watch.comms = {SHELL: "bash", stranger: "cc"}
     mirror = kernel.guest.processes
     mirror.task_of(SHELL, 0, 0)
-    monkeypatch.setattr("emulated_kernel.host.mirror.mirror.UNRELATED_MOST", 0.0)
+    monkeypatch.setattr("emulated_kernel.guests.builtin.processes.process_tracker.UNRELATED_MOST", 0.0)
     watch.pending_forks = [
         *(fork(4300 + number, stranger) for number in range(5)),
         *(fork(CHILD, SHELL), fork(4249, stranger), fork(grandchild, 4249), fork(4400, grandchild)),
@@ -195,7 +195,7 @@ def test_strangers_have_a_share_of_the_time(
 ) -> None:
     """Requests that come one behind the other don't have as many forks of others each."""
     clock = [1000.0, 0.0]
-    module = "emulated_kernel.host.mirror.mirror"
+    module = "emulated_kernel.guests.builtin.processes.process_tracker"
     mirror, fork_one = kernel.guest.processes, ProcessTracker._fork
 
     def slow_fork(mirror: ProcessTracker, told: Fork) -> None:

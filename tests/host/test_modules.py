@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.host.readers.guest_log import read_log
+from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.kernel import Kernel

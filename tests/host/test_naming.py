@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emulated_kernel.guests.builtin.mounts.path_walk import walk_of, walks_at_end
 from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.vfs.core.client import Stat
-from emulated_kernel.vfs.guest.naming import walk_of, walks_at_end
 
 FILE, DIRECTORY, LINK = (Stat(1, kind, 1, 0, 0) for kind in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK))
 ROOTS = ("/mnt", "/tmp/a mount", "/sys/kernel")

@@ -12,14 +12,14 @@ from functools import partial
 
 import pytest
 
+from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import HostProcesses
-from emulated_kernel.host.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.host.conftest import FIRST_PID, ScriptedWatch, tasks
 
 READERS = [Client(FIRST_PID + number, 0, 0) for number in range(1, 1001)]

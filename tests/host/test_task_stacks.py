@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.host.readers.task_list import read_tasks
-from emulated_kernel.host.task_stacks import StackScanner
+from emulated_kernel.guests.builtin.readers.stack_scanner import StackScanner
+from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.kernel import Kernel
 
 NOWHERE = (0x1000, 0x1001)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY
+from emulated_kernel.guests.builtin.runner.guest_runner import NSEC_PER_JIFFY
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.machine.guest_info import TaskInfo

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.host.readers.guest_log import read_log
+from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError

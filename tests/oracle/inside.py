@@ -27,6 +27,7 @@ if __name__ == "__main__":
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -36,7 +37,6 @@ from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)

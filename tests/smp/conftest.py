@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from emulated_kernel.host.executive.executive import GuestTask
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import MachineConfig
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.host.readers.guest_log import read_log
-from emulated_kernel.host.readers.task_list import read_tasks
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.readers.guest_log import read_log
+from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import ARCHITECTURES
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.smp.conftest import Boot, clients
 
 SHELL = Client(500, 0, 0)

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from emulated_kernel.host.executive.executive import GuestTask, Request
-from emulated_kernel.host.executive.smp import SmpGuestRunner
-from emulated_kernel.host.readers.guest_log import read_log
-from emulated_kernel.host.readers.task_list import read_tasks
+from emulated_kernel.guests.builtin.readers.guest_log import read_log
+from emulated_kernel.guests.builtin.readers.task_list import read_tasks
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
+from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.util.config import ARCHITECTURES
 from tests.smp.conftest import Boot, clients

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.host.executive.executive import GuestTask, Request
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, RegisterSaving
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from emulated_kernel.host.executive.executive import GuestTask, Request
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds

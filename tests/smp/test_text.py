@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from emulated_kernel.host.executive.smp import SmpGuestRunner
+from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs import journal
 from kprobefs.power import RebootableKernel
 from kprobefs.state import SavedState

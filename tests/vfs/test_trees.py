@@ -9,6 +9,7 @@ import stat
 
 import pytest
 
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile
@@ -17,7 +18,6 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.trees.layout import RootLayout
 from tests.vfs import oracle
 from tests.vfs.files import assert_errno, names, read, truncate, write
 

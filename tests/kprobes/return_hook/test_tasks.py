@@ -7,13 +7,13 @@ import os
 
 import pytest
 
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import PER_TASK, accounted
 from tests.kprobes.test_functions import _session as session

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from time import thread_time
 from typing import NoReturn
 
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind

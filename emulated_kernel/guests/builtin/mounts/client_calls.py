@@ -6,13 +6,13 @@ import errno
 import os
 from collections.abc import Sequence
 
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.mounts.path_walk import OPENS
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, HostfsHandler
+from emulated_kernel.guests.builtin.runner.syscalls import HostLookup
 from emulated_kernel.guests.common.client_call import ClientCall
-from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler
-from emulated_kernel.host.executive.syscalls import HostLookup
-from emulated_kernel.host.guest import Guest
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.guest.naming import OPENS
 
 
 def unless_deadlock(error: KernelError) -> None:

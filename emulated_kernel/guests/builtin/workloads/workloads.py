@@ -9,9 +9,9 @@ from dataclasses import field, replace
 from functools import partial
 from time import monotonic
 
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, WorkloadKind, kinds_of
 from emulated_kernel.guests.common.request_clock import RequestObserver
-from emulated_kernel.host.guest import Guest
-from emulated_kernel.host.loads.load import BackgroundWorkload, WorkloadKind, kinds_of
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass

@@ -6,12 +6,12 @@ import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from emulated_kernel.guests.builtin.readers.guest_log import read_log
+from emulated_kernel.guests.builtin.readers.memory_info import read_memory
+from emulated_kernel.guests.builtin.readers.module_list import ModuleReader
+from emulated_kernel.guests.builtin.readers.stack_scanner import StackScanner
+from emulated_kernel.guests.builtin.readers.task_list import read_cpus, read_tasks
 from emulated_kernel.guests.common.guest_data import readable
-from emulated_kernel.host.readers.guest_log import read_log
-from emulated_kernel.host.readers.memory_info import read_memory
-from emulated_kernel.host.readers.module_list import ModuleReader
-from emulated_kernel.host.readers.task_list import read_cpus, read_tasks
-from emulated_kernel.host.task_stacks import StackScanner
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.image.live_image import Module

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from time import monotonic, thread_time
 
+from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask
+from emulated_kernel.guests.builtin.runner.syscalls import check
 from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, Fork, ProcessWatch
 from emulated_kernel.guests.common.programs import program_of
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.host.executive.executive import GuestRunner, GuestTask
-from emulated_kernel.host.executive.syscalls import check
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError

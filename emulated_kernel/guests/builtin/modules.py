@@ -10,10 +10,10 @@ from dataclasses import field
 from pathlib import Path
 from typing import NoReturn
 
-from emulated_kernel.host.builtin_kernel import BUFFER_SIZE
-from emulated_kernel.host.executive.executive import Request
-from emulated_kernel.host.executive.syscalls import check
-from emulated_kernel.host.guest import Guest
+from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.runner.guest_runner import Request
+from emulated_kernel.guests.builtin.runner.syscalls import check
 from emulated_kernel.image.builtin_image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.host.executive.executive import (
+from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
+from emulated_kernel.guests.builtin.runner.guest_runner import (
     NSEC_PER_JIFFY,
     SERVED,
     CpuPosition,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from emulated_kernel.host.kernel_components import BuiltinKernelComponents
+from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
+from emulated_kernel.guests.builtin.trees.machine_dir import machine_tree
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.trees.machine import machine_tree
 from emulated_kernel.vfs.trees.root import root_tree
 
 

@@ -10,20 +10,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import field, replace
 from itertools import count
 
-from emulated_kernel.host.executive.executive import GuestTask
-from emulated_kernel.host.guest import Guest
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
+from emulated_kernel.guests.builtin.mounts.control_tree import ControlFile, ControlTree
+from emulated_kernel.guests.builtin.mounts.path_walk import walks_at_end
+from emulated_kernel.guests.builtin.mounts.scratch import GuestFile, GuestTree
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits
+from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.chunked_write import retry_yielding_lock
 from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, StatFs, path_behind, still_there
 from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
-from emulated_kernel.vfs.guest.changes import ChangeWatcher
-from emulated_kernel.vfs.guest.client_calls import ClientCalls
-from emulated_kernel.vfs.guest.control_tree import ControlFile, ControlTree
-from emulated_kernel.vfs.guest.naming import walks_at_end
-from emulated_kernel.vfs.guest.scratch import GuestFile, GuestTree
 
 GUESTS_OWN = ("/scratch", "/dev")
 """Directories whose files are the guest's own."""

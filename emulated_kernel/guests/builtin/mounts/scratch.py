@@ -8,15 +8,15 @@ import struct
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.mounts.path_walk import OPENS
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
+from emulated_kernel.guests.builtin.runner.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
 from emulated_kernel.guests.common.client_call import ClientCall
-from emulated_kernel.host.executive.executive import GuestTask
-from emulated_kernel.host.executive.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
-from emulated_kernel.host.guest import Guest
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
-from emulated_kernel.vfs.guest.naming import OPENS
 
 UTIME_NOW = UTIME_OMIT + 1
 """A file's time becomes the present."""

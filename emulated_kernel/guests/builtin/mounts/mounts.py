@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from emulated_kernel.host.guest import Guest
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 
 class Mounts:

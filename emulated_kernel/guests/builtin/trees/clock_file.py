@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.host.kernel_components import BuiltinKernelComponents
+from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
 from emulated_kernel.machine.guest_clock import KINDS
 from emulated_kernel.util.config import MOST_SEED
 from emulated_kernel.util.errors import KernelError

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from enum import Enum
 
-from emulated_kernel.host.executive.executive import GuestTask
-from emulated_kernel.host.guest import Guest
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
 from emulated_kernel.util.errors import KernelError
 
 FILE_SIZE = 5120

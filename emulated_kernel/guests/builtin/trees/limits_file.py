@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from emulated_kernel.host.kernel_components import BuiltinKernelComponents
+from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import UNLIMITED, Limit, parse_limit

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from time import monotonic
 
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.host.guest import Guest
-from emulated_kernel.host.kernel_components import BuiltinKernelComponents
-from emulated_kernel.host.modules import Modules
+from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
+from emulated_kernel.guests.builtin.modules import Modules
+from emulated_kernel.guests.builtin.trees.clock_file import clock_text, parsed_clock
+from emulated_kernel.guests.builtin.trees.limits_file import limit_lines, parsed_limit
 from emulated_kernel.util.safe_read import PATIENCE
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
@@ -27,8 +29,6 @@ from emulated_kernel.vfs.core.seq_file import (
     single,
 )
 from emulated_kernel.vfs.trees.call_file import Calls
-from emulated_kernel.vfs.trees.clock import clock_text, parsed_clock
-from emulated_kernel.vfs.trees.limits import limit_lines, parsed_limit
 from emulated_kernel.vfs.trees.root import machine_files
 
 MAX_LOADS = 16

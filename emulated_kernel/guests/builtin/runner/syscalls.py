@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
+from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE, BuiltinKernel
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler
 from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall
-from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
-from emulated_kernel.host.executive.executive import GuestRunner, GuestTask, HostfsHandler
 from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.util.fast_dataclass import dataclass

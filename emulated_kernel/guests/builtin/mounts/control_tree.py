@@ -8,17 +8,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from emulated_kernel.host.executive.executive import DeferToGuest, GuestTask
-from emulated_kernel.host.guest import Guest
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls, unless_deadlock
+from emulated_kernel.guests.builtin.runner.guest_runner import DeferToGuest, GuestTask
 from emulated_kernel.util.abi import HostfsOp
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.chunked_write import ChunkedWrite, RunOnce
 from emulated_kernel.vfs.core.client import Client, Stat
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.guest.changes import ChangeWatcher
-from emulated_kernel.vfs.guest.client_calls import ClientCalls, unless_deadlock
 
 
 @dataclass(eq=False)

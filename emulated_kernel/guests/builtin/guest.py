@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE, BuiltinKernel
+from emulated_kernel.guests.builtin.processes.process_tracker import INIT_PID, ProcessTracker
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler, Request
+from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
+from emulated_kernel.guests.builtin.runner.syscalls import Syscalls, check
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.wall_time import WallTime
-from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
-from emulated_kernel.host.executive.executive import GuestRunner, GuestTask, HostfsHandler, Request
-from emulated_kernel.host.executive.smp import SmpGuestRunner
-from emulated_kernel.host.executive.syscalls import Syscalls, check
-from emulated_kernel.host.mirror.mirror import INIT_PID, ProcessTracker
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.machine.guest_calls import MAX_ARGUMENTS
 from emulated_kernel.machine.guest_info import Message

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from struct import unpack_from
 
+from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.guests.common.address_ranges import AddressRanges
-from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.memory import Memory

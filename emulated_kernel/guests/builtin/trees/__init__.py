@@ -1,0 +1,1 @@
+"""File trees that only kprobefs's own kernel has."""
