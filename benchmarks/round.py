@@ -22,9 +22,9 @@ from pathlib import Path
 from common import Distribution, arguments, mounted, report
 
 from emulated_kernel.guests.common.host_processes import HostProcesses
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.start import started_with_kernel
+from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
 from emulated_kernel.vfs.core.node import Owner

@@ -161,7 +161,7 @@ def _mount(parsed: argparse.Namespace) -> int:
 
 
 def _images(parsed: argparse.Namespace) -> int:
-    from emulated_kernel.linux import snapshot
+    from emulated_kernel.guests.linux.boot import snapshot
 
     if parsed.clear:
         removed = snapshot.clear()

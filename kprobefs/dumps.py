@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import struct
 
+from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached, started_core
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
 from emulated_kernel.kprobes.profile import profile_named
-from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
-from emulated_kernel.linux.core_mount import VmcoreMount
-from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import CliError, ExitStatus, explained

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from emulated_kernel.guests.common.host_processes import HostProcesses
+from emulated_kernel.guests.linux.boot_cache import ensure_cached, started
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.open_image import kernel_file
-from emulated_kernel.linux.linux_mount import NativeMount
-from emulated_kernel.linux.start import ensure_cached, started
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import explained
 from kprobefs.options import MountOptions

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
-    from emulated_kernel.linux.core_mount import VmcoreMount
-    from emulated_kernel.linux.linux_mount import NativeMount
+    from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+    from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
     from emulated_kernel.util.config import MachineConfig
 
     ServedMount = GuestMount | NativeMount | VmcoreMount

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 from emulated_kernel.guests.common.host_processes import HostProcesses
+from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.kprobes.profile import profile_named
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.start import started_with_kernel
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import explained
 from kprobefs.options import MountOptions

@@ -13,8 +13,8 @@ from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, kinds_of
 from emulated_kernel.guests.common.host_processes import Fork
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from emulated_kernel.guests.common.host_processes import Fork
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.linux_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.options import KERNEL_KPROBES, KPROBES

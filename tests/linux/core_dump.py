@@ -8,9 +8,9 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from emulated_kernel.linux.boot import HOST_SIZE
-from emulated_kernel.linux.syscalls import LinuxSyscalls
-from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 
 HEADER, PROGRAM, NOTE = (
     struct.Struct("<4sBBB9xHHIQQQIHHHHHH"),

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.boot_cache import ensure_cached, started, started_with_kernel
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.linux.linux_mount import NativeMount
-from emulated_kernel.linux.start import ensure_cached, started, started_with_kernel
-from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.vfs.core.node import Owner
 from tests.image.linux.debian import package
 

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
-from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.util.errors import KernelError
 from tests.linux.probing import (
     MODES,

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from emulated_kernel.linux.linux_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 

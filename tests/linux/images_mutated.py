@@ -25,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.kernel_offsets import kernel_offsets
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.linux_kernel import open_kernel
 from emulated_kernel.image.linux.open_image import open_elf
-from emulated_kernel.linux import snapshot
-from emulated_kernel.linux.facts import kernel_offsets
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli import main as kprobefs
 from tests.image.linux import made

@@ -12,12 +12,12 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.insn import decode_all
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTask
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.syscalls import LinuxSyscalls
-from emulated_kernel.linux.tasks import LinuxTask
 from tests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from emulated_kernel.guests.linux.initramfs import CODE, CpioFile, _cpio, init_program
+from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
 from emulated_kernel.image.linux import deb
-from emulated_kernel.linux.core_guest import started_core
-from emulated_kernel.linux.core_mount import VmcoreMount
-from emulated_kernel.linux.engine import KernelEngine
-from emulated_kernel.linux.init import CODE, CpioFile, _cpio, init_program
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from emulated_kernel.linux import start
-from emulated_kernel.linux.exception_cells import find_exception_cells
-from emulated_kernel.linux.facts import KernelOffsets
-from emulated_kernel.linux.machine import LinuxMachine
+from emulated_kernel.guests.linux import boot_cache
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from kprobefs.cli import main
 from kprobefs.options import KERNEL_KPROBES, KPROBES
 from tests.image.linux import made
@@ -91,8 +91,8 @@ def test_what_is_no_kernel(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kernel is taken for a whole one, and a boot may not take long."""
     facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0, 0)
-    monkeypatch.setattr(start, "kernel_offsets", lambda _kernel: facts)
-    monkeypatch.setattr(start, "_BOOT_BUDGET", 0.2)
+    monkeypatch.setattr(boot_cache, "kernel_offsets", lambda _kernel: facts)
+    monkeypatch.setattr(boot_cache, "_BOOT_BUDGET", 0.2)
 
 
 @pytest.mark.usefixtures("quick")
@@ -157,12 +157,12 @@ def test_a_cache_that_takes_nothing(
     else:
         cache.write_text("no directory")
     (tmp_path / "image").write_bytes(VMLINUX)
-    monkeypatch.setattr(start, "_booted", small_machine)
-    monkeypatch.setattr(start, "LinuxTasks", lambda machine, _facts: SimpleNamespace(machine=machine))
-    monkeypatch.setattr(start, "as_running", lambda kernel, _tasks: kernel)
-    monkeypatch.setattr(start, "cached_parts", lambda _kernel: {})
+    monkeypatch.setattr(boot_cache, "_booted", small_machine)
+    monkeypatch.setattr(boot_cache, "LinuxTasks", lambda machine, _facts: SimpleNamespace(machine=machine))
+    monkeypatch.setattr(boot_cache, "as_running", lambda kernel, _tasks: kernel)
+    monkeypatch.setattr(boot_cache, "cached_parts", lambda _kernel: {})
     with caplog.at_level(logging.WARNING, "kprobefs.linux"):
-        start.ensure_cached(str(tmp_path / "image"), 1, lambda _done, _total: None)
+        boot_cache.ensure_cached(str(tmp_path / "image"), 1, lambda _done, _total: None)
     (record,) = caplog.records
     assert "can't keep the booted kernel there" in record.getMessage()
     caplog.clear()

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.pc import linux_machine as machine
+from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
+from emulated_kernel.guests.linux.vmcore import spill_file, vmcore_files, vmcore_guest, vmcore_image
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached, started_core
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
 from emulated_kernel.image.linux import vmcore
-from emulated_kernel.linux import core_files, core_guest, core_image, machine, room, snapshot
-from emulated_kernel.linux.boot import HOST_SIZE
-from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
-from emulated_kernel.linux.core_mount import VmcoreMount
-from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
@@ -210,14 +212,14 @@ def test_kinds_that_file_systems_tell(
     kind: int, shown: int, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or don't tell; above them there may be flags of the kernel's own."""
-    entry = core_files._ENTRY.pack(5, kind, 4) + b"name"
-    monkeypatch.setattr(mount._core_files, "readdir", lambda _path: [*core_files._entries(entry, 0)])
+    entry = vmcore_files._ENTRY.pack(5, kind, 4) + b"name"
+    monkeypatch.setattr(mount._core_files, "readdir", lambda _path: [*vmcore_files._entries(entry, 0)])
     assert [found.kind for found in mount.readdir("/files/scratch")] == [shown]
 
 
 def test_long_directories(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sorted(entry.name for entry in mount.readdir("/files/proc"))
-    monkeypatch.setattr(core_files, "_LISTING", 1024)
+    monkeypatch.setattr(vmcore_files, "_LISTING", 1024)
     assert sorted(entry.name for entry in mount.readdir("/files/proc")) == whole
     assert len(whole) > 1024 // 24
 
@@ -335,7 +337,7 @@ def test_ftraces_pages_in_a_circle(dumped: Path, mount: VmcoreMount) -> None:
     memory, root = mount._guest.machine.memory, mount._guest.root
     with dumped.open("rb") as file:
         info = vmcore.CoreFile(file.fileno()).vmcoreinfo
-    kernel, _ = core_image._kernel_in(memory.ram, info)
+    kernel, _ = vmcore_image._kernel_in(memory.ram, info)
     page = memory.read_word(root, lookup(mount, "ftrace_pages_start"))
     at = page + kernel.btf.offset("ftrace_page.next")
     before = memory.read(root, at, 8)
@@ -492,7 +494,7 @@ def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For what is too large for the cache: one line, which says what to do."""
     monkeypatch.setattr(snapshot, "LIMIT", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
-    monkeypatch.setattr(room, "_MARGIN", 1 << 60)
+    monkeypatch.setattr(spill_file, "_MARGIN", 1 << 60)
     options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
     prepare(str(dumped))
     with pytest.raises(CliError, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
@@ -555,8 +557,8 @@ def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -
         raise vmcore.unusable_core("by hand")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
-    monkeypatch.setattr(core_guest, "VmcoreGuest", refused)
-    monkeypatch.setattr(core_guest, "convert", lambda _path: pytest.fail("made again"))
+    monkeypatch.setattr(vmcore_guest, "VmcoreGuest", refused)
+    monkeypatch.setattr(vmcore_guest, "convert", lambda _path: pytest.fail("made again"))
     with pytest.raises(KernelError, match="by hand"):
         started_core(str(dumped))
     assert len(snapshot.cached()) == 1

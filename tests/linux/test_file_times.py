@@ -10,12 +10,12 @@ from time import sleep, time_ns
 import pytest
 
 from emulated_kernel.guests.common.wall_time import GRANULARITY_NS
-from emulated_kernel.linux.facts import TIMEKEEPER
-from emulated_kernel.linux.file_times import FileTimes
-from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.linux_mount import NativeMount
-from emulated_kernel.linux.pc import TSC_KHZ
-from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.file_times import FileTimes
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.initramfs import BUFFER
+from emulated_kernel.guests.linux.kernel_offsets import TIMEKEEPER
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.vfs.core.client import Client
 from tests.linux import debian_kernel
 from tests.linux.files import Files

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from emulated_kernel.guests.common.host_processes import Fork
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.free_pages import MANY, PageReporting
-from emulated_kernel.linux.linux_mount import NativeMount
+from emulated_kernel.guests.linux.guest.page_reporting import MANY, PageReporting
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.options import KERNEL_KPROBES, KPROBES

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.linux.engine_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
 from tests.oracle.inside import CLIENT, read, write

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from emulated_kernel.linux.inodes import _DEVICE, _FORMS, _TIMES, Inodes
+from emulated_kernel.guests.linux.inodes import _DEVICE, _FORMS, _TIMES, Inodes
 
 INODE, SUPERBLOCK, DEVICE = 0x1000, 0x2000, 16
 HEAD = ("i_mode", "i_uid", "i_gid", "i_sb", "i_ino", "i_nlink", "i_size")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.linux import kernel_calls
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.tasks import Blocked, LinuxTask
+from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing import kernel_calls
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner

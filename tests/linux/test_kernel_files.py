@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from emulated_kernel.guests.linux.guest.dcache import DcacheReader, name_hash
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.initramfs import BUFFER
+from emulated_kernel.guests.linux.kernel_offsets import dentry_slow_path_flags
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.linux.facts import dentry_slow_path_flags
-from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.kernel_files import DcacheReader, name_hash
-from emulated_kernel.linux.syscalls import LinuxSyscalls
-from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.util.errors import KernelError
 from tests.image.linux import made
 from tests.linux import debian_kernel

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.linux_context import _shadow_stacks
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.linux_context import _shadow_stacks
 from emulated_kernel.vfs.core.node import Owner
 from tests.image.linux import made
 from tests.linux import debian_kernel

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
-from emulated_kernel.linux import clients, syscalls
-from emulated_kernel.linux.linux_mount import NativeMount
-from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest import clients, syscalls
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client

@@ -12,12 +12,12 @@ import pytest
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.linux.core_guest import started_core
-from emulated_kernel.linux.core_mount import VmcoreMount
-from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.init import DEBUGFS, PROC, TRACEFS
-from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
+from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, TRACEFS
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER
+from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
 from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client

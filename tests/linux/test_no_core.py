@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.vmcore import spill_file, vmcore_image
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached
 from emulated_kernel.image.linux import vmcore
-from emulated_kernel.linux import core_image, room, snapshot
-from emulated_kernel.linux.core_guest import ensure_core_cached
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli import main
 from tests.linux import core_dump
@@ -151,7 +152,7 @@ def test_a_dump_that_changes(change: Callable[[Path], None], why: str, tmp_path:
         core = vmcore.CoreFile(file.fileno())
         change(path)
         with pytest.raises(KernelError, match=why):
-            core_image.convert(core, "core", made, is_kept=False)
+            vmcore_image.convert(core, "core", made, is_kept=False)
 
 
 def test_no_room_for_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def test_no_room_for_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(snapshot, "keep", lambda place, _write: made.append(place))
     monkeypatch.setattr(os, "statvfs", statvfs)
     ensure_core_cached(str(sparse))
-    monkeypatch.setattr(room, "_file_system", lambda _device: "tmpfs")
+    monkeypatch.setattr(spill_file, "_file_system", lambda _device: "tmpfs")
     ensure_core_cached(str(sparse))
     assert len(made) == 1
     assert asked == [str(tmp_path)] * 2

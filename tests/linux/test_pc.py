@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from emulated_kernel.linux.pc import PIT_HZ, TSC_KHZ, Pc
+from emulated_kernel.guests.linux.pc.devices import PIT_HZ, TSC_KHZ, Pc
 
 
 def initialised() -> Pc:

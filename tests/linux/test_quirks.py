@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.pc.exception_cells import cpu_state, find_exception_cells
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.exception_cells import cpu_state, find_exception_cells
-from emulated_kernel.linux.machine import LinuxMachine
-from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
 from emulated_kernel.machine.traps.trap import GuestFault
 from tests.linux.probing import PLAIN, engine

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux.everywhere import ALWAYS
 from tests.linux.probing import engine, workload

@@ -10,7 +10,8 @@ from typing import IO
 
 import pytest
 
-from emulated_kernel.linux import room, snapshot
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.vmcore import spill_file
 from emulated_kernel.util.errors import KernelError
 
 MB = 1 << 20
@@ -34,7 +35,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def where(size: int, whole: int) -> str:
     """The directory that a file of that size is made in."""
-    with room.open_tmpfile(lambda _file: None, size, whole) as file:
+    with spill_file.open_tmpfile(lambda _file: None, size, whole) as file:
         return os.path.dirname(os.readlink(f"/proc/self/fd/{file.fileno()}"))
 
 
@@ -53,15 +54,15 @@ def test_holes_take_room_in_memory(places: dict[str, int], monkeypatch: pytest.M
     """Who reads one that is mapped would be killed where there is none."""
     named = next(iter(places))
     places[named] = 200 * MB
-    monkeypatch.setattr(room, "_file_system", lambda _device: "tmpfs")
+    monkeypatch.setattr(spill_file, "_file_system", lambda _device: "tmpfs")
     assert where(100 * MB, 100 * MB) == named
     with pytest.raises(KernelError, match="no room"):
         where(100 * MB, 300 * MB)
 
 
 def test_file_systems_are_told() -> None:
-    assert room._file_system(os.stat("/proc").st_dev) == "proc"
-    assert room._file_system(os.makedev(4095, 77)) == ""
+    assert spill_file._file_system(os.stat("/proc").st_dev) == "proc"
+    assert spill_file._file_system(os.makedev(4095, 77)) == ""
 
 
 def test_one_that_gets_full(places: dict[str, int]) -> None:
@@ -75,11 +76,11 @@ def test_one_that_gets_full(places: dict[str, int]) -> None:
         if len(tried) == 1:
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    room.open_tmpfile(write, MB, MB).close()
+    spill_file.open_tmpfile(write, MB, MB).close()
     assert len(tried) == 2
 
     def fails(_file: IO[bytes]) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        room.open_tmpfile(fails, MB, MB)
+        spill_file.open_tmpfile(fails, MB, MB)

@@ -19,12 +19,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from emulated_kernel.linux import core_image, facts, inodes, read_files, snapshot
-from emulated_kernel.linux.core_image import VmcoreOffsets
-from emulated_kernel.linux.exception_cells import find_exception_cells
-from emulated_kernel.linux.facts import KernelOffsets
-from emulated_kernel.linux.init import initramfs
-from emulated_kernel.linux.machine import LinuxMachine
+from emulated_kernel.guests.linux import inodes
+from emulated_kernel.guests.linux import kernel_offsets as facts
+from emulated_kernel.guests.linux.boot import digest_cache, snapshot
+from emulated_kernel.guests.linux.initramfs import initramfs
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.vmcore import vmcore_image
+from emulated_kernel.guests.linux.vmcore.vmcore_image import VmcoreOffsets
 from kprobefs.cli import main
 from kprobefs.failure import ExitStatus
 
@@ -63,7 +66,7 @@ def test_other_facts_have_another_number() -> None:
         *(field.name for form in (KernelOffsets, VmcoreOffsets) for field in fields(form)),
         *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
         *(facts._OF_NODES, facts._OF_FREE_PAGES, facts._SIZES, facts._DENTRY_FLAGS, facts._OF_TIME),
-        *(core_image._SYMBOLS, core_image.CLOCK, core_image.ONLINE),
+        *(vmcore_image._SYMBOLS, vmcore_image.CLOCK, vmcore_image.ONLINE),
         initramfs(),
     )
     assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 15\n": 2685261830}
@@ -176,7 +179,7 @@ STRANGE = (
 
 def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it is the same file: a change of it can be hidden from its times but for one."""
-    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     read = Mock(side_effect=snapshot._checksum)
     monkeypatch.setattr(snapshot, "_checksum", read)
 
@@ -189,7 +192,7 @@ def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest
         return read.call_count - before
 
     assert [loaded(), loaded(), loaded()] == [1 + len(PARTS), 0, 0]
-    (note,) = read_files.notes(saved.parent)
+    (note,) = digest_cache.notes(saved.parent)
     used = 1_700_000_000
     os.utime(note, (used, used))
     os.utime(saved, (used, used))
@@ -198,10 +201,10 @@ def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest
     assert kernel.used > used
     assert loaded() == 0
     for told in (b"", b"else", b"\xff"):
-        for each in read_files.notes(saved.parent):
+        for each in digest_cache.notes(saved.parent):
             each.write_bytes(told)
         assert loaded() > 0
-    for each in read_files.notes(saved.parent):
+    for each in digest_cache.notes(saved.parent):
         each.chmod(0o666)
     assert loaded() > 0
     assert loaded() == 0
@@ -218,19 +221,19 @@ def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest
 
 def test_what_has_just_been_written_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another change may leave it with the same times."""
-    monkeypatch.setattr(read_files, "_SETTLED", 3600.0)
+    monkeypatch.setattr(digest_cache, "_SETTLED", 3600.0)
     for _ in range(2):
         found = snapshot.load(saved)
         assert found is not None
         found.machine.close()
-        assert not read_files.notes(saved.parent)
+        assert not digest_cache.notes(saved.parent)
 
 
 def test_times_that_are_set_together_are_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read-only image that was made anew, FAT, a server: the last change is what somebody has said."""
-    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     file, status = tmp_path / "kernel", os.fstat
 
     def remembered(nanoseconds: int) -> str | None:
@@ -245,8 +248,8 @@ def test_times_that_are_set_together_are_not_believed(
                 file.write_text(text, encoding="ascii")
                 os.utime(file, (1, 1))
                 with open(file, "rb") as opened:
-                    reading = read_files.about_to_read(tmp_path, opened.fileno(), "[a-z]+")
-                    read_files.remember(reading, text)
+                    reading = digest_cache.about_to_read(tmp_path, opened.fileno(), "[a-z]+")
+                    digest_cache.remember(reading, text)
         return reading.told
 
     assert remembered(123) == "one"
@@ -254,25 +257,25 @@ def test_times_that_are_set_together_are_not_believed(
 
 
 def test_only_some_notes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
-    for number in range(read_files._LIMIT + 3):
+    monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
+    for number in range(digest_cache._LIMIT + 3):
         (tmp_path / f"{number}").write_text(str(number), encoding="ascii")
         with open(tmp_path / f"{number}", "rb") as file:
-            reading = read_files.about_to_read(tmp_path, file.fileno(), "[0-9]+")
+            reading = digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+")
             assert reading.told is None
-            read_files.remember(reading, str(number))
+            digest_cache.remember(reading, str(number))
             os.utime(reading.note, (number, number))
-            assert read_files.about_to_read(tmp_path, file.fileno(), "[0-9]+").told == str(number)
-            assert read_files.about_to_read(tmp_path, file.fileno(), "[a-f]+").told is None
+            assert digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+").told == str(number)
+            assert digest_cache.about_to_read(tmp_path, file.fileno(), "[a-f]+").told is None
             os.utime(reading.note, (number, number))
-    assert len(read_files.notes(tmp_path)) == read_files._LIMIT
+    assert len(digest_cache.notes(tmp_path)) == digest_cache._LIMIT
     with open(tmp_path / "0", "rb") as file:
-        assert read_files.about_to_read(tmp_path, file.fileno(), "[0-9]+").told is None
-    assert not list(tmp_path.glob(f"{read_files.MAKING}*"))
+        assert digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+").told is None
+    assert not list(tmp_path.glob(f"{digest_cache.MAKING}*"))
 
 
 def test_a_note_that_can_not_be_written_leaves_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     monkeypatch.setattr(os, "rename", Mock(side_effect=OSError(errno.ENOSPC, "")))
     found = snapshot.load(saved)
     assert found is not None
@@ -432,15 +435,15 @@ def test_the_hash_of_a_kernel_that_has_booted_is_remembered(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is left of one that hasn't."""
-    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     file = tmp_path / "vmlinuz"
     file.write_bytes(b"kernel")
     place = snapshot.place(file, 1)
     assert not cache.exists()
     save(place)
-    assert not read_files.notes(cache)
+    assert not digest_cache.notes(cache)
     assert snapshot.place(file, 1) == place
-    assert len(read_files.notes(cache)) == 1
+    assert len(digest_cache.notes(cache)) == 1
     snapshot._digest.cache_clear()
     monkeypatch.setattr(hashlib, "file_digest", Mock(side_effect=AssertionError))
     assert snapshot.place(file, 1) == place

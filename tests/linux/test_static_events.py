@@ -12,13 +12,13 @@ from contextlib import suppress
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.initramfs import BUFFER
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.engine_mount import ProbedMount
-from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.linux_mount import NativeMount
-from emulated_kernel.linux.syscalls import LinuxSyscalls
-from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.node import Owner

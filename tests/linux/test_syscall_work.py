@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from emulated_kernel.linux.kernel_tracepoints import EventBatch, KernelTracepoints
-from emulated_kernel.linux.syscall_work import SyscallWork
+from emulated_kernel.guests.linux.probing.kernel_tracepoints import EventBatch, KernelTracepoints
+from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 COUNT, TASKS, FLAG = 0x1000, (0x2000, 0x3000), 1 << 2

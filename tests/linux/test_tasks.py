@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.linux.executions import ExecObserver
-from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.syscalls import LinuxSyscalls
-from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
+from emulated_kernel.guests.linux.guest.execve import ExecObserver
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, LinuxTasks
+from emulated_kernel.guests.linux.initramfs import BUFFER
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.errors import KernelError
 from tests.linux import debian_kernel

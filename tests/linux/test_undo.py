@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.linux.undo import MemoryRollback
+from emulated_kernel.guests.linux.vmcore.memory_rollback import MemoryRollback
 from tests.linux.rewind import PAGE
 
 PAGES = 4

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.linux.open_image import open_elf
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.start import started_with_kernel
 from emulated_kernel.util.config import MachineConfig
 from kprobefs.boot import build_kernel
 from kprobefs.options import MountOptions, runs_linux

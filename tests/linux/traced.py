@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
-from emulated_kernel.linux.boot import HOST_SIZE
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import TraceEvent

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
-from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.machine.traps.trap import GuestFault, Trap
 from emulated_kernel.util.abi import Prot

@@ -28,13 +28,13 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.linux.engine import LinuxEngine
-from emulated_kernel.linux.linux_mount import NativeMount
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
@@ -261,7 +261,7 @@ def compare_places(linux: NativeMount, kernel: ProbedTables, places: Iterable[in
 def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> Tally:
     """Places in modules that the kernel has loaded: it and our engine, in one guest, judge them."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
-    from emulated_kernel.linux.start import started_with_kernel
+    from emulated_kernel.guests.linux.boot_cache import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner
 
     tasks, kernel = started_with_kernel(image, seed)
@@ -315,9 +315,9 @@ def compare_records(linux: NativeMount, ours: NativeMount) -> Tally:
 def main() -> int:
     """The command line."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
+    from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+    from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
     from emulated_kernel.kernel import Kernel
-    from emulated_kernel.linux.engine_mount import ProbedMount
-    from emulated_kernel.linux.start import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -14,7 +14,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 ELSEWHERE = (
     "emulated_kernel.arch.riscv",
     "emulated_kernel.image.linux",
-    "emulated_kernel.linux",
+    "emulated_kernel.guests.linux",
     "statistics",
 )
 """Modules that a daemon with our own x86_64 kernel does not need to start."""

@@ -1,0 +1,98 @@
+"""Booting: a kernel is put into RAM as its boot protocol wants it, and runs to its init.
+
+Source: Documentation/x86/boot.rst and zero-page.rst, the 64-bit boot protocol.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from itertools import count
+
+from emulated_kernel.guests.linux.initramfs import initramfs
+from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.vmlinux import LinkedMemory
+from emulated_kernel.machine.traps.trap import GuestFault
+
+HOST_SIZE = 64 << 20
+"""At the end of RAM, which the guest isn't told of."""
+RAM_SIZE = (128 << 20) + HOST_SIZE
+COMMAND_LINE = (
+    f"console=ttyS0 quiet nokaslr acpi=off nolapic noapic nosmp tsc_early_khz={TSC_KHZ} tsc=reliable "
+    "no_timer_check panic=-1 initcall_blacklist=jent_mod_init randomize_kstack_offset=off"
+)
+"""jent_mod_init measures the jitter of a real CPU's time; random offsets of stacks take time of each call."""
+_STACK, _PARAMETERS, _COMMAND_LINE, _TABLES, _GDT = 0x60000, 0x10000, 0x20000, 0x70000, 0x73000
+_LARGE_PAGE = 2 << 20
+_GDT_ENTRIES = struct.pack("<4Q", 0, 0, 0x00AF9B000000FFFF, 0x00CF93000000FFFF)
+_LOW_RAM, _HIGH_RAM = 0x9FC00, 0x100000
+_RAM, _RESERVED = 1, 2
+_UNKNOWN_LOADER, _LOADED_HIGH = 0xFF, 1
+_PROTOCOL = 0x20F
+
+
+def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
+    """Put kernel, initramfs and parameters into RAM, and the CPU at the kernel's entry.
+
+    Raises: KernelError ENOEXEC (a kernel that doesn't fit).
+    """
+    ram = machine.memory.ram
+    top = len(ram) - HOST_SIZE
+    files = initramfs()
+    initrd = (top - (1 << 20) - len(files)) & -4096
+    for segment in vmlinux.segments:
+        if segment.pa < _HIGH_RAM or segment.pa + segment.mem_size > initrd:
+            raise unusable(
+                f"a segment at physical {segment.pa:#x} is outside of the {len(ram) >> 20} MiB of RAM"
+            )
+        ram[segment.pa : segment.pa + len(segment.data)] = segment.data
+    ram[initrd : initrd + len(files)] = files
+    line = COMMAND_LINE.encode() + b"\0"
+    ram[_COMMAND_LINE : _COMMAND_LINE + len(line)] = line
+    ram[_PARAMETERS : _PARAMETERS + 4096] = _boot_parameters(top, initrd, len(files))
+    struct.pack_into("<Q", ram, _TABLES, _TABLES + 0x1000 | 3)
+    struct.pack_into("<Q", ram, _TABLES + 0x1000, _TABLES + 0x2000 | 3)
+    pages = (_LARGE_PAGE * number | 0x83 for number in range(512))
+    struct.pack_into("<512Q", ram, _TABLES + 0x2000, *pages)
+    ram[_GDT : _GDT + len(_GDT_ENTRIES)] = _GDT_ENTRIES
+    machine.cpu.power_on(vmlinux.entry, _STACK, _TABLES, (_GDT, len(_GDT_ENTRIES)))
+    machine.regs.si = _PARAMETERS
+
+
+def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytes:
+    page = bytearray(4096)
+    memory = (
+        (0, _LOW_RAM, _RAM),
+        (_LOW_RAM, 0x400, _RESERVED),
+        (0xF0000, 0x10000, _RESERVED),
+        (_HIGH_RAM, top - _HIGH_RAM, _RAM),
+    )
+    page[0x1E8] = len(memory)
+    for number, area in enumerate(memory):
+        struct.pack_into("<QQI", page, 0x2D0 + 20 * number, *area)
+    struct.pack_into("<H2x4sH", page, 0x1FE, 0xAA55, b"HdrS", _PROTOCOL)
+    page[0x210], page[0x211] = _UNKNOWN_LOADER, _LOADED_HIGH
+    struct.pack_into("<II", page, 0x218, initrd, initrd_size)
+    struct.pack_into("<I", page, 0x228, _COMMAND_LINE)
+    return bytes(page)
+
+
+def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
+    """Run from the kernel's first instruction until init waits at its stub.
+
+    `progress` is called with how many initcalls have begun, and how many there are.
+    Raises: GuestFault (with the last line of the kernel's log).
+    """
+    calls = kernel.between("__initcall_start", "__initcall_end")
+    total, begun = (calls.end - calls.start) // 4, count(1)
+    initcall = kernel.kallsyms.lookup_name("do_one_initcall")
+    if initcall is not None:
+        machine.call_at(initcall, lambda: progress(min(next(begun), total), total))
+    try:
+        machine.run_to_stub()
+    except GuestFault as fault:
+        said = machine.pc.console.decode("latin1").strip().splitlines()
+        raise GuestFault(fault.trap, ": ".join([str(fault), *said[-1:]])) from None

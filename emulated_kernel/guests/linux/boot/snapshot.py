@@ -1,0 +1,384 @@
+"""A booted machine as a file: a header, RAM with holes where it is zero, and what was read of its kernel.
+
+RAM is mapped privately from it, so that mounts of one kernel share what none has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+
+from emulated_kernel.guests.linux.boot import boot_protocol
+from emulated_kernel.guests.linux.boot.digest_cache import (
+    MAKING,
+    Reading,
+    about_to_read,
+    is_own,
+    last_read,
+    notes,
+    remember,
+)
+from emulated_kernel.guests.linux.initramfs import initramfs
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, checked_offsets
+from emulated_kernel.guests.linux.pc.exception_cells import STATE_SIZE
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.unicorn_engine import library_release
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import identity, open_regular, replace_file
+
+_MAGIC = b"kprobefs booted kernel 15\n"
+HEADER = 256 << 10
+"""Bytes in front of RAM."""
+_PIECE = 64 << 10
+NORESERVE = 0x4000
+"""MAP_NORESERVE: a guest may have more memory than the host has room for."""
+LIMIT = 600 << 20
+"""Bytes on disk that are kept; what wasn't used for the longest goes first."""
+_SUFFIX = ".booted"
+_WHOLE = "whole"
+"""What is remembered of a snapshot whose checksums were right."""
+_HASH = "[0-9a-f]{64}"
+"""Of a kernel's file."""
+_MAKING = ".booting-"
+BUDGET = 20.0
+"""Seconds that one run may take."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CachedKernel:
+    """A snapshot as `kprobefs images` shows it; `size` in bytes on disk.
+
+    A damaged one, another version's, or one that somebody else may have written tells nothing else.
+    """
+
+    path: Path
+    release: str | None
+    source: str | None
+    size: int
+    used: float
+
+
+def directory() -> Path:
+    """Where snapshots are kept."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
+
+
+def place(source: Path, seed: int) -> Path:
+    """Where a kernel's snapshot is, by the file's hash, the way it is booted, and the library's version.
+
+    Raises: OSError.
+    """
+    reading, whole = _digest(source, *identity(source))
+    digest = hashlib.sha256(whole.encode())
+    digest.update(
+        repr((_MAGIC, seed, library_release(), boot_protocol.RAM_SIZE, boot_protocol.COMMAND_LINE)).encode()
+    )
+    digest.update(initramfs())
+    found = _named(digest.hexdigest())
+    # Nothing is left of what never boots.
+    if reading.told is None and found.exists():
+        remember(reading, whole)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
+    """Of a whole file: the command looks for the snapshot, then the daemon that it becomes."""
+    with open(source, "rb") as file:
+        reading = about_to_read(directory(), file.fileno(), _HASH)
+        return reading, reading.told or hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def core_place(source: Path) -> Path:
+    """Where what was made of a dump is, by what tells its file from others; it may be too long to read.
+
+    Raises: OSError.
+    """
+    with open(source, "rb") as file:
+        digest = hashlib.sha256(file.read(_PIECE))
+    facts = (_MAGIC, "core", library_release(), os.path.realpath(source))
+    digest.update(repr((*facts, *identity(source))).encode())
+    return _named(digest.hexdigest())
+
+
+def _named(digest: str) -> Path:
+    return directory() / f"{digest[:32]}{_SUFFIX}"
+
+
+def save(
+    target: Path,
+    machine: LinuxMachine,
+    facts: KernelOffsets,
+    cells: tuple[int, int],
+    source: str,
+    parts: Mapping[str, bytes | memoryview],
+) -> None:
+    """Write a snapshot, which appears under its name when all of it is there. Raises: OSError.
+
+    `parts`: what is to be kept besides, by name.
+    """
+    about = {
+        "source": source,
+        "facts": asdict(facts),
+        "cells": cells,
+        "pc": machine.pc.state(),
+        "cpu": zlib.compress(machine.engine.saved_context()).hex(),
+    }
+    ram = machine.memory.ram
+
+    def write(file: IO[bytes]) -> None:
+        write_at(file, HEADER, memoryview(ram))
+        finish(file, about, len(ram), parts)
+
+    keep(target, write)
+
+
+def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Have a file written, which appears under its name when all of it is there. Raises: OSError."""
+    made = [place for place in target.parents if not place.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        replace_file(target, _MAKING, write)
+    except BaseException:
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+        raise
+    _prune(target)
+
+
+def finish(
+    file: IO[bytes],
+    about: Mapping[str, Any],
+    size: int,
+    parts: Mapping[str, bytes | memoryview],
+    *,
+    is_kept: bool = True,
+) -> None:
+    """What makes a snapshot of a file that has `size` bytes of RAM at HEADER already.
+
+    `parts`: what is to be kept besides, by name; `about`: what JSON can say; `is_kept`: it will be read by
+    others than who writes it, who check it. Raises: OSError.
+    """
+    end = HEADER + size
+    file.truncate(end)
+    checksum = _checksum(file.fileno(), HEADER, size) if is_kept else None
+    kept = {}
+    for name, data in parts.items():
+        write_at(file, end, data)
+        kept[name] = (end, len(data), _checksum(file.fileno(), end, len(data)))
+        end += -(-len(data) // _PIECE) * _PIECE
+    file.truncate(end)
+    text = json.dumps({**about, "ram": size, "checksum": checksum, "parts": kept, "end": end}).encode()
+    file.seek(0)
+    file.write(_MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text)
+    file.flush()
+
+
+def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
+    """Write what isn't zero of it. Raises: OSError."""
+    zeros = bytes(_PIECE)
+    for at in range(0, len(data), _PIECE):
+        piece = bytes(data[at : at + _PIECE])
+        if piece != zeros[: len(piece)]:
+            file.seek(start + at)
+            file.write(piece)
+    file.flush()
+
+
+class SnapshotContents(NamedTuple):
+    """What was written: RAM, mapped privately."""
+
+    about: dict[str, Any]
+    ram: mmap.mmap
+    parts: dict[str, memoryview]
+    """Nothing if they weren't asked for."""
+
+
+class SavedMachine(NamedTuple):
+    """A machine as it was saved, with the parts that were to be kept."""
+
+    machine: LinuxMachine
+    facts: KernelOffsets
+    parts: dict[str, memoryview]
+    """Nothing if they weren't asked for."""
+
+
+def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
+    """What was saved; None where there is none, or a damaged one, which is removed."""
+
+    def machine(kept: SnapshotContents) -> SavedMachine:
+        return SavedMachine(*_machine(kept.ram, kept.about), kept.parts)
+
+    return load_as(source, machine, with_parts=with_parts)
+
+
+def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: bool) -> T | None:
+    """What `made` makes of what was kept; None where there is none, or a damaged one, which is removed.
+
+    Raises: KernelError (of `made`, for what was kept whole and isn't usable).
+    """
+    try:
+        with open_regular(source) as file:
+            found = _read(source, file.fileno(), with_parts=with_parts)
+            if found is not None:
+                return made(found)
+    except FileNotFoundError:
+        return None
+    except KernelError:
+        raise
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        zlib.error,
+        HardwareError,
+    ):
+        pass
+    with suppress(OSError):
+        source.unlink()
+    return None
+
+
+def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | None:
+    if not is_own(file):
+        # A CPU state of somebody's making may do anything here.
+        return None
+    reading = about_to_read(source.parent, file, _WHOLE)
+    found = read(file, with_parts=with_parts, is_checked=reading.told is None)
+    if found is not None and reading.told is None:
+        # Where the power fails, what was written may be gone and the note be there.
+        os.fdatasync(file)
+        remember(reading, _WHOLE)
+    return found
+
+
+def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
+    """What was written; None where it is damaged. Raises: OSError, KeyError, TypeError, ValueError.
+
+    `is_checked`: it may have been damaged since it was written, or read whole.
+    """
+    about = _header(file)
+    if about is None or os.fstat(file).st_size != about["end"]:
+        return None
+    size, kept = about["ram"], about["parts"]
+    if with_parts and not kept:
+        return None
+    pieces = ((HEADER, size, about["checksum"]), *kept.values())
+    if is_checked and any(_checksum(file, start, length) != checksum for start, length, checksum in pieces):
+        return None
+    parts = {}
+    if with_parts:
+        whole = memoryview(mmap.mmap(file, about["end"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE | NORESERVE, prot=access, offset=HEADER)
+    return SnapshotContents(about, ram, parts)
+
+
+def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelOffsets]:
+    machine = LinuxMachine(ram, 0, checked_cells(about), BUDGET)
+    try:
+        machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
+        machine.pc.restore(about["pc"])
+        facts = KernelOffsets(**checked_offsets(about["facts"]))
+        machine.watch_text(facts.symbols["do_sync_core"])
+    except BaseException:
+        machine.close()
+        raise
+    return machine, facts
+
+
+def checked_cells(about: Mapping[str, Any]) -> tuple[int, int]:
+    """As find_exception_cells() found them. Raises: KeyError, TypeError, ValueError."""
+    error, in_flight = about["cells"]
+    if not 0 <= min(error, in_flight) <= max(error, in_flight) < STATE_SIZE:
+        raise ValueError("cells that are outside of the CPU's state")
+    return error, in_flight
+
+
+def _header(file: int) -> dict[str, Any] | None:
+    # Linux: what is read ahead is cached in folios of up to 2 MiB; since 6.18 a touch maps all of one.
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+    start = os.pread(file, HEADER, 0)
+    if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 8:
+        return None
+    size, checksum = struct.unpack_from("<II", start, len(_MAGIC))
+    text = start[len(_MAGIC) + 8 :][:size]
+    if len(text) != size or zlib.crc32(text) != checksum:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _checksum(file: int, start: int, size: int) -> int:
+    """Of the pieces that are in the file; reading by the mapping would take memory for the holes."""
+    zeros, checksum, at = bytes(_PIECE), 0, start
+    while at < start + size:
+        try:
+            # A hole may begin within a piece.
+            at = max(at, os.lseek(file, at, os.SEEK_DATA) & -_PIECE)
+        except OSError:
+            break
+        # And may reach over the end.
+        piece = os.pread(file, max(min(_PIECE, start + size - at), 0), at)
+        if piece != zeros[: len(piece)]:
+            checksum = zlib.crc32(piece, checksum)
+        at += _PIECE
+    return checksum
+
+
+def cached() -> list[CachedKernel]:
+    """All snapshots, the one that was used last in front."""
+    found = []
+    for path in directory().glob(f"*{_SUFFIX}"):
+        release = source = None
+        with suppress(OSError), open_regular(path) as file:
+            about = (_header(file.fileno()) if is_own(file.fileno()) else None) or {}
+            with suppress(KeyError, TypeError):
+                release, source = str(about["facts"]["release"]), str(about["source"])
+            status = os.fstat(file.fileno())
+            used = max(status.st_mtime, last_read(path.parent, file.fileno()))
+            found.append(CachedKernel(path, release, source, status.st_blocks * 512, used))
+    return sorted(found, key=lambda kernel: -kernel.used)
+
+
+def clear() -> int:
+    """Remove all snapshots, and what an interrupted boot left; how many they were. Raises: OSError."""
+    removed = 0
+    for note in (*notes(directory()), *directory().glob(f"{MAKING}*")):
+        note.unlink(missing_ok=True)
+    for path in (*directory().glob(f"*{_SUFFIX}"), *directory().glob(f"{_MAKING}*")):
+        path.unlink(missing_ok=True)
+        removed += 1
+    return removed
+
+
+def _prune(newest: Path) -> None:
+    total = 0
+    for kernel in cached():
+        total += kernel.size
+        if total > LIMIT and kernel.path != newest:
+            with suppress(OSError):
+                kernel.path.unlink()

@@ -1,0 +1,141 @@
+"""A distribution's kernel, ready for clients: out of the cache, or booted once and put there."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from copy import copy
+from errno import EIO, ENOEXEC
+from pathlib import Path
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
+from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.linux.open_image import kernel_file
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError
+from emulated_kernel.util.errors import KernelError
+
+_MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
+log = logging.getLogger("kprobefs.linux")
+
+_SETTLING = 3_000_000
+"""Microseconds of the guest's time."""
+_BOOT_BUDGET = 120.0
+"""Seconds that the longest run of a boot may take."""
+
+
+def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) -> None:
+    """Boot the kernel of a file, or with `host` of the one that runs here, unless that was done before.
+
+    `progress` is called with what of the boot is done, and what there is to do.
+    Raises: KernelError ENOEXEC (a kernel that can't be run), EIO (the emulator can't), OSError.
+    """
+    path = kernel_file(source)
+    place = snapshot.place(path, seed)
+    if not place.exists():
+        tasks, _ = _boot_and_save(path, place, seed, progress)
+        tasks.machine.close()
+
+
+def started(source: str, seed: int) -> LinuxTasks:
+    """The tasks of that kernel, out of the cache, or booted. Raises: as ensure_cached()."""
+    path = kernel_file(source)
+    place = snapshot.place(path, seed)
+    found = _cached(place, with_parts=False)
+    return found[0] if found else _boot_and_save(path, place, seed, _unseen)[0]
+
+
+def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel]:
+    """The same, and what its file tells, with the text that it has made of its own by now."""
+    path = kernel_file(source)
+    place = snapshot.place(path, seed)
+    found = _cached(place, with_parts=True)
+    if found:
+        tasks, parts = found
+        try:
+            return tasks, CachedKernelTables(parts)
+        except (KernelError, KeyError, TypeError, ValueError) as error:
+            log.warning("%s: not usable: %s", place, error)
+            tasks.machine.close()
+    return _boot_and_save(path, place, seed, _unseen)
+
+
+def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, memoryview]] | None:
+    try:
+        found = snapshot.load(place, with_parts=with_parts)
+        return None if found is None else (LinuxTasks(found.machine, found.facts), found.parts)
+    except (HardwareError, GuestFault, KeyError) as error:
+        log.warning("%s: not usable: %s", place, error)
+        return None
+
+
+def _unseen(_done: int, _total: int) -> None:
+    """Nobody watches the boot."""
+
+
+def _boot_and_save(
+    path: Path, place: Path, seed: int, progress: Callable[[int, int], None]
+) -> tuple[LinuxTasks, LinuxKernel]:
+    kernel = open_kernel(str(path))
+    try:
+        cells = find_exception_cells()
+        machine, facts = _booted(kernel, seed, cells, progress)
+    except HardwareError as error:
+        raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+    tasks = LinuxTasks(machine, facts)
+    running = as_running(kernel, tasks)
+    try:
+        snapshot.save(place, machine, facts, cells, str(path), cached_parts(running))
+    except OSError as error:
+        log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
+    return tasks, running
+
+
+def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
+    """The kernel with the text that it has made of its own by now."""
+    start, end = kernel.text
+    running, machine = copy(kernel), tasks.machine
+    text = machine.memory.read(machine.cpu.root, start, end - start)
+    running.vmlinux = kernel.vmlinux.with_bytes(start, text)
+    return running
+
+
+def _booted(
+    kernel: LinuxKernel, seed: int, cells: tuple[int, int], progress: Callable[[int, int], None]
+) -> tuple[LinuxMachine, KernelOffsets]:
+    facts = kernel_offsets(kernel)
+    ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    machine = LinuxMachine(ram, seed, cells, _BOOT_BUDGET)
+    try:
+        machine.watch_text(facts.symbols["do_sync_core"])
+        load(machine, kernel.vmlinux)
+        boot(machine, kernel, progress)
+        _prepare(LinuxTasks(machine, facts))
+    except GuestFault as fault:
+        machine.close()
+        raise KernelError(ENOEXEC, f"{kernel.release} doesn't boot: {fault}") from fault
+    except BaseException:
+        machine.close()
+        raise
+    return machine, facts
+
+
+def _prepare(tasks: LinuxTasks) -> None:
+    tasks.prepare()
+    syscalls = LinuxSyscalls(tasks)
+    for kind, directory in _MOUNTS:
+        syscalls.mount(kind, directory)
+    for directory, fd in ROOTS.items():
+        syscalls.move(tasks.init, syscalls.open(tasks.init, directory, os.O_RDONLY | os.O_DIRECTORY), fd)
+    # What initcalls have left to workqueues, such as tracefs's events, is done while nobody asks.
+    tasks.idle(_SETTLING)
+    syscalls.umask(tasks.init, 0)

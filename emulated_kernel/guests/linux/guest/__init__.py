@@ -1,0 +1,1 @@
+"""The tasks, system calls and files of a distribution's kernel."""

@@ -1,0 +1,190 @@
+"""What the guest's kernel has in memory of its files: attributes, read out of dentries and inodes.
+
+A lookup by a system call would cost a change of tasks, and be seen by every probe; no process has made it.
+It is read while the guest is stopped at the stub or idle: nobody is in the middle of changing a dentry.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from functools import cached_property, lru_cache
+
+from emulated_kernel.guests.linux.initramfs import ROOTS
+from emulated_kernel.guests.linux.inodes import Inodes, layout
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.ram import PAGE
+from emulated_kernel.vfs.core.client import Stat
+
+_GOLDEN_RATIO = 0x61C8864680B583EB
+_WORD = (1 << 64) - 1
+_FMODE_LSEEK = 4
+_LONGEST_CHAIN = 1000
+_NAMES = 1000
+"""Whose hashes are kept, and paths whose attributes are."""
+
+
+class DcacheReader:
+    """Files by path or descriptor; needs a machine at a synchronous stop."""
+
+    def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
+        """`task`: address of one that has the table of open files."""
+        self._memory = machine.memory
+        self._ram, self._words = machine.memory.ram, machine.memory.words
+        self._machine = machine
+        self._facts, self._asks = facts, facts.asks
+        self._offset = facts.offsets
+        self._task = task
+        self._inodes = Inodes(facts.offsets, self._bytes)
+        self._read: list[tuple[int, int, bytes]] = []
+        """What the lookup under way has read: from and up to which physical address, and what was there."""
+        self._answers: dict[str, tuple[list[tuple[int, int, bytes]], Stat]] = {}
+        """By path what its lookup has read, and found; the same is found as long as all that is the same."""
+        self._direct, self._limit, self._image = 0, 0, 0
+        self._direct = self._follow(facts.symbols["page_offset_base"], 0)
+        self._limit = len(self._memory.ram) - PAGE
+        table = facts.symbols["dentry_hashtable"]
+        self._image = table - self._memory.translate(machine.cpu.root, table)
+        offset = facts.offsets
+        self._dentry, self._in_order = layout(
+            {
+                offset["dentry.d_hash"]: "Q",
+                offset["dentry.d_parent"]: "Q",
+                offset["dentry.d_name"]: "Q",
+                offset["dentry.d_name"] + offset["qstr.name"]: "Q",
+                offset["dentry.d_inode"]: "Q",
+                offset["dentry.d_flags"]: "I",
+            }
+        )
+        self._hash_at, self._mode_at = offset["dentry.d_hash"], offset["file.f_mode"]
+        self._files_at = offset["task_struct.files"], offset["files_struct.fdt"], offset["fdtable.fd"]
+        self._llseek_at = offset["file.f_op"], offset["file_operations.llseek"]
+        self._no_llseek = 0, facts.symbols.get("no_llseek")
+
+    def lstat(self, path: str) -> Stat | None:
+        """Attributes of a file; None where the kernel has to be asked, or there is none."""
+        answer = self._answers.get(path)
+        if answer is not None:
+            ram = self._ram
+            for begin, end, data in answer[0]:
+                if ram[begin:end] != data:
+                    break
+            else:
+                return answer[1]
+        self._read = []
+        _, top, *names = os.fsencode(path).split(b"/")
+        found = self._roots.get(top)
+        for name in names:
+            found = self._child(found[0], name) if found else None
+        if not found or not found[1]:
+            return None
+        if len(self._answers) >= _NAMES:
+            self._answers.clear()
+        told = self._inodes.stat(found[1])
+        self._answers[path] = self._read, told
+        return told
+
+    def fstat(self, fd: int) -> Stat:
+        """Attributes of an open file."""
+        self._read = []
+        return self._inodes.stat(self.inode(fd))
+
+    def inode(self, fd: int) -> int:
+        """Address of the inode of an open file."""
+        return self._follow(self._file(fd), self._offset["file.f_inode"])
+
+    def is_seekable(self, fd: int) -> bool:
+        """Whether lseek(2) works on it. Mirrors: fs/read_write.c:vfs_llseek (v6.1)"""
+        file = self._file(fd)
+        if not self._ram[self._at(file + self._mode_at)] & _FMODE_LSEEK:
+            return False
+        return self._follow(file, *self._llseek_at) not in self._no_llseek
+
+    def _at(self, va: int) -> int:
+        """The physical address: a difference where what is allocated lies, and another one in the image."""
+        at = va - self._direct
+        if 0 <= at < self._limit:
+            return at
+        at = va - self._image
+        if 0 <= at < self._limit:
+            return at
+        return self._memory.translate(self._machine.cpu.root, va)
+
+    def _bytes(self, va: int, size: int) -> bytes:
+        at = self._at(va)
+        data = self._ram[at : at + size]
+        self._read.append((at, at + size, data))
+        return data
+
+    def _follow(self, structure: int, *offsets: int) -> int:
+        """The word there, at each further offset from the address that the one before holds."""
+        words, direct, limit = self._words, self._direct, self._limit
+        for offset in offsets:
+            va = structure + offset
+            at = va - direct
+            structure = words[(at if 0 <= at < limit else self._at(va)) >> 3]
+        return structure
+
+    def _file(self, fd: int) -> int:
+        return self._follow(self._task, *self._files_at, 8 * fd)
+
+    @cached_property
+    def _roots(self) -> dict[bytes, tuple[int, int]]:
+        """The dentries that file systems are mounted on, and their inodes."""
+        dentries = {
+            os.fsencode(root[1:]): self._follow(self._file(fd), self._offset["file.f_path.dentry"])
+            for root, fd in ROOTS.items()
+        }
+        at = self._offset["dentry.d_inode"]
+        return {root: (dentry, self._follow(dentry, at)) for root, dentry in dentries.items()}
+
+    @cached_property
+    def _hash_table(self) -> tuple[int, int]:
+        symbols = self._facts.symbols
+        return self._follow(symbols["dentry_hashtable"], 0), self._follow(symbols["d_hash_shift"], 0) & 0xFF
+
+    def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
+        """Its dentry, and the inode.
+
+        Invariant: what is taken out of the table, renamed or freed is another one's bytes from then on:
+        its place in the chain and its count of changes are among them.
+        Mirrors: fs/dcache.c:__d_lookup (v6.1)
+        """
+        key = name_hash(parent, name)
+        table, shift = self._hash_table
+        unpack, in_order, ram, size = self._dentry.unpack_from, self._in_order, self._ram, self._dentry.size
+        # The lowest bit of the head is its lock.
+        node = self._follow(table, 8 * ((key & 0xFFFFFFFF) >> shift)) & ~1
+        for _ in range(_LONGEST_CHAIN):
+            if not node:
+                return None
+            dentry = node - self._hash_at
+            place = self._at(dentry)
+            node, above, its_key, its_name, inode, flags = in_order(unpack(ram, place))
+            if its_key == key and above == parent:
+                at = self._at(its_name)
+                if ram[at : at + len(name)] == name:
+                    self._read.append((place, place + size, ram[place : place + size]))
+                    return None if flags & self._asks else (dentry, inode)
+        return None
+
+
+@lru_cache(_NAMES)
+def name_hash(parent: int, name: bytes) -> int:
+    """Length and hash of a name in a directory, as a dentry keeps them.
+
+    Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS)
+    """
+    x, y, whole = 0, parent, len(name) & -8
+    for (word,) in struct.iter_unpack("<Q", name[:whole]):
+        x ^= word
+        y ^= x
+        x = (x << 12 | x >> 52) & _WORD
+        x = x + y & _WORD
+        y = (y << 45 | y >> 19) & _WORD
+        y = y * 9 & _WORD
+    x ^= int.from_bytes(name[whole:], "little")
+    y ^= x * _GOLDEN_RATIO & _WORD
+    y = y * _GOLDEN_RATIO & _WORD
+    return len(name) << 32 | y >> 32

@@ -1,0 +1,128 @@
+"""ExecObserver: repeats a client's execve(2) in the guest; its task becomes init's program again.
+
+The call has the client's path, which probes can read. The guest opens init's program, its only one.
+The table of open files stays shared.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from errno import ESRCH
+
+from emulated_kernel.guests.linux.guest.tasks import LinuxTask, LinuxTasks
+from emulated_kernel.guests.linux.initramfs import BUFFER, PROGRAM
+from emulated_kernel.util.errors import KernelError
+
+_EXECVE = 59
+_ARGUMENTS = BUFFER + 8192
+_OPENS, _UNSHARES, _COUNTS = "do_open_execat", "unshare_files", "set_cred_ucounts"
+_NAME = 128
+"""Bytes between a struct filename of ours and its string."""
+
+
+class ExecObserver:
+    """For a kernel that lacks those two functions, who executes something is renamed."""
+
+    def __init__(self, tasks: LinuxTasks) -> None:
+        self._tasks, self._machine, self._offsets = tasks, tasks.machine, tasks.facts.offsets
+        self._task: LinuxTask | None = None
+        """Whose call is being made."""
+        self._others: tuple[int, int] | None = None
+        """Where the table's count of users is, and how many more those are while it says one."""
+        self._uid: tuple[int, bytes] | None = None
+        """Where a user is told, and which, while it says root."""
+        self._returns: set[int] = set()
+        """Where unshare_files() and set_cred_ucounts() return to."""
+        symbols = tasks.facts.symbols
+        self._can_execute = {_OPENS, _UNSHARES} <= symbols.keys()
+        if self._can_execute:
+            self._machine.call_at(symbols[_OPENS], self._opening)
+            self._machine.call_at(symbols[_UNSHARES], self._unsharing)
+        if self._can_execute and _COUNTS in symbols:
+            self._machine.call_at(symbols[_COUNTS], self._counting)
+
+    def execute(self, task: LinuxTask, path: str, comm: str) -> None:
+        """Its process has executed a program, whence its name; a task that sleeps in a call gets that alone.
+
+        Raises: KernelError ESRCH (it has ended of that).
+        """
+        if self._can_execute and not task.pending:
+            with suppress(KernelError):
+                self._execve(task, path)
+            if not task.alive:
+                raise KernelError(ESRCH, f"task {task.pid} has ended of executing {path}")
+        self._tasks.set_comm(task, comm)
+
+    def _execve(self, task: LinuxTask, path: str) -> None:
+        """execve(2). Raises: KernelError (with its errno)."""
+        tasks = self._tasks
+        tasks.copy_to_user(task, BUFFER, os.fsencode(path) + b"\0")
+        tasks.copy_to_user(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))
+        self._task = task
+        try:
+            tasks.call(task, _EXECVE, BUFFER, _ARGUMENTS, 0)
+        finally:
+            self._task = None
+            self._unhide()
+        tasks.has_new_memory(task)
+
+    def _is_executing(self) -> bool:
+        return self._task is not None and self._tasks.running() == self._task.address
+
+    def _opening(self) -> None:
+        """It is called with a directory's descriptor and a struct filename."""
+        if not self._is_executing():
+            return
+        physical, virtual = self._tasks.host_room
+        name, text = physical + self._offsets["filename.name"], physical + _NAME
+        ram = self._machine.memory.ram
+        ram[name : name + 8] = struct.pack("<Q", virtual + _NAME)
+        ram[text : text + len(PROGRAM) + 1] = PROGRAM + b"\0"
+        self._machine.regs.si = virtual
+
+    def _unsharing(self) -> None:
+        """A table that one task uses isn't copied.
+
+        Hazard: who else ran before it returns would free the table with his end; nothing in it sleeps.
+        """
+        if not self._is_executing() or self._others is not None:
+            return
+        assert self._task is not None
+        memory, root = self._machine.memory, self._machine.cpu.root
+        table = memory.read_word(root, self._task.address + self._offsets["task_struct.files"])
+        count = memory.translate(root, table + self._offsets["files_struct.count"])
+        users = struct.unpack_from("<i", memory.ram, count)[0]
+        self._others = count, users - 1
+        struct.pack_into("<i", memory.ram, count, 1)
+        self._unhide_at_return()
+
+    def _counting(self) -> None:
+        """All tasks are root's in its counts of a user's processes, whoever owns them: so they stay.
+
+        Hazard: an exit takes one from the counts that the task has then; those of another never had it.
+        """
+        if not self._is_executing() or self._uid is not None:
+            return
+        memory, root = self._machine.memory, self._machine.cpu.root
+        uid = memory.translate(root, self._machine.regs.di + self._offsets["cred.uid"])
+        self._uid = uid, bytes(memory.ram[uid : uid + 4])
+        memory.ram[uid : uid + 4] = bytes(4)
+        self._unhide_at_return()
+
+    def _unhide_at_return(self) -> None:
+        memory, root = self._machine.memory, self._machine.cpu.root
+        back = memory.read_word(root, self._machine.regs.sp)
+        if back not in self._returns:
+            self._returns.add(back)
+            self._machine.call_at(back, self._unhide)
+
+    def _unhide(self) -> None:
+        if self._uid is not None:
+            (at, uid), self._uid = self._uid, None
+            self._machine.memory.ram[at : at + 4] = uid
+        if self._others is not None:
+            (count, others), self._others = self._others, None
+            ram = self._machine.memory.ram
+            struct.pack_into("<i", ram, count, struct.unpack_from("<i", ram, count)[0] + others)

@@ -1,0 +1,348 @@
+"""System calls of the guest's tasks as calls of Python, with their buffers in the tasks' own memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from errno import EIO
+from functools import lru_cache
+
+from emulated_kernel.guests.linux.guest.tasks import LinuxTask, LinuxTasks, Service
+from emulated_kernel.guests.linux.initramfs import BUFFER
+from emulated_kernel.guests.linux.inodes import shown_ino
+from emulated_kernel.util.errors import KernelError, checked_count
+from emulated_kernel.vfs.core.client import DirEntry, Stat, StatFs
+
+DATA_SIZE = 512 << 10
+"""Bytes that one call may read or write."""
+PATIENCE = 10_000
+"""Microseconds of the guest's time that a read may sleep before its client waits outside."""
+_LONG = 60_000_000
+"""The same for calls that sleep for locks, grace periods and the like alone."""
+_SECOND_PATH, _DATA = BUFFER + 4096, BUFFER + 8192
+_READ, _WRITE, _CLOSE, _POLL, _PREAD, _PWRITE, _DUP2, _TRUNCATE = 0, 1, 3, 7, 17, 18, 33, 76
+_UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT = 95, 103, 165, 217, 257
+_MKNOD, _SYMLINKAT, _STATFS, _DELETE_MODULE, _FINIT_MODULE = 133, 266, 137, 176, 313
+_AT = {
+    "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
+    "linkat": 265, "readlinkat": 267, "fchmodat": 268, "utimensat": 280,
+}  # fmt: skip
+"""System calls on paths, each of which has a directory in front."""
+_FCNTL, _F_SETFL, _FTRUNCATE = 72, 4, 77
+_UMOUNT, _MNT_DETACH = 166, 2
+_MODULE, _KMSG = "/module", "/kmsg"
+_MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
+"""Where their code is. Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1)"""
+_KMSG_DEVICE = 1 << 8 | 11
+_AT_FDCWD = -100
+AT_SYMLINK_NOFOLLOW, AT_REMOVEDIR = 0x100, 0x200
+_SYSLOG_READ_ALL = 3
+_LOG_SIZE = 256 << 10
+_LISTING = 32 << 10
+_LINE = 900
+"""Bytes of a line; a record of the log takes 1,024."""
+_STAT = struct.Struct("<QQQIIIxxxxQqqq6Q24x")
+"""Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)"""
+_STATFS_HEAD = struct.Struct("<7Q")
+"""Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1), up to f_ffree"""
+_DIRENT = struct.Struct("<QqHB")
+_POLLFD = struct.Struct("<ihh")
+_OPEN_FLAGS = (
+    os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY
+)
+_PATHS = 500
+"""That are kept as bytes."""
+_UTIME_OMIT = (1 << 30) - 2
+
+
+class LinuxSyscalls:
+    """Each takes the task that makes it; all raise KernelError with its errno, and GuestFault."""
+
+    def __init__(self, tasks: LinuxTasks) -> None:
+        self._tasks = tasks
+        self._call = tasks.call
+        self._files = tasks.files
+        self.is_seekable = tasks.files.is_seekable
+        """Whether lseek(2) works on a descriptor."""
+
+    def mount(self, source: str, directory: str) -> None:
+        """A file system of that type, by init."""
+        init = self._tasks.init
+        self._path(init, directory)
+        self._tasks.copy_to_user(init, _SECOND_PATH, os.fsencode(source) + b"\0")
+        self._call(init, _MOUNT, _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
+
+    def unmount(self, directory: str) -> None:
+        """What is mounted there, by init; what is open of it goes on."""
+        init = self._tasks.init
+        self._path(init, directory)
+        self._call(init, _UMOUNT, BUFFER, _MNT_DETACH)
+
+    def umask(self, task: LinuxTask, mask: int) -> None:
+        """umask(2); forks inherit it."""
+        self._call(task, _UMASK, mask)
+
+    def log(self) -> bytes:
+        """The kernel log as dmesg(1) gets it: lines with level and time."""
+        init = self._tasks.init
+        size = self._call(init, _SYSLOG, _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
+        return self._tasks.copy_from_user(init, _DATA, checked_count(size, _LOG_SIZE))
+
+    def say(self, line: str) -> None:
+        """A line for the kernel log, written by init to a device that nobody else sees."""
+        init = self._tasks.init
+        self._path(init, _KMSG)
+        self._call(init, _MKNOD, BUFFER, stat.S_IFCHR | 0o600, _KMSG_DEVICE)
+        try:
+            fd = self.open(init, _KMSG, os.O_WRONLY)
+            try:
+                text = f"<4>kprobefs: {line}".encode("utf-8", "surrogateescape")[:_LINE]
+                # Without its end the next line might go on with it, and it isn't shown until then.
+                self.write(init, fd, text + b"\n", None)
+            finally:
+                self.close(init, fd)
+        finally:
+            self.on_path(init, "unlinkat", _KMSG, 0)
+
+    def open(
+        self,
+        task: LinuxTask,
+        path: str,
+        flags: int,
+        mode: int = 0,
+        *,
+        closed: int | None = None,
+        service: Service | None = None,
+    ) -> int:
+        """openat(2); the descriptor is everybody's.
+
+        `closed`: one that the task closes first. `service`: of a file of the host's, as in write().
+        """
+        try:
+            self._tasks.copy_to_user(task, BUFFER, _c_string(path))
+        except KernelError:
+            if closed is not None:
+                self.close(task, closed)
+            raise
+        arguments = _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
+        if closed is None:
+            return self._call(task, *arguments, patience=_LONG, service=service)
+        return self._tasks.call_behind_close(task, closed, *arguments, patience=_LONG)
+
+    def close(self, task: LinuxTask, fd: int) -> None:
+        """close(2); by init where that task is in a call, or has ended."""
+        self._call(task if task.alive and not task.pending else self._tasks.init, _CLOSE, fd)
+
+    def read_all(self, path: str) -> bytes:
+        """A whole file, by init."""
+        init, parts = self._tasks.init, []
+        fd = self.open(init, path, os.O_RDONLY)
+        while size := self.begin_read(init, fd, DATA_SIZE, None, may_block=False):
+            parts.append(self.read_data(init, size, DATA_SIZE))
+        self.close(init, fd)
+        return b"".join(parts)
+
+    def load_module(self, task: LinuxTask, content: bytes) -> None:
+        """finit_module(2), of a file that init makes and nobody else sees.
+
+        Invariant: by then nobody has that file open for writing, which would be ETXTBSY.
+        """
+        init = self._tasks.init
+        fd = self._unlinked(content)
+        try:
+            self._path(task, "")
+            with self._tasks.machine.ticking_in(_MODULES):
+                self._call(task, _FINIT_MODULE, fd, BUFFER, 0, patience=_LONG)
+        finally:
+            self.close(init, fd)
+
+    def _unlinked(self, content: bytes) -> int:
+        """A descriptor to read that from, by init; no name leads to it."""
+        init = self._tasks.init
+        written = self.open(init, _MODULE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            try:
+                at = 0
+                while at < len(content):
+                    at += self.write(init, written, content[at : at + DATA_SIZE], None)
+            finally:
+                self.close(init, written)
+            return self.open(init, _MODULE, os.O_RDONLY)
+        finally:
+            self.on_path(init, "unlinkat", _MODULE, 0)
+
+    def delete_module(self, task: LinuxTask, name: str) -> None:
+        """delete_module(2)."""
+        self._path(task, name)
+        with self._tasks.machine.ticking_in(_MODULES):
+            self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
+
+    def move(self, task: LinuxTask, old: int, new: int) -> None:
+        """dup2(2), and close(2) of the old one: a descriptor gets that number."""
+        self._call(task, _DUP2, old, new)
+        self.close(task, old)
+
+    def set_status_flags(self, task: LinuxTask, fd: int, flags: int) -> None:
+        """fcntl(F_SETFL)."""
+        self._call(task, _FCNTL, fd, _F_SETFL, flags)
+
+    def begin_read(
+        self,
+        task: LinuxTask,
+        fd: int,
+        size: int,
+        offset: int | None,
+        *,
+        may_block: bool,
+        service: Service | None = None,
+    ) -> int:
+        """read(2), or pread64(2) with an offset; how many bytes `read_data` gets. Raises: Blocked."""
+        patience = PATIENCE if may_block else _LONG
+        size = min(size, DATA_SIZE)
+        if offset is None:
+            return self._call(task, _READ, fd, _DATA, size, patience=patience, service=service)
+        return self._call(task, _PREAD, fd, _DATA, size, offset, patience=patience)
+
+    def read_data(self, task: LinuxTask, count: int, size: int) -> bytes:
+        """What a read has read, of `size` bytes that it was asked for."""
+        return self._tasks.copy_from_user(task, _DATA, checked_count(count, min(size, DATA_SIZE)))
+
+    def write(
+        self,
+        task: LinuxTask,
+        fd: int,
+        data: bytes,
+        offset: int | None,
+        service: Service | None = None,
+    ) -> int:
+        """write(2), or pwrite64(2) with an offset. Raises: Blocked, WouldBlock, as `service`."""
+        data = data[:DATA_SIZE]
+        self._tasks.copy_to_user(task, _DATA, data)
+        if offset is None:
+            return self._call(task, _WRITE, fd, _DATA, len(data), patience=_LONG, service=service)
+        return self._call(task, _PWRITE, fd, _DATA, len(data), offset, patience=_LONG)
+
+    def poll(self, fd: int, events: int) -> int:
+        """What of `events` is there now, asked by init."""
+        init = self._tasks.init
+        self._tasks.copy_to_user(init, _DATA, _POLLFD.pack(fd, events, 0))
+        self._call(init, _POLL, _DATA, 1, 0)
+        return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
+
+    def lstat(self, path: str) -> Stat:
+        """Attributes of a file; where its dentry doesn't tell, newfstatat(2), asked by init."""
+        if self._tasks.machine.death:
+            self._tasks.machine.check_alive()
+        found = self._files.lstat(path)
+        if found is not None:
+            return found
+        init = self._tasks.init
+        self.on_path(init, "newfstatat", path, _DATA, AT_SYMLINK_NOFOLLOW)
+        return self._stat()
+
+    def fstat(self, fd: int) -> Stat:
+        """Attributes of an open file."""
+        self._tasks.machine.check_alive()
+        return self._files.fstat(fd)
+
+    def _stat(self) -> Stat:
+        data = self._tasks.copy_from_user(self._tasks.init, _DATA, _STAT.size)
+        device, ino, nlink, mode, uid, gid, _, size, _, blocks, *times = _STAT.unpack(data)
+        atime, mtime, ctime = (times[at] * 10**9 + times[at + 1] for at in (0, 2, 4))
+        return Stat(
+            ino=shown_ino(ino, device),
+            mode=mode,
+            nlink=nlink,
+            uid=uid,
+            gid=gid,
+            size=size,
+            atime_ns=atime,
+            mtime_ns=mtime,
+            ctime_ns=ctime,
+            blocks=blocks,
+        )
+
+    def listdir(self, path: str) -> list[DirEntry]:
+        """getdents64(2) to its end, by init; "." and ".." too."""
+        init = self._tasks.init
+        device = self.lstat(path).ino & 0xFF
+        fd = self.open(init, path, os.O_RDONLY | os.O_DIRECTORY)
+        entries: list[DirEntry] = []
+        try:
+            while size := self._call(init, _GETDENTS, fd, _DATA, _LISTING):
+                entries += _entries(
+                    self._tasks.copy_from_user(init, _DATA, checked_count(size, _LISTING)), device
+                )
+        finally:
+            self.close(init, fd)
+        return entries
+
+    def readlink(self, path: str) -> str:
+        """readlinkat(2), by init."""
+        init = self._tasks.init
+        size = self.on_path(init, "readlinkat", path, _DATA, 4096)
+        return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
+
+    def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
+        """A system call on a path from the guest's root, by the name that ends in "at"."""
+        self._tasks.copy_to_user(task, BUFFER, _c_string(path))
+        return self._call(task, _AT[name], _AT_FDCWD, BUFFER, *arguments)
+
+    def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
+        """The same on two of them."""
+        self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(new))
+        self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
+
+    def symlink(self, task: LinuxTask, path: str, target: str) -> None:
+        """symlinkat(2): `path` leads to `target` afterwards."""
+        self._path(task, path)
+        self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(target))
+        self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
+
+    def statfs(self, path: str) -> StatFs:
+        """statfs(2), by init."""
+        init = self._tasks.init
+        self._path(init, path)
+        self._call(init, _STATFS, BUFFER, _DATA)
+        _, *room = _STATFS_HEAD.unpack(self._tasks.copy_from_user(init, _DATA, _STATFS_HEAD.size))
+        return StatFs(*room)
+
+    def truncate(self, task: LinuxTask, path: str, size: int) -> None:
+        """truncate(2)."""
+        self._path(task, path)
+        self._call(task, _TRUNCATE, BUFFER, size)
+
+    def ftruncate(self, task: LinuxTask, fd: int, size: int) -> None:
+        """ftruncate(2)."""
+        self._call(task, _FTRUNCATE, fd, size)
+
+    def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """utimensat(2) of the link itself."""
+        times = b"".join(
+            struct.pack("<qq", 0, _UTIME_OMIT) if time is None else struct.pack("<qq", *divmod(time, 10**9))
+            for time in (atime_ns, mtime_ns)
+        )
+        self._tasks.copy_to_user(task, _DATA, times)
+        self.on_path(task, "utimensat", path, _DATA, AT_SYMLINK_NOFOLLOW)
+
+    def _path(self, task: LinuxTask, path: str) -> None:
+        self._tasks.copy_to_user(task, BUFFER, _c_string(path))
+
+
+@lru_cache(_PATHS)
+def _c_string(path: str) -> bytes:
+    """Cut where no path goes on: the kernel answers ENAMETOOLONG to what has no end within a page."""
+    return (os.fsencode(path) + b"\0")[:4096]
+
+
+def _entries(data: bytes, device: int) -> Iterator[DirEntry]:
+    at = 0
+    while at + _DIRENT.size <= len(data):
+        ino, _, size, kind = _DIRENT.unpack_from(data, at)
+        if size < _DIRENT.size:
+            raise KernelError(EIO, "the guest gives entries of a directory that are none")
+        name = data[at + _DIRENT.size : at + size].split(b"\0", 1)[0]
+        yield DirEntry(os.fsdecode(name), kind << 12, ino << 8 | device)
+        at += size

@@ -1,0 +1,135 @@
+"""What the host must know of a kernel: a few addresses and offsets, out of its symbols and its BTF."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from errno import ENOENT
+from typing import Any
+
+from emulated_kernel.guests.linux.inodes import inode_offsets
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import is_word
+
+_SYMBOLS = (
+    "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
+    "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", "pid_max",
+    "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
+)  # fmt: skip
+_OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
+KEEPING = "init_on_free", "_page_poisoning_enabled"
+"""Where one of these is set, what is read of a free page is what was written when it was freed."""
+_OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
+_MEMBERS = (
+    "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.__state", "task_struct.comm",
+    "task_struct.mm", "task_struct.thread_info.flags", "task_struct.cred", "mm_struct.pgd",
+    "pid_namespace.idr.idr_next",
+    "cred.uid", "cred.cap_permitted", "cred.cap_effective", "task_struct.files", "files_struct.fdt",
+    "files_struct.count", "filename.name",
+    "fdtable.fd", "file.f_mode", "file.f_op", "file.f_inode", "file.f_path.dentry", "file_operations.llseek",
+    "dentry.d_flags", "dentry.d_hash", "dentry.d_parent", "dentry.d_name", "dentry.d_inode", "qstr.name",
+)  # fmt: skip
+_OF_FREE_PAGES = (
+    "page.lru", "page.private", "pglist_data.node_zones", "pglist_data.nr_zones", "zone.free_area",
+    "zone.present_pages", "zone.vm_stat",
+)  # fmt: skip
+_SIZES = "page", "zone", "free_area"
+TIMEKEEPER, COARSE_CLOCKS = "tk_core", ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
+"""The kernel's time; what files take theirs from, the second one since 6.13."""
+TIME_READ = "read_tsc"
+"""Of the clock that is meant."""
+_OF_TIME = (
+    *(f"timekeeper.tkr_mono.{name}" for name in (
+        "clock", "mask", "cycle_last", "mult", "shift", "xtime_nsec", "base", "base_real",
+    )),
+    "timekeeper.xtime_sec", "clocksource.read",
+)  # fmt: skip
+_TIMEKEEPER_AT, _COARSE = "tk_data.timekeeper", "timekeeper.coarse_nsec"
+"""Since 6.13, and since 6.15."""
+_BEHIND_COUNT = 8
+"""Bytes in front of the timekeeper until then: a count and a lock without a size."""
+ORDERS = "zone.free_area[]"
+"""What the number of a zone's free areas is called."""
+_DENTRY_FLAGS = {
+    "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
+    "DCACHE_MANAGE_TRANSIT": 1 << 18,
+}  # fmt: skip
+"""Of dentries whose file system is asked at each lookup; macros until they were moved, an enum since."""
+
+
+@dataclass(frozen=True)
+class KernelOffsets:
+    """Addresses by symbol, offsets by path; `current_task` is one in the per-CPU area."""
+
+    release: str
+    symbols: dict[str, int]
+    offsets: dict[str, int]
+    current_task: int
+    asks: int
+    """Flags of dentries whose file system is asked at each lookup."""
+
+
+def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
+    """Raises: KernelError ENOEXEC (a kernel that lacks one of them), ENODATA (one without BTF)."""
+    symbols = {name: kernel.required(name) for name in _SYMBOLS}
+    for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS):
+        if (address := kernel.kallsyms.lookup_name(name)) is not None:
+            symbols[name] = address
+    try:
+        offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
+        offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf)
+        current = kernel.per_cpu("current_task")
+    except KernelError as error:
+        if error.errno != ENOENT:
+            raise
+        raise unusable(error.strerror or "") from None
+    if current is None:
+        raise unusable("its symbols lack current_task and pcpu_hot")
+    return KernelOffsets(kernel.release, symbols, offsets, current, dentry_slow_path_flags(kernel.btf))
+
+
+def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a snapshot: a release, and numbers. Raises: KeyError, TypeError, ValueError."""
+    numbers = [value for name, value in kept.items() if name != "release"]
+    words = (word for each in numbers for word in (each.values() if isinstance(each, dict) else (each,)))
+    if not isinstance(kept["release"], str) or not all(map(is_word, words)):
+        raise ValueError("facts that are none")
+    return kept
+
+
+def dentry_slow_path_flags(btf: Btf) -> int:
+    """Of dentries that a lookup can't be answered from, in one word.
+
+    Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)
+    """
+    asks = 0
+    for name, number in _DENTRY_FLAGS.items():
+        try:
+            asks |= btf.constant(name)
+        except KernelError as error:
+            if error.errno != ENOENT:
+                raise
+            asks |= number
+    return asks
+
+
+def _of_free_pages(btf: Btf) -> dict[str, int]:
+    """Offsets, and sizes by structure; nothing for a kernel that has them in other structures."""
+    try:
+        found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
+        return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
+    except KernelError as error:
+        if error.errno != ENOENT:
+            raise
+        return {}
+
+
+def _of_time(btf: Btf) -> dict[str, int]:
+    """Offsets; nothing for a kernel that keeps its time in other structures."""
+    found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
+    if not found.keys() >= set(_OF_TIME):
+        return {}
+    return found | {TIMEKEEPER: btf.offset(_TIMEKEEPER_AT) if btf.has(_TIMEKEEPER_AT) else _BEHIND_COUNT}

@@ -1,0 +1,1 @@
+"""Mounts of a distribution's kernel."""

@@ -1,0 +1,404 @@
+"""ControlCalls: clients' calls on files of ours as system calls of their tasks in a distribution's kernel.
+
+In the guest's root are directories and files whose operations are code of the host's: what is looked up in
+one of those directories is one of the two again, as our tree has it, and what is done with a file comes back
+to the host in the middle of the call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from errno import EINTR, EIO
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, LinuxTasks, Service
+from emulated_kernel.guests.linux.initramfs import TRACEFS
+from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.vfs.core.chunked_write import RunOnce
+from emulated_kernel.vfs.core.node import Directory
+from emulated_kernel.vfs.core.node_tree import NodeTree
+
+log = logging.getLogger("kprobefs.linux")
+READ_SIZE = 128 << 10
+"""Bytes of one read(2) at most; the host's kernel asks for no more."""
+_SYMBOLS = (
+    "_copy_to_user", "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
+)  # fmt: skip
+_MEMBERS = (
+    "inode.i_op", "inode.i_fop", "inode.i_count", "inode_operations.lookup",
+    "file_operations.open", "file_operations.read", "file_operations.write", "file_operations.llseek",
+    "file.f_mode", "dentry.d_parent", "dentry.d_name", "qstr.hash_len", "qstr.name",
+)  # fmt: skip
+_LOOKED_UP, _LOOKUP_ENDS, _OPEN, _IS_STREAM, _READ, _COPY, _WRITE, _SLEEP, _WOKEN, _RETURN, _OPENED, _SIZE = (
+    0x09, 0x11, 0x20, 0x21, 0x30, 0x40, 0x50, 0x60, 0x65, 0x66, 0x70, 0x80,
+)  # fmt: skip
+_STREAMS = ("trace_marker", "trace_marker_raw")
+"""Names of files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
+_STREAM = 21
+"""The bit of FMODE_STREAM."""
+_DEEPEST = 64
+"""Directories above a name; more of them are a circle."""
+_TOPS = {
+    TRACEFS: True,
+    "/kprobes": True,
+    "/machine": True,
+    "/sysctl": True,
+    "/kprobe_events": False,
+    "/kprobe_profile": False,
+}
+"""What the guest's root gets for those of ours, and whether it is a directory."""
+_BREAK, _CALL, _JUMP = b"\xcc", b"\xe8", b"\xe9"
+_MASK = (1 << 64) - 1
+
+
+@dataclass(eq=False)
+class GuestFileHandle:
+    """The guest's share in an open file of ours."""
+
+    path: str
+    flags: int
+    fd: int | None = None
+    """None where it has none: it wasn't watched at the open, was dead, or had no room."""
+    task: LinuxTask | None = None
+    """Whose call was the last one on it."""
+
+
+class ControlCalls:
+    """While the guest's text is patched; else nobody would see a call, and none is made.
+
+    Needs the control lock. What the guest refuses is no matter of a file of ours: only WouldBlock is raised.
+    """
+
+    def __init__(
+        self,
+        tasks: LinuxTasks,
+        machine: ProbedLinux,
+        kernel: LinuxKernel,
+        files: NodeTree,
+        *,
+        is_tracefs: bool,
+        is_refused: bool = False,
+    ) -> None:
+        """`files`: ours. `is_tracefs`: their root is the guest's tracefs. `is_refused`: no call is made."""
+        self._tasks, self._machine, self._memory, self._kernel = tasks, machine, machine.memory, kernel
+        self._syscalls = LinuxSyscalls(tasks)
+        self._files = files
+        self._root = TRACEFS if is_tracefs else ""
+        self._inodes: dict[bool, int] = {}
+        """Of a file and of a directory."""
+        self._is_ready, self._is_refused = False, is_refused
+        self.released: list[GuestFileHandle] = []
+        """What is to be closed in the guest."""
+        self._asleep: WeakKeyDictionary[LinuxTask, int] = WeakKeyDictionary()
+        """Handles of the files for which tasks wait in their calls."""
+        self._arguments: dict[int, tuple[int, int]] = {}
+        """The first two of a call that waits, by its task's address."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a system call could be noticed."""
+        return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
+
+    # What files of ours do
+
+    def open(self, task: LinuxTask | None, part: GuestFileHandle, once: RunOnce[Any]) -> None:
+        """open(2); `part` has a descriptor afterwards if the guest has its share."""
+        part.task = task
+        if task is not None and self._can_call(task):
+            part.fd = self._called(
+                partial(self._opened, task, part, self._service(task, once, partial(self._goes_on, part)))
+            )
+
+    def _opened(self, task: LinuxTask, part: GuestFileHandle, service: Service) -> int:
+        flags = part.flags & ~(os.O_CREAT | os.O_EXCL)
+        return self._syscalls.open(task, self._root + part.path, flags, service=service)
+
+    def open_unseen(self, parts: Iterable[GuestFileHandle]) -> None:
+        """The guest is about to be watched: it takes part in what is open from now on."""
+        # A module that arrives has its probes armed by a callback: what is open goes unseen.
+        if self._tasks.machine.death or self._tasks.machine.is_running:
+            return
+        standing, init = self._tasks.current, self._tasks.init
+        with suppress(KernelError, GuestFault, Blocked):
+            self._prepare()
+            for part in parts:
+                if part.fd is None and self._is_ready:
+                    service = self._service(init, RunOnce(lambda: None), partial(self._goes_on, part))
+                    part.fd = self._opened(init, replace(part, flags=part.flags & ~os.O_TRUNC), service)
+            if standing is not None:
+                self._tasks.schedule_in(standing)
+
+    def list_directory(self, task: LinuxTask | None, path: str) -> None:
+        """The client opens a directory and closes it."""
+        if task is None or not self._can_call(task):
+            return
+        with suppress(KernelError, GuestFault, Blocked):
+            fd = self._syscalls.open(task, self._root + path or "/", os.O_RDONLY | os.O_DIRECTORY)
+            self._syscalls.close(task, fd)
+
+    def read(
+        self, task: LinuxTask | None, part: GuestFileHandle, handle: int, size: int, once: RunOnce[bytes]
+    ) -> None:
+        """read(2) of READ_SIZE at most. Raises: WouldBlock (as `once`; the task sleeps then)."""
+
+        def begin(sleeping: LinuxTask) -> int:
+            return self._syscalls.begin_read(
+                sleeping, part.fd or 0, size, None, may_block=False,
+                service=self._service(sleeping, once, self._gets_or_returns),
+            )  # fmt: skip
+
+        self._transfer(task, part, handle, once, begin)
+
+    def write(
+        self, task: LinuxTask | None, part: GuestFileHandle, handle: int, data: bytes, once: RunOnce[int]
+    ) -> None:
+        """write(2). Raises: WouldBlock, as read()."""
+
+        def begin(sleeping: LinuxTask) -> int:
+            service = self._service(sleeping, once, self._gets_or_returns)
+            return self._syscalls.write(sleeping, part.fd or 0, data, None, service)
+
+        self._transfer(task, part, handle, once, begin)
+
+    def _transfer(
+        self,
+        task: LinuxTask | None,
+        part: GuestFileHandle,
+        handle: int,
+        once: RunOnce[Any],
+        begin: Callable[[LinuxTask], int],
+    ) -> None:
+        part.task = task or part.task
+        if task is not None and task.waits and self._asleep.get(task) == handle:
+            # The same call, which is asked for again.
+            task.service = self._service(task, once, self._gets_or_returns)
+            begin = self._tasks.wait_for_result
+        elif task is None or part.fd is None or not self._can_call(task):
+            return
+        self._asleep.pop(task, None)
+        try:
+            self._called(partial(begin, task))
+        except WouldBlock:
+            self._asleep[task] = handle
+            raise
+
+    def is_waited_for(self, handle: int) -> bool:
+        """Whether a task waits in a call on that file."""
+        return handle in self._asleep.values()
+
+    def give_up(self, task: LinuxTask | None, handle: int, error: int) -> None:
+        """The client doesn't wait any more: its call returns this errno."""
+        if task is not None and task.waits and self._asleep.get(task) == handle:
+            del self._asleep[task]
+            task.service = lambda: partial(self._returns, task, -error)
+            self._called(partial(self._tasks.wait_for_result, task))
+
+    def release(self, part: GuestFileHandle) -> None:
+        """The last descriptor was closed; the guest does so in front of the next request."""
+        if part.fd is not None:
+            self.released.append(part)
+
+    def close_released(self) -> None:
+        """By who has used them last."""
+        while self.released:
+            part = self.released.pop(0)
+            with suppress(KernelError, GuestFault):
+                self._syscalls.close(part.task or self._tasks.init, part.fd or 0)
+
+    def _can_call(self, task: LinuxTask) -> bool:
+        return self._is_ready and self.is_watched and task.alive and not task.pending
+
+    def _called(self, call: Callable[[], int]) -> int | None:
+        try:
+            return call()
+        except (KernelError, GuestFault, Blocked):
+            return None
+
+    # What the host does in the middle of a call
+
+    def _service(
+        self, task: LinuxTask, once: RunOnce[Any], answer: Callable[[LinuxTask, Any], None]
+    ) -> Service:
+        """Does it; then `answer` puts into the registers what it gave, or its errno is the call's."""
+
+        def serve() -> Callable[[], None]:
+            try:
+                return partial(answer, task, once())
+            except WouldBlock:
+                raise
+            except KernelError as error:
+                return partial(self._returns, task, -(error.errno or EIO))
+            except Exception:
+                # Whoever has asked for it raises it again.
+                return partial(self._returns, task, -EIO)
+
+        return serve
+
+    def _goes_on(self, part: GuestFileHandle, task: LinuxTask, _result: object) -> None:
+        """A file is open."""
+        regs = self._machine.regs
+        regs.di, regs.si = self._arguments.pop(task.address)
+        is_stream = part.path.rpartition("/")[2] in _STREAMS
+        regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
+
+    def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
+        """Data go to the task's buffer, as from any file; a number is what its call returns."""
+        if not isinstance(result, bytes) or not result:
+            self._returns(task, result or 0)
+            return
+        regs = self._machine.regs
+        _, regs.di = self._arguments.pop(task.address)
+        self._memory.write(self._data, result)
+        regs.si, regs.dx, regs.ip = self._data, len(result), self._code + _COPY
+
+    def _returns(self, task: LinuxTask, result: int) -> None:
+        self._arguments.pop(task.address, None)
+        self._return(result)
+
+    def _return(self, result: int) -> None:
+        regs = self._machine.regs
+        regs.ax, regs.ip = result & _MASK, self._code + _RETURN
+
+    # What the guest's calls come to
+
+    def _arrives(self, regs: Any) -> None:
+        if self._tasks.wait_in_call():
+            self._arguments[self._memory.read_word(self._tasks.current_cell)] = regs.di, regs.si
+        else:
+            self._return(-EIO)
+
+    def _wakes(self, _regs: Any) -> None:
+        if not self._tasks.woken():
+            self._arguments.pop(self._memory.read_word(self._tasks.current_cell), None)
+            self._return(-EINTR)
+
+    def _looks_up(self, regs: Any) -> None:
+        """The kernel has looked for a name, and found none: there is what our tree has."""
+        regs.ip = self._code + _LOOKUP_ENDS
+        if regs.ax:
+            return
+        dentry = regs.bx
+        with suppress(KernelError, MemoryFault):
+            node = self._files.lookup(self._path(dentry).removeprefix(self._root))
+            inode = self._inodes[isinstance(node, Directory)]
+            count = inode + self._offsets["inode.i_count"]
+            uses = int.from_bytes(self._memory.read(count, 4), "little")
+            self._memory.write(count, (uses + 1).to_bytes(4, "little"))
+            regs.di, regs.si, regs.ip = dentry, inode, self._code + _LOOKED_UP + 1
+
+    def _path(self, dentry: int) -> str:
+        """Raises: MemoryFault."""
+        word, offset, names = self._memory.read_word, self._offsets, list[bytes]()
+        for _ in range(_DEEPEST):
+            parent = word(dentry + offset["dentry.d_parent"])
+            if parent == dentry:
+                break
+            name = dentry + offset["dentry.d_name"]
+            size = word(name + offset["qstr.hash_len"]) >> 32
+            names.append(self._memory.read(word(name + offset["qstr.name"]), size))
+            dentry = parent
+        return "/" + os.fsdecode(b"/".join(reversed(names)))
+
+    # What is made of the guest's files
+
+    def _prepare(self) -> None:
+        """Once, by init's system calls, which nobody sees yet. Raises: GuestFault."""
+        if self._is_ready or self._is_refused:
+            return
+        self._is_refused = True
+        try:
+            self._make()
+        except (KernelError, Blocked, HardwareError, MemoryFault) as error:
+            log.warning("calls on control files can't be seen by probes: %s", error)
+            return
+        self._is_ready, self._is_refused = True, False
+
+    def _make(self) -> None:
+        """Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault."""
+        kernel, machine = self._kernel, self._machine
+        symbols = {name: kernel.required(name) for name in _SYMBOLS}
+        self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        code = self._code = machine.text.alloc_text(_SIZE)
+        machine.text.poke(code, _stubs(code, symbols, self._offsets["file.f_mode"]))
+        for at, handler in (
+            (_LOOKED_UP, self._looks_up),
+            (_OPEN, self._arrives),
+            (_READ, self._arrives),
+            (_WRITE, self._arrives),
+            (_WOKEN, self._wakes),
+        ):
+            machine.breakpoints[code + at] = handler
+        self._tasks.sleep_in_call = code + _SLEEP
+        self._data = machine.alloc_pages(READ_SIZE)
+        self._put_operations(symbols["noop_llseek"])
+
+    def _put_operations(self, llseek: int) -> None:
+        """Of all that the root has; what lies below is one of these, by another name."""
+        memory, offset, size = self._memory, self._offsets, self._kernel.btf.size
+        files = self._machine.alloc_pages(size("file_operations"))
+        directories = self._machine.alloc_pages(size("inode_operations"))
+        functions = {"open": self._code + _OPEN, "read": self._code + _READ, "write": self._code + _WRITE}
+        for member, function in (functions | {"llseek": llseek}).items():
+            memory.write_word(files + offset[f"file_operations.{member}"], function)
+        for path, is_directory in _TOPS.items():
+            inode = self._inodes[is_directory] = self._made(path, is_directory)
+            operations = inode + offset["inode.i_op"]
+            if is_directory:
+                table = memory.read(memory.read_word(operations), size("inode_operations"))
+                memory.write(directories, table)
+                memory.write_word(directories + offset["inode_operations.lookup"], self._code)
+                memory.write_word(operations, directories)
+            else:
+                memory.write_word(inode + offset["inode.i_fop"], files)
+
+    def _made(self, path: str, is_directory: bool) -> int:
+        """Address of the inode of a file or directory in the guest's root."""
+        calls, init = self._syscalls, self._tasks.init
+        if path == TRACEFS:
+            calls.unmount(path)
+        elif is_directory:
+            calls.on_path(init, "mkdirat", path, 0o777)
+        kind = os.O_DIRECTORY if is_directory else os.O_CREAT
+        fd = calls.open(init, path, os.O_RDONLY | kind, 0o666)
+        inode = self._tasks.files.inode(fd)
+        calls.close(init, fd)
+        return inode
+
+
+def _stubs(start: int, symbols: dict[str, int], mode: int) -> bytes:
+    """Functions of directories and files, as the kernel calls them: `open`, `read` and `write` only break.
+
+    `mode`: where a file's is. Of a file that has a position too no lock is taken: it stays where it is.
+    """
+
+    def relative(opcode: bytes, at: int, symbol: str) -> bytes:
+        return opcode + struct.pack("<i", symbols[symbol] - (start + at + 5))
+
+    code = bytearray(_BREAK * _SIZE)
+    for at, part in (
+        (0, b"\x53\x48\x89\xf3"),  # push rbx; mov rbx, rsi
+        (4, relative(_CALL, 4, "simple_lookup")),
+        (_LOOKED_UP + 1, relative(_CALL, _LOOKED_UP + 1, "d_instantiate")),
+        (_LOOKUP_ENDS - 2, b"\x31\xc0\x5b\xc3"),  # xor eax, eax; pop rbx; ret
+        (_IS_STREAM, relative(_JUMP, _IS_STREAM, "stream_open")),
+        (_OPENED, b"\x56" + relative(_CALL, _OPENED + 1, "stream_open")),  # push rsi
+        (_OPENED + 6, b"\x5e\x0f\xba\xb6" + struct.pack("<IB", mode, _STREAM) + b"\xc3"),  # pop rsi; btr; ret
+        (_COPY, b"\x52" + relative(_CALL, _COPY + 1, "_copy_to_user")),  # push rdx
+        (_COPY + 6, bytes.fromhex("594829c14889c8c3")),  # pop rcx; sub rcx, rax; mov rax, rcx; ret
+        (_SLEEP, relative(_CALL, _SLEEP, "schedule")),
+        (_RETURN, b"\xc3"),
+    ):
+        code[at : at + len(part)] = part
+    return bytes(code)

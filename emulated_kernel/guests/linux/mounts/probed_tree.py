@@ -1,0 +1,34 @@
+"""The files of ours over a distribution's kernel: kprobes/, tracing/, sysctl/ and machine/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
+from emulated_kernel.vfs.core.node import Node, Owner
+from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.trees.root import machine_files, root_tree
+from emulated_kernel.vfs.trees.stats import probes_file
+
+
+def engine_tree(
+    engine: KernelEngine,
+    owner: Owner,
+    log: Callable[[], bytes],
+    machine: Mapping[str, Node],
+    further: Mapping[str, Node],
+    *,
+    is_tracefs: bool,
+) -> NodeTree:
+    """`log`: the kernel's; `machine`: further files of machine/; `further`: those of the root.
+
+    `is_tracefs`: tracefs is the root, and all that is listed.
+    """
+    banner = f"{engine.kernel.version}\nprofile {engine.kprobes.profile.name}\n"
+
+    def shown_log() -> Iterator[str]:
+        yield log().decode("utf-8", "surrogateescape")
+
+    files = machine_files(banner, engine.kernel.kallsyms, shown_log, owner)
+    files |= {"probes": probes_file(engine.components), **machine}
+    return root_tree(engine.components, owner, files, further, is_tracefs=is_tracefs)

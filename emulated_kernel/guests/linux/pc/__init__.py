@@ -1,0 +1,1 @@
+"""The emulated PC that a distribution's kernel runs on."""

@@ -1,0 +1,90 @@
+"""Where the library keeps what its API hides of an exception: found by content, on an engine of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+
+from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, LinuxCpu
+from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.machine.cpu.registers import fast_regs
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
+from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
+from emulated_kernel.machine.quirks.harness import find_cpu_state
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Engine
+from emulated_kernel.util.abi import Vector
+
+RAM = 4 << 20
+READ_ONLY_DATA = 2 << 20
+"""The second half of RAM is mapped so."""
+_ROOT, _POINTERS, _DIRECTORY, _CODE, _STACK = 0x1000, 0x2000, 0x3000, 0x10000, 0x20000
+STATE_SIZE = 8192
+_FAULTS = (
+    (b"\xff\xe3", READ_ONLY_DATA, 0x11, Vector.PAGE_FAULT),  # jmp rbx
+    (b"\x89\x03", READ_ONLY_DATA, 0x3, Vector.PAGE_FAULT),  # mov [rbx], eax
+    (b"\x8b\x03", 1 << 40, 0, Vector.PAGE_FAULT),  # mov eax, [rbx]
+    (b"\x31\xc9\xf7\xf1", 0, 0, Vector.DIVIDE_ERROR),  # xor ecx, ecx; div ecx
+)
+"""Code, its rbx, the error code and vector that it faults with; the rarest error code first."""
+
+
+def cpu_state(engine: Engine) -> int:
+    """Address of the library's live CPU state. Raises: HardwareError (it can't be found)."""
+    state = find_cpu_state(engine, X86_64Cpu())
+    if state is None:
+        raise HardwareError(
+            "the emulator's CPU state can't be found: /proc/self/mem can't be read, or it changed"
+        )
+    return state
+
+
+def find_exception_cells() -> tuple[int, int]:
+    """Offsets of the error code and of the exception in flight behind the first register.
+
+    Raises: HardwareError (faults with known codes don't leave one cell each).
+    """
+    ram = mmap.mmap(-1, RAM)
+    engine = Engine(*X86_64Cpu.engine_mode, CPU_MODEL)
+    try:
+        engine.map_ram(0, ram)
+        return _find(engine, ram)
+    finally:
+        engine.close()
+
+
+def _find(engine: Engine, ram: mmap.mmap) -> tuple[int, int]:
+    struct.pack_into("<Q", ram, _ROOT, _POINTERS | 3)
+    struct.pack_into("<Q", ram, _POINTERS, _DIRECTORY | 3)
+    struct.pack_into("<2Q", ram, _DIRECTORY, 0x83, READ_ONLY_DATA | 0x81 | 1 << 63)
+    state = cpu_state(engine)
+    regs = fast_regs(X86_64Cpu(), engine, state)
+    cpu = LinuxCpu(engine, regs, LinuxMemory(ram), state)
+    vectors: list[int] = []
+
+    def interrupt(_engine: int, vector: int, _data: int) -> None:
+        vectors.append(vector)
+        engine.stop()
+
+    engine.add_hook(HOOK_INTR, INTR_CALLBACK(interrupt))
+    cpu.power_on(_CODE, _STACK, _ROOT, (0, 8))
+    words = (ctypes.c_int32 * (STATE_SIZE // 4)).from_address(state)
+    errors = list(range(len(words)))
+    in_flight = [at for at in errors if words[at] == NONE_IN_FLIGHT]
+    for number, (code, rbx, error, vector) in enumerate(_FAULTS):
+        start = _CODE + 64 * number
+        ram[start : start + len(code)] = code
+        regs.bx, regs.sp, regs.ip = rbx, _STACK, start
+        vectors.clear()
+        engine.start(start)
+        errors = [at for at in errors if words[at] == error]
+        in_flight = [at for at in in_flight if words[at] == vector]
+        for at in in_flight:
+            words[at] = NONE_IN_FLIGHT
+        if vectors != [vector]:
+            raise HardwareError(f"the emulator answers a fault with vector {vector} by {vectors}")
+    regs.close()
+    if len(errors) != 1 or len(in_flight) != 1:
+        raise HardwareError("where the emulator keeps error codes can't be told")
+    return errors[0] * 4, in_flight[0] * 4

@@ -1,0 +1,95 @@
+"""LinuxClock: the time that the guest's own sched_clock() says, of which its log and our records tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from struct import Struct
+
+from emulated_kernel.guests.linux.pc.devices import TSC_KHZ, Pc
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.machine.guest_clock import GuestClock
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+
+_MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
+_MASK = (1 << 64) - 1
+_LONGEST_SHIFT = 63
+_SCALE = Struct("<IIQ")
+
+
+class LinuxClock(GuestClock):
+    """Cycles as nanoseconds, by the numbers that the kernel itself uses.
+
+    Guest code has a cell with the time, which each of its readings moves on.
+
+    Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel without them).
+    """
+
+    is_virtual = True
+    step_ns = 40
+    """What a reading by guest code adds."""
+
+    def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
+        """`cell`: address of a u64 of the host's."""
+        super().__init__()
+        self.cell = cell
+        self._now = memory.view(cell, 8).cast("Q")
+        self._shown = 0
+        self._pc = pc
+        start = kernel.required("cyc2ns")
+        offset = kernel.btf.offset
+        at = [offset(f"cyc2ns_data.{name}") for name in _MEMBERS]
+        if at != [0, 4, 8]:
+            raise unusable("its clock isn't one that is known")
+        scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
+        self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
+        """Factor, shift and offset: of the two sets one is good while the other is written to."""
+        self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
+        self.show(pc.tsc)
+        pc.follower = self
+
+    def _ns(self, cycles: int) -> int:
+        factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
+        return offset + (cycles * factor >> shift) & _MASK
+
+    def go_on(self, tsc: int, cycles: int) -> int:
+        """Behind what guest code has let pass."""
+        nanoseconds = self._now[0] - self._shown
+        if nanoseconds:
+            cycles -= -nanoseconds * TSC_KHZ // 1_000_000
+        tsc += cycles
+        if cycles:
+            self.show(tsc)
+        return tsc
+
+    def show(self, cycles: int) -> None:
+        """The cell never goes back, as rounding could make it."""
+        cell = self._now
+        shown = self._ns(cycles)
+        # A call of max() costs as much as all else.
+        if shown > cell[0]:  # noqa: PLR1730
+            cell[0] = shown
+        self._shown = cell[0]
+
+    def pass_to(self, nanoseconds: int) -> None:
+        """Time isn't before that. A TSC that was unstable, or another machine's, may tell anything."""
+        factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
+        if not factor or shift > _LONGEST_SHIFT or _signed(self._ns(self._pc.tsc)) >= nanoseconds:
+            return
+        self._shown = self._now[0] = 0
+        self._pc.tsc = min(-(-(nanoseconds - _signed(offset) << shift) // factor), _MASK)
+
+    def now_ns(self) -> int:
+        return max(self._ns(self._pc.tsc), self._now[0])
+
+    def read_ns(self) -> int:
+        if not self._is_held:
+            self._pc.read_tsc()
+        return self.now_ns()
+
+
+def _signed(value: int) -> int:
+    """Of a u64 that is an s64."""
+    return value - (value >> 63 << 64)

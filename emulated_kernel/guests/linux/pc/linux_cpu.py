@@ -1,0 +1,284 @@
+"""The CPU as a real kernel needs it: privilege levels, descriptor tables, exceptions through the guest's IDT.
+
+Unicorn 2.1 runs sysret, iret, swapgs, lidt, ltr, wrmsr and mov to control registers as a CPU does, but leaves
+`syscall` and all exceptions to its hooks, and its API can't set a privilege level. What both need is written
+into the library's own CPU state, whose layout is checked when a machine is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.machine.cpu import x86
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import Engine
+from emulated_kernel.util.abi import Vector
+
+KERNEL_CS, KERNEL_DS = 0x10, 0x18
+MSR_LSTAR, MSR_SYSCALL_MASK, MSR_EFER = 0xC0000082, 0xC0000084, 0xC0000080
+EFER_LONG_NX = 0xD00
+CPU_MODEL = 0
+"""QEMU64: no rdrand, and no page table isolation, so that two boots are the same, and entries short."""
+_CS, _SS = 1, 2
+_LONG_CODE, _DATA = 0xAF9B00, 0xCF9300
+"""Descriptors' attributes as the emulator keeps them."""
+_ALL = 0xFFFFFFFF
+_CPL = 3
+_CS32, _SS32, _LONG_MODE, _CS64 = 1 << 4, 1 << 5, 1 << 14, 1 << 15
+"""Bits of the emulator's hflags, beside the privilege level."""
+_KERNEL_MODE = _CS64 | _CS32 | _SS32
+_HAS_ERROR_CODE = frozenset((8, 10, 11, 12, 13, 14, 17))
+_USER_ACCESS = 4
+_GATE, _GATE_SIZE = struct.Struct("<QQ"), 16
+_INTERRUPT_GATE = 14
+_TSS_SP0, _TSS_IST = 4, 0x24
+SYSCALL_SIZE = 2
+_TSS = 0x40
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("selector", ctypes.c_uint32),
+        ("base", ctypes.c_uint64),
+        ("limit", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+    )
+
+
+class _State(ctypes.Structure):
+    """The beginning of the library's CPUX86State."""
+
+    _fields_ = (
+        ("registers", ctypes.c_uint64 * 17),
+        ("eflags", ctypes.c_uint64),
+        ("cc_dst", ctypes.c_uint64),
+        ("cc_src", ctypes.c_uint64),
+        ("cc_src2", ctypes.c_uint64),
+        ("cc_op", ctypes.c_uint32),
+        ("df", ctypes.c_int32),
+        ("hflags", ctypes.c_uint32),
+        ("hflags2", ctypes.c_uint32),
+        ("segments", _Segment * 6),
+        ("ldt", _Segment),
+        ("tr", _Segment),
+        ("gdt", _Segment),
+        ("idt", _Segment),
+        ("cr", ctypes.c_uint64 * 5),
+    )
+
+
+_CS_AND_SS_AT = _State.segments.offset + _CS * ctypes.sizeof(_Segment)
+_CS_AND_SS = struct.Struct("I4xQII" * 2)
+_FLAGS = struct.Struct("QQQQIiI")
+"""From `eflags` to `hflags`. Arithmetic flags are in `cc_src`, where `cc_op` says that they are computed."""
+_COMPUTED = 1
+_ARITHMETIC, _DIRECTION = 0x8D5, 0x400
+
+
+class CpuTables(NamedTuple):
+    """What a CPU has of a running kernel: addresses, tables with their bytes. `root` is physical."""
+
+    root: int
+    cr4: int
+    per_cpu: int
+    gdt: tuple[int, int]
+    idt: tuple[int, int]
+    tss: tuple[int, int]
+
+
+def _kernel_segments(stack_selector: int) -> bytes:
+    return _CS_AND_SS.pack(KERNEL_CS, 0, _ALL, _LONG_CODE, stack_selector, 0, _ALL, _DATA)
+
+
+_SEGMENTS_OF_SYSCALL, _SEGMENTS_OF_GATE = _kernel_segments(KERNEL_DS), _kernel_segments(0)
+
+
+def _bytes_at(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+class LinuxCpu:
+    """The live CPU; valid while the guest is stopped, or inside a hook.
+
+    Raises: HardwareError (the library keeps its CPU state in another way).
+    """
+
+    def __init__(self, engine: Engine, regs: Regs, memory: LinuxMemory, state: int) -> None:
+        self._engine = engine
+        self.regs = regs
+        self._memory = memory
+        self._state = _State.from_address(state)
+        self._code_and_stack = _bytes_at(state + _CS_AND_SS_AT, _CS_AND_SS.size)
+        self._flags = _bytes_at(state + _State.eflags.offset, _FLAGS.size)
+        self._system_call: tuple[int, int] | None = None
+        """Entry and flags to clear, which a kernel sets before its first process."""
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """Known values, through the API, must appear where they are looked for."""
+        engine, state = self._engine, self._state
+        kept, flags = engine.reg_read(x86.CR3), engine.reg_read(x86.EFLAGS)
+        engine.reg_write(x86.CR3, 0x5A5A000)
+        engine.reg_write(x86.FS_BASE, 0x5A5A0001)
+        engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, 0x5A5A0002, 0x123, 0))
+        written = _DIRECTION | _ARITHMETIC | x86.FLAG_FIXED
+        engine.reg_write(x86.EFLAGS, written)
+        seen = state.cr[3], state.segments[4].base, state.idt.base, state.idt.limit
+        seen_flags = state.eflags, state.cc_src, state.cc_op, state.df
+        engine.reg_write(x86.EFLAGS, flags)
+        engine.reg_write(x86.CR3, kept)
+        engine.reg_write(x86.FS_BASE, 0)
+        expected_flags = written, _ARITHMETIC, _COMPUTED, -1
+        if (seen, seen_flags) != ((0x5A5A000, 0x5A5A0001, 0x5A5A0002, 0x123), expected_flags):
+            raise HardwareError("this unicorn keeps its CPU state in another way than 2.1.3 does")
+
+    # State
+
+    @property
+    def privilege(self) -> int:
+        """0 in the kernel, 3 in user mode."""
+        return int(self._state.hflags) & _CPL
+
+    @property
+    def root(self) -> int:
+        """CR3: the page tables that are in use."""
+        return int(self._state.cr[3])
+
+    @contextmanager
+    def as_kernel(self) -> Iterator[None]:
+        """The CPU looks at memory with the kernel's rights meanwhile; it doesn't run."""
+        state = self._state
+        kept = state.hflags
+        state.hflags = kept & ~_CPL
+        try:
+            yield
+        finally:
+            state.hflags = kept
+
+    def power_on(self, entry: int, stack: int, root: int, gdt: tuple[int, int]) -> None:
+        """Long mode, paged, in the kernel, as its 64-bit boot protocol wants it.
+
+        `gdt`: address and size. Source: Documentation/x86/boot.rst, "64-bit boot protocol".
+        """
+        engine, regs = self._engine, self.regs
+        self.write_msr(MSR_EFER, EFER_LONG_NX)
+        engine.reg_write(x86.CR4, 0x20)
+        engine.reg_write(x86.CR3, root)
+        engine.reg_write(x86.CR0, x86.CR0_PAGED)
+        address, size = gdt
+        engine.reg_write_raw(x86.GDTR, x86.TableRegister(0, address, size - 1, 0))
+        engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, 0, 0, 0))
+        for number in range(6):
+            self._set_segment(number, KERNEL_DS, _DATA)
+        self._enter_kernel(_SEGMENTS_OF_SYSCALL)
+        self._state.hflags |= _LONG_MODE
+        regs.flags, regs.sp, regs.ip = x86.FLAG_FIXED, stack, entry
+
+    def enter_kernel(self, tables: CpuTables) -> None:
+        """As a kernel runs that has long been up, with interrupts on."""
+        engine, regs = self._engine, self.regs
+        self.power_on(0, 0, tables.root, tables.gdt)
+        engine.reg_write(x86.CR4, tables.cr4)
+        engine.reg_write(x86.GS_BASE, tables.per_cpu)
+        engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, tables.idt[0], tables.idt[1] - 1, 0))
+        self._state.tr.selector, self._state.tr.base, self._state.tr.limit = _TSS, *tables.tss
+        regs.flags = x86.FLAG_FIXED | x86.FLAG_IF
+
+    def write_msr(self, number: int, value: int) -> None:
+        """A model specific register."""
+        self._engine.reg_write_raw(x86.MSR, x86.Msr(number, value))
+
+    def read_msr(self, number: int) -> int:
+        """A model specific register."""
+        return int(self._engine.reg_read_raw(x86.MSR, x86.Msr(number, 0)).value)
+
+    def _set_segment(self, number: int, selector: int, flags: int) -> None:
+        segment = self._state.segments[number]
+        segment.selector, segment.base, segment.limit, segment.flags = selector, 0, _ALL, flags
+
+    def _enter_kernel(self, segments: bytes) -> None:
+        self._code_and_stack[:] = segments
+        self._state.hflags = self._state.hflags & ~_CPL | _KERNEL_MODE
+
+    # What the library leaves to us
+
+    def syscall(self, ip: int) -> None:
+        """The instruction at `ip`, where the CPU stands in user mode.
+
+        Source: Intel SDM vol. 2, SYSCALL.
+        """
+        regs = self.regs
+        if self._system_call is None:
+            self._system_call = self.read_msr(MSR_LSTAR), ~self.read_msr(MSR_SYSCALL_MASK)
+        regs.ip, kept = self._system_call
+        # Behind the kernel's way back they are computed: a call of the library's costs as much as all else.
+        flags, _, arithmetic, _, form, direction, hidden = _FLAGS.unpack(self._flags)
+        flags = flags | arithmetic | direction & _DIRECTION if form == _COMPUTED else regs.flags
+        regs.cx, regs.r11 = ip + SYSCALL_SIZE, flags
+        flags = flags & kept | x86.FLAG_FIXED
+        direction = -1 if flags & _DIRECTION else 1
+        hidden = hidden & ~_CPL | _KERNEL_MODE
+        _FLAGS.pack_into(self._flags, 0, flags, 0, flags & _ARITHMETIC, 0, _COMPUTED, direction, hidden)
+        self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
+
+    def raise_exception(self, trap: Trap) -> None:
+        """An exception of the guest's, through its IDT. Raises: GuestFault (that can't be)."""
+        error = None
+        if trap.vector in _HAS_ERROR_CODE:
+            error = trap.error_code & ~_USER_ACCESS
+            if trap.vector == Vector.PAGE_FAULT and self.privilege:
+                error |= _USER_ACCESS
+        self.regs.ip = trap.address
+        if trap.vector == Vector.PAGE_FAULT:
+            # That of an access which the host made for the guest; else it is there already.
+            self._state.cr[2] = trap.cr2
+        self.interrupt(trap.vector, error)
+
+    def interrupt(self, vector: int, error_code: int | None = None) -> None:
+        """What a CPU does to take an interrupt or exception: stack, frame, gate.
+
+        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault (the guest has no gate, or no stack).
+        """
+        regs, state, memory = self.regs, self._state, self._memory
+        entry, ist, disables = self._gate(vector)
+        flags, stack, cs, ss = regs.flags, regs.sp, state.segments[_CS].selector, state.segments[_SS].selector
+        frame = [regs.ip, cs, flags, stack, ss]
+        if error_code is not None:
+            frame.insert(0, error_code)
+        tss = state.tr.base
+        try:
+            if ist:
+                stack = memory.read_word(self.root, tss + _TSS_IST + 8 * (ist - 1))
+            elif self.privilege:
+                stack = memory.read_word(self.root, tss + _TSS_SP0)
+            stack = (stack & ~15) - 8 * len(frame)
+            memory.write(self.root, stack, struct.pack(f"<{len(frame)}Q", *frame))
+        except KeyError as fault:
+            raise GuestFault(
+                Trap(TrapKind.DOUBLE_FAULT, regs.ip, vector), f"no stack for exception {vector}: {fault}"
+            ) from None
+        if self.privilege:
+            self._enter_kernel(_SEGMENTS_OF_GATE)
+        cleared = x86.FLAG_TF | x86.FLAG_NT | x86.FLAG_RF | (x86.FLAG_IF if disables else 0)
+        regs.sp, regs.ip, regs.flags = stack, entry, flags & ~cleared
+
+    def _gate(self, vector: int) -> tuple[int, int, bool]:
+        """Entry, number of the interrupt stack, and whether interrupts are off from then on."""
+        try:
+            low, high = _GATE.unpack(
+                self._memory.read(self.root, self._state.idt.base + _GATE_SIZE * vector, _GATE_SIZE)
+            )
+        except KeyError:
+            low = high = 0
+        if not low >> 47 & 1 or (vector + 1) * _GATE_SIZE > self._state.idt.limit + 1:
+            raise GuestFault(
+                Trap(TrapKind.DOUBLE_FAULT, self.regs.ip, vector), f"no gate for vector {vector}"
+            )
+        entry = low & 0xFFFF | low >> 48 << 16 | (high & 0xFFFFFFFF) << 32
+        return entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE

@@ -1,0 +1,1 @@
+"""The probe engine and tracing over a distribution's kernel."""

@@ -1,0 +1,136 @@
+"""KernelMemory: the running guest's virtual memory, by its own page tables, and the host's windows in it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
+from emulated_kernel.guests.linux.pc.ram import PRESENT, WRITABLE, LinuxMemory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.memory.paging import X86PageTables
+from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE, Prot
+
+_NO_EXECUTE = 1 << 63
+_HALF = 1 << 47
+_WORD = 1 << 64
+
+
+class KernelMemory(GuestMemory):
+    """What the guest's current task and its kernel see.
+
+    `host`: physical memory that the guest isn't told of, of which the pages of windows are taken; behind it
+    is more of that for records. `root`: page tables of any task, as all share those of the kernel's half.
+    """
+
+    def __init__(self, memory: LinuxMemory, cpu: LinuxCpu, root: int, host: range) -> None:
+        super().__init__()
+        self.ram, self.ram_size = memory.ram, host.stop
+        self.host_pages = UnitPool(host.start, len(host), PAGE_SIZE)
+        self._tables = X86PageTables(memory.ram, self.host_pages, root)
+        self._memory, self._cpu = memory, cpu
+        self._all = memoryview(memory.ram)
+
+    def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
+        if (va | pa | size) % PAGE_SIZE:
+            raise MemoryFault(va, "not page-aligned")
+        page = va
+        while page < va + size:
+            slot, size_of_hole = self._memory.last(self._cpu.root, page)
+            if self._memory.words[slot] & PRESENT:
+                raise MemoryFault(page, "already mapped")
+            page = (page | size_of_hole - 1) + 1
+        self._tables.map(va, pa, size, prot)
+
+    def _entry(self, va: int) -> tuple[int, int, int] | None:
+        """Physical address, the entry that maps it, and bytes of its page."""
+        if not -_HALF <= (va if va < _WORD >> 1 else va - _WORD) < _HALF:
+            return None
+        found = self._memory.walk(self._cpu.root, va)
+        return found if found is not None and found[0] < len(self.ram) else None
+
+    def is_mapped(self, va: int) -> bool:
+        return self._entry(va) is not None
+
+    def translate(self, va: int) -> int:
+        found = self._entry(va)
+        if found is None:
+            raise MemoryFault(va)
+        return found[0]
+
+    def _pages(self, va: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+        """Of each page: address, physical address, length, entry. Raises: MemoryFault."""
+        end = va + size
+        while va < end:
+            found = self._entry(va)
+            if found is None:
+                raise MemoryFault(va)
+            pa, entry, page = found
+            length = min(end - va, page - va % page, len(self.ram) - pa)
+            yield va, pa, length, entry
+            va += length
+
+    def pieces(self, va: int, size: int) -> Iterator[tuple[int, int]]:
+        return ((pa, length) for _, pa, length, _ in self._pages(va, size))
+
+    def locate_text(self, va: int, size: int) -> int | None:
+        try:
+            return self._contiguous(va, size, lambda entry: not entry & _NO_EXECUTE)
+        except MemoryFault:
+            return None
+
+    def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
+        """Physical address of pages that lie so and whose entries fit. Raises: MemoryFault."""
+        start = expected = None
+        for _, pa, length, entry in self._pages(va, size):
+            start = pa if start is None else start
+            if not fits(entry) or pa != (pa if expected is None else expected):
+                return None
+            expected = pa + length
+        return start
+
+    def read(self, va: int, size: int) -> bytes:
+        if size <= PAGE_SIZE - va % PAGE_SIZE:
+            pa = self.translate(va)
+            return self.ram[pa : pa + size]
+        return b"".join([self.ram[pa : pa + length] for pa, length in self.pieces(va, size)])
+
+    def write(self, va: int, data: bytes) -> None:
+        try:
+            pages = [*self._pages(va, len(data))]
+        except MemoryFault as fault:
+            raise MemoryFault(fault.address, write=True) from None
+        for page, _, _, entry in pages:
+            if not entry & WRITABLE:
+                raise MemoryFault(page, "not writable", write=True)
+        done = 0
+        for _, pa, length, _ in pages:
+            self.ram[pa : pa + length] = data[done : done + length]
+            done += length
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Hazard: what was written since the guest was saved differs, and is written again."""
+        ram = self.ram
+        for pa in map(self.translate, pages):
+            now, is_same = ram[pa : pa + PAGE_SIZE], False
+            try:
+                # Locked memory isn't given back.
+                with suppress(OSError):
+                    ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
+                is_same = ram[pa : pa + PAGE_SIZE] == now
+            finally:
+                if not is_same:
+                    ram[pa : pa + PAGE_SIZE] = now
+            if is_same:
+                # Nor is the file's page mapped until it runs.
+                with suppress(OSError):
+                    ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
+
+    def view(self, va: int, size: int) -> memoryview:
+        start = self._contiguous(va, size, lambda entry: bool(entry & WRITABLE))
+        if start is None:
+            raise MemoryFault(va, "not writable in one piece")
+        return self._all[start : start + size]

@@ -1,0 +1,99 @@
+"""KernelStacks: where the tasks of a distribution's kernel stand, by its own lists and their stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from struct import unpack_from
+
+from emulated_kernel.guests.common.address_ranges import AddressRanges
+from emulated_kernel.guests.common.guest_data import readable
+from emulated_kernel.guests.linux.guest.tasks import THREAD_SIZE
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.task_stacks import TaskStacks
+
+_MEMBERS = (
+    "task_struct.tasks", "task_struct.stack", "task_struct.thread.sp", "task_struct.signal",
+    "task_struct.thread_node", "signal_struct.thread_head",
+)  # fmt: skip
+_LIMIT = 1 << 22
+"""Tasks; a list that is longer leads in circles."""
+
+
+class KernelStacks(TaskStacks):
+    """Looks for addresses in the CPU's registers and on the live stacks of all tasks.
+
+    A word that only looks like an address counts too. The guest must be stopped.
+    Mirrors: synchronize_rcu_tasks (v6.1). Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel whose
+    structures aren't known).
+    """
+
+    def __init__(
+        self, kernel: LinuxKernel, machine: LinuxMachine, memory: GuestMemory, per_cpu: int, current: int
+    ) -> None:
+        """`current`: where the address of the running task stands."""
+        self._machine, self._memory, self._current = machine, memory, current
+        self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        first, irq_stack = kernel.kallsyms.lookup_name("init_task"), kernel.per_cpu("hardirq_stack_ptr")
+        if first is None or irq_stack is None:
+            raise unusable("its symbols lack init_task or the stack for interrupts")
+        self._first, self._irq_stack = first, per_cpu + irq_stack
+
+    def task_structs(self) -> Iterator[int]:
+        """The idle task, then each process with its threads."""
+        offset, word = self._offsets, self._memory.read_word
+        for leader in self._list(self._first + offset["task_struct.tasks"], "task_struct.tasks"):
+            head = word(leader + offset["task_struct.signal"]) + offset["signal_struct.thread_head"]
+            yield from self._list(head, "task_struct.thread_node")
+        yield self._first
+
+    def _list(self, head: int, member: str) -> Iterator[int]:
+        """What a list_head leads to, by the member that it goes through. Raises: MemoryFault."""
+        node = self._memory.read_word(head)
+        for _ in range(_LIMIT):
+            if node == head:
+                return
+            yield node - self._offsets[member]
+            node = self._memory.read_word(node)
+
+    def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
+        """See TaskStacks; all of them while the CPU is on a stack that isn't known."""
+        if not spans:
+            return ()
+        wanted = AddressRanges(spans)
+        with readable("task list"):
+            stacks = [*self._stacks()]
+            if self._machine.cpu.privilege == 0 and not any(is_used for _, _, is_used in stacks):
+                return spans
+            parts = [self._registers(), *(self._part(start, end) for start, end, _ in stacks)]
+        return {span for words in parts for word in words if (span := wanted.around(word))}
+
+    def _registers(self) -> tuple[int, ...]:
+        return tuple(self._machine.regs.snapshot())
+
+    def _stacks(self) -> Iterator[tuple[int, int, bool]]:
+        """Start and end of what is live of each stack, and whether the CPU is on it."""
+        word, offset = self._memory.read_word, self._offsets
+        sp, current = self._machine.regs.sp, word(self._current)
+        in_kernel = self._machine.cpu.privilege == 0
+        top = word(self._irq_stack) + 8
+        if in_kernel and top - THREAD_SIZE < sp <= top:
+            yield sp, top, True
+        for task in self.task_structs():
+            base = word(task + offset["task_struct.stack"])
+            end = base + THREAD_SIZE
+            if not base:
+                # Released: the task has ended.
+                continue
+            if task != current:
+                yield max(base, word(task + offset["task_struct.thread.sp"])), end, False
+            elif in_kernel:
+                # Of a CPU that is on another stack it isn't known where it left the task's.
+                is_used = base < sp <= end
+                yield sp if is_used else base, end, is_used
+
+    def _part(self, start: int, end: int) -> tuple[int, ...]:
+        words = (end - start) // 8
+        return unpack_from(f"<{words}Q", self._memory.read(start, words * 8)) if words > 0 else ()

@@ -1,0 +1,402 @@
+"""Tracepoints of a distribution's kernel: its own functions make the records, which then are ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from errno import EBUSY
+from functools import cached_property, partial
+from struct import pack
+from typing import Any
+
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.x86.copy_insn import JMP32_SIZE
+from emulated_kernel.arch.x86.probe_checks import label_size
+from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
+from emulated_kernel.image.linux.kernel_events import KernelEvent
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.text_tables import JumpLabel
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.link_order import link_rank
+from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext
+from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
+from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
+from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.errors import KernelError
+
+_RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
+TAKEN_OVER = (_RESERVE, _COMMIT)
+"""Functions that never run: who would probe them would wait for ever."""
+_REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
+_VARIABLES = "vmemmap_base", "jiffies"
+"""Which print formats name."""
+_NO_SYSCALL = "sys_ni_syscall"
+"""Stands for numbers that have no call. Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)"""
+_WORD, _INT = 8, 4
+_JMP8 = b"\xeb"
+_FUNCS = 2 * 24
+"""Bytes of an array of struct tracepoint_func: ours, and its end."""
+_FILE = 8
+"""Bytes between the addresses that stand for a trace_event_file."""
+_DEPTH = 4
+"""Records that are being made at a time: making one may meet another tracepoint."""
+Switch = Callable[[bool], None]
+log = logging.getLogger("kprobefs.linux")
+
+
+class EventBatch:
+    """Events that come and go together: what their tracepoints call is one piece of memory.
+
+    That is there as soon as one of them is enabled.
+    """
+
+    def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
+        """`names`: for print formats; `references`: address of the count that keeps their module, if any."""
+        self._machine, self.names, self._references = machine, names, references
+        self.points: list[Tracepoint] = []
+        self.is_going = self.is_gone = False
+        self._funcs = 0
+
+    def hold(self) -> None:
+        """Its module stays. Raises: KernelError EBUSY (it goes). Mirrors: try_module_get (v6.1)."""
+        if self._references:
+            count = self._count(0)
+            if not count:
+                raise KernelError(EBUSY, "the event's module is being unloaded")
+            self._count(1)
+
+    def let_go(self) -> None:
+        """Mirrors: module_put (v6.1)."""
+        if self._references:
+            self._count(-1)
+
+    def _count(self, change: int) -> int:
+        memory = self._machine.memory
+        count = int.from_bytes(memory.read(self._references, _INT), "little") + change
+        if change:
+            memory.write(self._references, count.to_bytes(_INT, "little"))
+        return count
+
+    def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
+        """A new tracepoint; enabling or disabling it calls `switch(its number, on)`."""
+        point = Tracepoint(partial(switch, len(self.points)))
+        self.points.append(point)
+        return point
+
+    def prepare(self) -> Iterator[tuple[int, Tracepoint]]:
+        """The addresses that stand for trace_event_files, with whose they are; none the second time."""
+        if self._funcs:
+            return
+        # Whatever is read of any of the files is zero.
+        self._funcs = self._machine.alloc_pages(len(self.points) * (_FUNCS + _FILE) + PAGE_SIZE)
+        yield from ((self.file(number), point) for number, point in enumerate(self.points))
+
+    def release(self) -> list[int]:
+        """The addresses that stood for files; nobody is on the way there any more."""
+        if not self._funcs:
+            return []
+        files = [self.file(number) for number in range(len(self.points))]
+        self._machine.free_pages(self._funcs)
+        self._funcs = 0
+        return files
+
+    def array(self, number: int) -> int:
+        """Of struct tracepoint_func."""
+        return self._funcs + number * _FUNCS
+
+    def file(self, number: int) -> int:
+        """Its trace_event_file."""
+        return self.array(len(self.points)) + number * _FILE
+
+
+class KernelTracepoints:
+    """The events of tracepoints; where no functions can be called, of those that a key alone switches.
+
+    A tracepoint that is switched on calls the event's own function, with a trace_event_file of ours: zeros,
+    by whose address the event is known. Where that function asks for room for a record it gets a page of
+    ours, and where it commits the record, the event has it.
+    Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
+    """
+
+    def __init__(
+        self,
+        machine: ProbedMachine,
+        kernel: LinuxKernel,
+        arch: Arch,
+        poker: TextPoker,
+        hit: ProbeHit,
+        syscall_work: SyscallWork,
+        call: Callable[[int], int] | None,
+    ) -> None:
+        """`hit` is filled in with each record; `call` calls a function of the kernel's, by its address.
+
+        Nothing is done to the guest until an event is enabled.
+        """
+        self._syscall_work, self._call = syscall_work, call
+        self._machine, self._memory, self._hit = machine, machine.memory, hit
+        self._kernel = kernel
+        self._arch = arch
+        # Those of functions that ran at boot are gone.
+        text = range(*kernel.text)
+        labels = [label for label in kernel.jump_labels if label.code in text]
+        self.keys = _ShortKeys(labels, machine, poker, arch)
+        """Of its own branches, and of those that modules have brought."""
+        # Linux: a kernel that can be preempted takes off again what the tracepoint itself has added.
+        self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
+        self._points: dict[int, Tracepoint] = {}
+        """By the address that stands for their trace_event_file."""
+        self.by_name: dict[str, Tracepoint] = {}
+        """By GROUP:EVENT."""
+        self._pending: list[tuple[int, int, int, int]] = []
+        """Of each record that is being made: its trace_event_buffer, the file, where it lies, its size."""
+        self._places = 0
+
+    def events(self) -> Iterator[TraceEvent]:
+        """In Linux's order; none for a kernel that hands records over in another way."""
+        if not self._hands_over:
+            return
+        has_syscalls = self._syscall_work.is_known()
+        found: list[TraceEvent] = []
+        raw: dict[str, Tracepoint] = {}
+        batch = EventBatch(self._machine, lambda: self.names)
+        for event in self._kernel.events:
+            is_syscall = event.system == RAW_SYSCALLS and has_syscalls
+            made = self._event(event, batch, self._syscall_work.switch if is_syscall else None)
+            if made is None:
+                continue
+            found.append(made)
+            self.by_name[f"{event.system}:{event.name}"] = made.tracepoint
+            if is_syscall:
+                raw[event.name] = made.tracepoint
+        if raw.keys() >= {"sys_enter", "sys_exit"}:
+            entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
+            for call in self._kernel.syscalls:
+                if call.nr >= 0 and call.name != _NO_SYSCALL:
+                    found += [SyscallEnter(call, entry), SyscallExit(call, end)]
+        yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
+
+    def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:
+        """Those of a module, in its order; the batch is theirs alone."""
+        made = [self._event(event, batch, None) for event in events] if self._hands_over else []
+        return [event for event in made if event is not None]
+
+    def forget(self, batch: EventBatch) -> None:
+        """A module goes; none of its events is enabled."""
+        for file in batch.release():
+            del self._points[file]
+
+    @cached_property
+    def _hands_over(self) -> bool:
+        """Whether the kernel asks for room for records as we know it."""
+        lookup = self._kernel.kallsyms.lookup_name
+        return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
+
+    def _event(
+        self, event: KernelEvent, batch: EventBatch, register: Switch | None
+    ) -> KernelStaticEvent | None:
+        """None for one that can't be switched; `register`: what is to be done besides."""
+        if register is None and not event.is_plain:
+            if self._call is None or not any(map(self._kernel.btf.has, _REGISTERING)):
+                return None
+            register = partial(self._register, event, batch)
+        if not (event.probe and event.fields):
+            return None
+        switch = partial(self._switch, event, batch)
+        if register is not None:
+            switch = partial(self._switch_registered, register, event, batch)
+        return KernelStaticEvent(
+            event.system,
+            event.name,
+            layout_fields(event.fields),
+            event.print_fmt,
+            batch,
+            batch.add(switch),
+        )
+
+    @cached_property
+    def names(self) -> KernelNames:
+        """Those that print formats refer to."""
+        btf, lookup = self._kernel.btf, self._kernel.kallsyms.lookup_name
+        variables = {name: partial(self._word_at, at) for name in _VARIABLES if (at := lookup(name))}
+        tick = lookup("tick_nsec")
+        functions = {} if tick is None else {"jiffies_to_msecs": partial(self._milliseconds, tick)}
+        return KernelNames(variables, btf.constants, {"page": btf.size("page")}, functions)
+
+    def _milliseconds(self, tick: int, jiffies: int) -> int:
+        """Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
+        return jiffies * 1000 // round(10**9 / self._word_at(tick)) & 0xFFFFFFFF
+
+    def _word_at(self, address: int) -> int:
+        return int.from_bytes(self._memory.read(address, _WORD), "little")
+
+    def _switch_registered(
+        self, register: Switch, event: KernelEvent, batch: EventBatch, number: int, on: bool
+    ) -> None:
+        """Its regfunc comes before its key is on, its unregfunc before that is off; or neither is done.
+
+        Raises: as `register` (which does the one or the other).
+        """
+        self._prepare(batch)
+        register(on)
+        try:
+            self._switch(event, batch, number, on)
+        except BaseException:
+            # What is told is why it couldn't be switched.
+            with suppress(KernelError):
+                register(not on)
+            raise
+
+    def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
+        """Calls regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
+
+        Deviates: not the unregfunc of a module that goes, for it is the kernel that tells of that.
+        """
+        if batch.is_going:
+            return
+        assert self._call is not None
+        if on:
+            result = self._call(self._function(event, "regfunc")) & 0xFFFFFFFF
+            if result >> 31:
+                raise KernelError((1 << 32) - result)
+        else:
+            # A guest that has died keeps nobody from disabling its events.
+            with suppress(KernelError):
+                self._call(self._function(event, "unregfunc"))
+
+    def _function(self, event: KernelEvent, name: str) -> int:
+        """Of its struct tracepoint, or since 6.14 of what that leads to."""
+        btf, base = self._kernel.btf, event.tracepoint
+        if btf.has("tracepoint.ext"):
+            base, owner = self._word_at(base + btf.offset("tracepoint.ext")), "tracepoint_ext"
+        else:
+            owner = "tracepoint"
+        return self._word_at(base + btf.offset(f"{owner}.{name}"))
+
+    def _switch(self, event: KernelEvent, batch: EventBatch, number: int, on: bool) -> None:
+        """Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1)."""
+        self._prepare(batch)
+        funcs = event.tracepoint + self._kernel.btf.offset("tracepoint.funcs")
+        array = batch.array(number)
+        if on:
+            entry = pack("<QQQ", event.probe, batch.file(number), 0)
+            self._memory.write(array, entry.ljust(_FUNCS, b"\0"))
+            self._memory.write(funcs, pack("<Q", array))
+        self.keys.switch(event.key, on)
+        if not on:
+            self._memory.write(funcs, bytes(_WORD))
+
+    def _prepare(self, batch: EventBatch) -> None:
+        self._points.update(batch.prepare())
+        if self._places:
+            return
+        self._places = self._machine.alloc_pages(_DEPTH * PAGE_SIZE)
+        # For good: a CPU may still be on its way there when the last event is disabled.
+        for name, function in ((_RESERVE, self._reserve), (_COMMIT, self._commit)):
+            address = self._kernel.required(name)
+            self._machine.breakpoints[address] = function
+            self._machine.text.replace(address, self._arch.breakpoint)
+
+    def _reserve(self, regs: Any) -> None:
+        """It is called with a trace_event_buffer, a trace_event_file and a size: gives room, or none.
+
+        The kernel's own files get none; its own tracefs isn't there for anybody.
+        """
+        buffer, file, size = regs.di, regs.si, regs.dx
+        place = self._places + len(self._pending) * PAGE_SIZE
+        if file in self._points and len(self._pending) < _DEPTH and COMMON_SIZE <= size <= PAGE_SIZE:
+            self._memory.write(place, bytes(size))
+            self._pending.append((buffer, file, place, size))
+            self._return(regs, place)
+        else:
+            self._return(regs, 0)
+
+    def _commit(self, regs: Any) -> None:
+        """It is called with a trace_event_buffer."""
+        buffer = regs.di
+        self._return(regs, 0)
+        while self._pending:
+            asked, file, place, size = self._pending.pop()
+            # Those that were asked for later have ended with a fault.
+            if asked == buffer:
+                self._record(file, self._memory.read(place + COMMON_SIZE, size - COMMON_SIZE), regs)
+                return
+
+    def _record(self, file: int, payload: bytes, regs: Any) -> None:
+        hit = self._hit
+        hit.regs, hit.handler_preempt_count = regs, self._own_count
+        point = self._points.get(file)
+        for handler in point.handlers if point else ():
+            handler(payload, hit)
+
+    def _return(self, regs: Any, value: int) -> None:
+        regs.ax, regs.ip = value, self._memory.read_word(regs.sp)
+        regs.sp += _WORD
+
+
+class _ShortKeys(StaticKeys):
+    """Since v5.14 a label's jump has two bytes where that is enough."""
+
+    def jump(self, label: JumpLabel) -> bytes:
+        size = label_size(self._text.original(label.code, JMP32_SIZE))
+        if size == JMP32_SIZE:
+            return super().jump(label)
+        return _JMP8 + (label.target - label.code - size).to_bytes(1, "little", signed=True)
+
+
+class KernelStaticEvent(StaticEvent):
+    """An event whose print format may ask for what only its kernel has.
+
+    Deviates: Linux runs those when it shows a line; here the line has the fields.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        name: str,
+        fields: Iterable[EventField],
+        print_fmt: str,
+        batch: EventBatch,
+        tracepoint: Tracepoint,
+    ) -> None:
+        super().__init__(group, name, fields, print_fmt, tracepoint, batch.names, _WORD)
+        self._batch = batch
+
+    @property
+    def is_removed(self) -> bool:
+        """Its module is gone."""
+        return self._batch.is_gone
+
+    def hold(self) -> None:
+        """Raises: KernelError EBUSY (its module goes)."""
+        self._batch.hold()
+        super().hold()
+
+    def let_go(self) -> None:
+        """One user less."""
+        super().let_go()
+        self._batch.let_go()
+
+    @cached_property
+    def _print(self) -> Callable[[PrintContext], str]:
+        try:
+            return super()._print
+        except ValueError as error:
+            log.info("%s:%s: %s", self.group, self.name, error)
+            return self._bare
+
+    def _bare(self, context: PrintContext) -> str:
+        """Fields that are numbers, by name."""
+        shown = []
+        for field in self.fields:
+            raw = context.payload[field.offset - COMMON_SIZE :][: field.size]
+            if field.size in (1, 2, 4, 8) and not field.type.startswith("__data_loc"):
+                value = int.from_bytes(raw, "little", signed=field.is_signed)
+                shown.append(f"{field.name}={value if field.is_signed else hex(value)}")
+        return " ".join(shown)

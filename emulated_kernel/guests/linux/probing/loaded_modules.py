@@ -1,0 +1,251 @@
+"""LoadedModules: the modules of a distribution's kernel, read out of the memory that they are in."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from emulated_kernel.guests.linux.probing.running_kernel import RunningMemory
+from emulated_kernel.image import text_tables
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.linux.kernel_events import KernelEvent, Structures, kernel_events
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.live_image import Module
+from emulated_kernel.image.text_tables import BlacklistEntry, Range
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+_SYMBOL = struct.Struct("<IBBHQQ")
+"""Elf64_Sym."""
+_UNDEFINED = 0
+_WORD, _COUNT = 8, 4
+_ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites": 8}
+"""Bytes of what the tables have."""
+_MODULES, _LIMIT = 1 << 12, 1 << 20
+"""How many there may be, and what a table may have; more of it leads in circles, or nowhere."""
+_SIZE_LIMIT, _BTF_LIMIT = 256 << 20, 32 << 20
+"""Bytes of a part, and of its types."""
+_UNFORMED = 3
+_CORE_DATA, _INIT_DATA = (1, 2, 3), (5, 6)
+"""Mirrors: include/linux/module.h:enum mod_mem_type (v6.12), whose 0 and 4 are text."""
+_CORE_TEXT, _INIT_TEXT = 0, 4
+
+
+class LoadedModules:
+    """By the kernel's BTF; up to 6.3 a module has two pieces of memory, later ones seven.
+
+    Raises: KernelError ENOEXEC (in all methods: they lead nowhere), ENOENT, ENODATA (the kernel's structures
+    aren't known).
+    """
+
+    def __init__(self, kernel: LinuxKernel, memory: GuestMemory) -> None:
+        def read(va: int, size: int) -> bytes:
+            try:
+                return memory.read(va, size)
+            except MemoryFault as fault:
+                raise KeyError(va) from fault
+
+        self._memory = RunningMemory(None, read)
+        self._kernel = kernel
+
+    def addresses(self) -> list[int]:
+        """Each struct module, the oldest first, but those that are in pieces."""
+        head = self._kernel.kallsyms.lookup_name("modules")
+        if head is None or (node := self._word(head)) == head:
+            return []
+        link, found = self._structures.btf.offset("module.list"), list[int]()
+        while node != head:
+            if len(found) == _MODULES:
+                raise unusable("its list of modules has no end")
+            found.append(node - link)
+            node = self._word(node)
+        return [each for each in reversed(found) if self._number(each, "state") != _UNFORMED]
+
+    def name(self, module: int) -> str:
+        """A module's name."""
+        return self._memory.string(module + self._structures.btf.offset("module.name"), 64)
+
+    def events(self, module: int) -> tuple[KernelEvent, ...]:
+        """Its trace events, in its order. Mirrors: trace_module_add_events (v6.1)"""
+        calls, maps = (self._words(module, f"trace_{what}") for what in ("events", "evals"))
+        return tuple(kernel_events(self._structures, calls, maps)) if calls else ()
+
+    def constants(self, module: int) -> dict[str, int]:
+        """The enumerators of its own types. Mirrors: kernel/bpf/btf.c:btf_modules (v6.1)"""
+        value, head = self._structures.value, self._kernel.kallsyms.lookup_name("btf_modules")
+        link, node = self._structures.btf.offset("btf_module.list"), head and self._word(head)
+        for _ in range(_MODULES):
+            if not node or node == head:
+                break
+            entry = node - link
+            if value(entry, "btf_module.module") == module:
+                btf = value(entry, "btf_module.btf")
+                size = value(btf, "btf.data_size", _COUNT)
+                if size > _BTF_LIMIT:
+                    raise unusable("a module's types lead nowhere")
+                data = self._memory.read(value(btf, "btf.data"), size)
+                return self._kernel.btf.constants_of_module(data)
+            node = self._word(node)
+        return {}
+
+    def read(self, module: int) -> Module:
+        """All of a module, its tables too; its text as it is now."""
+        text, init_text, data, init_data = self._parts(module)
+        symbols = tuple(self._symbols(module, (text, init_text, *data, *init_data), self._per_cpu(module)))
+        return Module(
+            name=self.name(module),
+            text=text,
+            init_text=init_text,
+            data=data,
+            init_data=init_data,
+            symbols=symbols,
+            ex_table=tuple(text_tables.ex_table(*self._table(module, "extable", "num_exentries"))),
+            blacklist=tuple(self._blacklist(module, symbols)),
+            mcount=frozenset(self._words(module, "ftrace_callsites")),
+            bugs=text_tables.bugs(*self._table(module, "bug_table", "num_bugs"), self._memory.string),
+            code=self._bytes(text, init_text),
+            contents=self._bytes(*data, *init_data),
+            jump_labels=tuple(
+                text_tables.jump_labels(*self._table(module, "jump_entries", "num_jump_entries"))
+            ),
+            address=module,
+            static_calls=tuple(
+                text_tables.static_calls(*self._table(module, "static_call_sites", "num_static_call_sites"))
+            ),
+        )
+
+    # Where it lies
+
+    @property
+    def _structures(self) -> Structures:
+        if not hasattr(self, "_found"):
+            self._found = Structures(self._memory, self._kernel.btf)
+        return self._found
+
+    def _parts(self, module: int) -> tuple[Range, Range, tuple[Range, ...], tuple[Range, ...]]:
+        """Text, that of init functions, data, and data of those."""
+        if self._structures.btf.has("module.mem"):
+            base = module + self._structures.btf.offset("module.mem")
+            size = self._structures.btf.size("module_memory")
+            value = self._structures.value
+
+            def part(kind: int) -> Range:
+                at = base + kind * size
+                start = value(at, "module_memory.base")
+                return _range(start, value(at, "module_memory.size", _COUNT) if start else 0)
+
+            core, init = (tuple(map(part, kinds)) for kinds in (_CORE_DATA, _INIT_DATA))
+            return part(_CORE_TEXT), part(_INIT_TEXT), core, init
+        (text, data), (init_text, init_data) = (self._layout(module, name) for name in ("core", "init"))
+        return text, init_text, (data,), (init_data,)
+
+    def _layout(self, module: int, name: str) -> tuple[Range, Range]:
+        """Mirrors: include/linux/module.h:struct module_layout (v6.1)"""
+        base = self._structures.value(module, f"module.{name}_layout.base")
+        if not base:
+            return Range(0, 0), Range(0, 0)
+        size, text = (self._number(module, f"{name}_layout.{what}") for what in ("size", "text_size"))
+        return _range(base, text), _range(base + text, size - text)
+
+    def _per_cpu(self, module: int) -> Range:
+        """Its variables in each CPU's area, by their offsets."""
+        if not self._structures.btf.has("module.percpu"):
+            return Range(0, 0)
+        start = self._structures.value(module, "module.percpu")
+        return _range(start, self._number(module, "percpu_size"))
+
+    def _bytes(self, *parts: Range) -> dict[int, bytes]:
+        return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.end > p.start}
+
+    # Its symbols
+
+    def _symbols(self, module: int, parts: tuple[Range, ...], per_cpu: Range) -> Iterator[Symbol]:
+        """Those in its memory; each of that reaches up to the next one or the end of its part.
+
+        Deviates: Linux shows what else the file has while its init function runs.
+        """
+        value = self._structures.value
+        table = value(module, "module.kallsyms")
+        count = value(table, "mod_kallsyms.num_symtab", _COUNT)
+        if count > _LIMIT:
+            raise unusable("a module has too many symbols")
+        letters = self._memory.read(value(table, "mod_kallsyms.typetab"), count).decode("latin1")
+        entries = self._memory.read(value(table, "mod_kallsyms.symtab"), count * _SYMBOL.size)
+        strings = value(table, "mod_kallsyms.strtab")
+        found = []
+        for (name, _, _, section, address, _), letter in zip(
+            _SYMBOL.iter_unpack(entries), letters, strict=True
+        ):
+            if section != _UNDEFINED and name:
+                end = next((part.end for part in parts if part.start <= address < part.end), address)
+                if end > address or address in range(*per_cpu):
+                    found.append((name, address, letter, end))
+        names = self._names(strings, [name for name, *_ in found])
+        exported = self._exported(module)
+        following = dict(pairwise(sorted({address for _, address, _, end in found if end > address})))
+        for name, address, letter, end in found:
+            text = names(name)
+            if text:
+                shown = letter.upper() if (text, address) in exported else letter.lower()
+                yield Symbol(text, address, shown, min(following.get(address, end), end) - address)
+
+    def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
+        """What stands at offsets in a table of strings, which is read at once."""
+        last = max(places, default=0)
+        if last > _LIMIT * 16:
+            raise unusable("a module's names lead nowhere")
+        text = self._memory.read(strings, last) + self._memory.string(strings + last, 4096).encode() + b"\0"
+        return lambda at: text[at : text.index(b"\0", at)].decode("utf-8", "replace")
+
+    def _exported(self, module: int) -> frozenset[tuple[str, int]]:
+        """Names and addresses. Mirrors: kernel/module/kallsyms.c:is_exported (v6.1)"""
+        size = self._structures.btf.size("kernel_symbol")
+        address, data = self._table(module, "syms", "num_syms", size)
+        found = []
+        for at in range(0, len(data), size):
+            # Both are told relative to where they stand.
+            value, name = struct.unpack_from("<ii", data, at)
+            here = address + at
+            found.append((self._memory.string(here + 4 + name, 512), here + value))
+        return frozenset(found)
+
+    # Its tables
+
+    def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
+        """Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)"""
+        functions = {symbol.address: symbol for symbol in reversed(symbols) if symbol.size}
+        listed = set(self._words(module, "kprobe_blacklist"))
+        areas = []
+        for section in ("kprobes_text", "noinstr_text"):
+            if self._structures.btf.has(f"module.{section}_start"):
+                start = self._structures.value(module, f"module.{section}_start")
+                areas.append(range(start, start + self._number(module, f"{section}_size")))
+        for address, symbol in functions.items():
+            if address in listed or any(address in area for area in areas):
+                yield BlacklistEntry(address, address + symbol.size, symbol.name)
+
+    def _words(self, module: int, name: str) -> tuple[int, ...]:
+        return text_tables.words(self._table(module, name, f"num_{name}", _WORD)[1])
+
+    def _table(self, module: int, name: str, count: str, size: int = 0) -> tuple[int, bytes]:
+        """Address and contents; nothing where this kernel's modules have no such table."""
+        if not self._structures.btf.has(f"module.{name}"):
+            return 0, b""
+        address, number = self._structures.value(module, f"module.{name}"), self._number(module, count)
+        if number > _LIMIT:
+            raise unusable(f"a module's {name} leads nowhere")
+        return address, self._memory.read(address, number * (size or _ENTRY[name])) if number else b""
+
+    def _number(self, module: int, name: str) -> int:
+        return self._structures.value(module, f"module.{name}", _COUNT)
+
+    def _word(self, va: int) -> int:
+        return int.from_bytes(self._memory.read(va, _WORD), "little")
+
+
+def _range(start: int, size: int) -> Range:
+    if not 0 <= size <= _SIZE_LIMIT:
+        raise unusable("a module's size can't be")
+    return Range(start, start + size)

@@ -1,0 +1,101 @@
+"""ModuleEvents: the trace events of a distribution's modules, from when they come until they go."""
+
+from __future__ import annotations
+
+import logging
+from collections import ChainMap
+from dataclasses import replace
+from functools import cache, partial
+
+from emulated_kernel.guests.linux.probing.kernel_tracepoints import (
+    EventBatch,
+    KernelStaticEvent,
+    KernelTracepoints,
+)
+from emulated_kernel.guests.linux.probing.loaded_modules import LoadedModules
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.live_image import Module
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.trace.events.print_fmt import KernelNames
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.util.errors import KernelError
+
+log = logging.getLogger("kprobefs.linux")
+
+
+class ModuleEvents:
+    """Mirrors: kernel/trace/trace_events.c:trace_module_notify (v6.1)."""
+
+    def __init__(
+        self,
+        machine: ProbedMachine,
+        kernel: LinuxKernel,
+        points: KernelTracepoints,
+        registry: EventRegistry,
+        loaded: LoadedModules,
+    ) -> None:
+        self._machine, self._kernel, self._points, self._registry = machine, kernel, points, registry
+        self._loaded = loaded
+        self._there: dict[str, tuple[EventBatch, list[KernelStaticEvent]]] = {}
+        """By the module's name."""
+
+    def came(self, module: Module) -> None:
+        """Its init function hasn't run yet.
+
+        Mirrors: kernel/trace/trace_events.c:trace_module_add_events (v6.1)
+        """
+        try:
+            events = self._loaded.events(module.address)
+        except (KernelError, MemoryFault) as error:
+            log.warning("%s: its trace events aren't known: %s", module.name, error)
+            return
+        if not events:
+            return
+        references = module.address + self._kernel.btf.offset("module.refcnt")
+        batch = EventBatch(self._machine, cache(partial(self._names, module)), references)
+        added: list[KernelStaticEvent] = []
+        self._there[module.name] = batch, added
+        for event in self._points.of_module(events, batch):
+            try:
+                self._registry.add(event)
+            except KernelError as error:
+                # Linux: the others are there.
+                log.warning("%s: %s/%s isn't there: %s", module.name, event.group, event.name, error.strerror)
+            else:
+                added.append(event)
+
+    def _names(self, module: Module) -> KernelNames:
+        names = self._points.names
+        try:
+            own = self._loaded.constants(module.address)
+        except (KernelError, MemoryFault) as error:
+            log.warning("%s: its types aren't known: %s", module.name, error)
+            return names
+        return replace(names, constants=ChainMap(own, dict(names.constants)))
+
+    def goes(self, name: str) -> None:
+        """Nobody runs in it any more, and nobody has looked yet whether its tracepoints are used.
+
+        Linux: a buffer that may have records of them is emptied. Deviates: their triggers go too.
+        Mirrors: kernel/trace/trace_events.c:trace_module_remove_events (v6.1)
+        """
+        batch, events = self._there.pop(name, (None, []))
+        if batch is None:
+            return
+        batch.is_going = True
+        try:
+            for event in events:
+                for file in event.files.values():
+                    for trigger in tuple(file.triggers):
+                        file.remove(trigger)
+                for recorder in event.recorders:
+                    event.disable(recorder)
+        finally:
+            # Whatever kept one of them on: its module's memory will be another's.
+            for event in events:
+                self._registry.remove(event)
+                for recorder in event.seen_by:
+                    recorder.event_removed(event)
+            batch.is_gone = True
+            self._points.forget(batch)

@@ -1,0 +1,131 @@
+"""ModuleWatch: the modules that a distribution's kernel loads are known to our engine as its own text is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from struct import error as StructError
+from struct import pack
+from typing import Any
+
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.guests.linux.probing.loaded_modules import LoadedModules
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.live_image import Module
+from emulated_kernel.image.text_tables import JumpLabel
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.util.abi import PAGE_SIZE, ModuleState
+from emulated_kernel.util.errors import KernelError
+
+_WORD = 8
+_FIRST, _LAST = (1 << 31) - 1, -(1 << 31)
+"""Priorities: nobody has looked at its tracepoints yet; who has patched its text has done so."""
+Notify = Callable[[ModuleState, int], None]
+_LIMIT = 1 << 10
+"""Notifiers of modules; a longer list leads in circles."""
+log = logging.getLogger("kprobefs.linux")
+
+
+class ModuleWatch:
+    """Reads modules, and keeps the ledger of text in step with them."""
+
+    def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
+        self._machine, self._kernel = machine, kernel
+        self.loaded = LoadedModules(kernel, machine.memory)
+        self.name = self.loaded.name
+        """The name in a struct module. Raises: as LoadedModules."""
+        self._adopted: set[int] = set()
+        self._labels: list[JumpLabel] = []
+        self._keys: StaticKeys | None = None
+
+    def follow(self, keys: StaticKeys) -> None:
+        """Let these have the branches of modules, those that are there and those that come."""
+        self._keys = keys
+        keys.add(self._labels)
+
+    def there(self) -> list[Module]:
+        """Those that are there already, the oldest first, but what can't be read."""
+        found: list[Module] = []
+        with self._told():
+            for module in self.loaded.addresses():
+                with self._told():
+                    found.append(self.read(module))
+        return found
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What is read of the guest may lead nowhere: that is told, and its modules aren't known."""
+        try:
+            yield
+        except (KernelError, MemoryFault, HardwareError, ValueError, StructError) as error:
+            log.warning("%s: a module isn't known: %s", self._kernel.release, error)
+
+    def read(self, module: int) -> Module:
+        """A struct module that is complete; its text is original from here on. Raises: as LoadedModules."""
+        found, text = self.loaded.read(module), self._machine.text
+        for start, code in found.code.items():
+            text.adopt(start, code)
+            self._adopted.add(start)
+            # What was translated of the pages' last user must not run.
+            text.substitute(start, code)
+        self._labels += found.jump_labels
+        if self._keys is not None:
+            self._keys.add(found.jump_labels)
+        return found
+
+    def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
+        """What lies there is about to be freed."""
+        ranges = [range(*span) for span in spans]
+        gone, left = list[JumpLabel](), list[JumpLabel]()
+        for label in self._labels:
+            (gone if any(label.code in span for span in ranges) else left).append(label)
+        self._labels = left
+        if self._keys is not None:
+            self._keys.remove(gone)
+        for start in self._adopted.intersection(span.start for span in ranges):
+            self._adopted.remove(start)
+            self._machine.text.disown(start)
+
+    def begin(self, arch: Arch, first: Notify, last: Notify) -> None:
+        """Have these called for each struct module that comes, is live or goes, before and behind all others.
+
+        Mirrors: register_module_notifier, notifier_chain_register (v6.1)
+        """
+        head = self._kernel.kallsyms.lookup_name("module_notify_list")
+        if head is None:
+            log.warning("%s: modules aren't known: it has no list of who is told", self._kernel.release)
+            return
+        memory, btf = self._machine.memory, self._kernel.btf
+        following = btf.offset("notifier_block.next")
+        start = link = head + btf.offset("blocking_notifier_head.head")
+        for _ in range(_LIMIT):
+            other = memory.read_word(link)
+            if not other:
+                memory.write(link, pack("<Q", self._block(arch, last, _LAST)))
+                block = self._block(arch, first, _FIRST)
+                memory.write(block + following, pack("<Q", memory.read_word(start)))
+                memory.write(start, pack("<Q", block))
+                return
+            link = other + following
+        log.warning("%s: modules aren't known: the list of who is told has no end", self._kernel.release)
+
+    def _block(self, arch: Arch, notify: Notify, priority: int) -> int:
+        """Address of a notifier_block that leads to `notify`."""
+        machine, memory, btf = self._machine, self._machine.memory, self._kernel.btf
+
+        def called(regs: Any) -> None:
+            state, module = regs.si, regs.dx
+            regs.ax, regs.ip = 0, memory.read_word(regs.sp)
+            regs.sp += _WORD
+            with self._told():
+                notify(ModuleState(state & 0xFFFFFFFF), module)
+
+        stub = machine.text.alloc_text(len(arch.breakpoint))
+        machine.breakpoints[stub] = called
+        block = machine.alloc_pages(PAGE_SIZE)
+        memory.write(block + btf.offset("notifier_block.notifier_call"), pack("<Q", stub))
+        memory.write(block + btf.offset("notifier_block.priority"), pack("<i", priority))
+        return block

@@ -1,0 +1,91 @@
+"""Tracing over a distribution's kernel: what tracefs shows, but for what needs our own image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.components.components import ProbeRegistries, TracingComponents
+from emulated_kernel.components.tracing import TracedKernel, build_trace
+from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
+from emulated_kernel.guests.linux.probing.linux_context import LinuxContext, linux_need_resched
+from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.image.text_tables import words
+from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.util.limits import Limits
+
+
+def linux_tracing(
+    machine: ProbedMachine,
+    live: LiveImage[LinuxKernel],
+    arch: Arch,
+    engine: ProbeRegistries,
+    abi: Mapping[str, int],
+    printk: Callable[[str], None],
+    task_structs: Callable[[], Iterator[int]],
+    call: Callable[[int], int] | None,
+) -> tuple[TracingComponents, KernelTracepoints]:
+    """With its tracepoints.
+
+    `live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints.
+    """
+    kernel, kprobes = live.core, engine.kprobes
+    tasks = Tasks(machine, abi)
+    context = LinuxContext(kprobes.hits.ctlblk, machine, abi, arch, preemption=kprobes.profile.preemption)
+    points = KernelTracepoints(
+        machine,
+        kernel,
+        arch,
+        kprobes.poker,
+        ProbeHit(machine.memory, tasks, context.trace_ctx),
+        SyscallWork(kernel, machine.memory, task_structs),
+        call,
+    )
+    traced = TracedKernel(
+        machine=machine,
+        live=live,
+        abi=abi,
+        symbols=KernelSymbols(kernel.kallsyms, engine.hook_sets, kprobes.sites),
+        tasks=tasks,
+        context=context,
+        events=points.events(),
+        points=points.by_name,
+        syscall_name=lambda number: _syscall_names(kernel).get(number),
+        # Those of functions that ran at boot are gone.
+        fentry=kernel.mcount.between(*kernel.text),
+        resched=linux_need_resched(kernel),
+        limits=Limits(),
+        log=printk,
+        release=kernel.release,
+        printk_formats=partial(printk_formats, kernel),
+        # Where functions aren't to be followed that return to another task, they aren't traced at all.
+        has_graph=kernel.kallsyms.lookup_name(GRAPH_TRAMPOLINE) is not None,
+    )
+    return build_trace(traced, engine, arch), points
+
+
+_FORMATS = ("trace_bprintk_fmt", "tracepoint_str")
+_SHOWN = str.maketrans({"\n": "\\n", "\t": "\\t", '"': '\\"'})
+
+
+def printk_formats(kernel: LinuxKernel) -> Iterator[str]:
+    """Of its own trace_printk() and the strings that its records point to.
+
+    Mirrors: kernel/trace/trace_printk.c:find_next, t_show (v6.1)
+    """
+    for place in _FORMATS:
+        start, end = kernel.between(f"__start___{place}", f"__stop___{place}")
+        for at in words(kernel.read(start, end - start)):
+            if at:
+                yield f'{at:#x} : "{kernel.vmlinux.string(at).translate(_SHOWN)}"\n'
+
+
+@cache
+def _syscall_names(kernel: LinuxKernel) -> Mapping[int, str]:
+    return {call.nr: call.name for call in kernel.syscalls}

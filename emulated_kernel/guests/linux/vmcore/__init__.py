@@ -1,0 +1,1 @@
+"""Kernels of vmcores: memory, callable functions, mount."""

@@ -1,0 +1,76 @@
+"""Where a file goes that is too large for the cache, and lives no longer than its mount."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from errno import EDQUOT, EFBIG, ENOSPC
+from typing import IO
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.util.errors import KernelError
+
+_FULL = {ENOSPC, EDQUOT, EFBIG}
+_MARGIN = 64 << 20
+"""Bytes of tables that stand behind what is asked for."""
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> IO[bytes]:
+    """A file that `write` has written, in the first directory with room; it has no name.
+
+    `size`: bytes on disk; `whole`: with holes. Raises: KernelError ENOSPC, OSError, whatever `write` raises.
+    """
+    places = [*_places()]
+    for directory in places:
+        if not has_space(directory, size, whole):
+            continue
+        try:
+            file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+        except OSError:
+            continue
+        try:
+            write(file)
+            return file
+        except BaseException as error:
+            file.close()
+            if isinstance(error, KernelError) or getattr(error, "errno", None) not in _FULL:
+                raise
+    where = ", ".join(places)
+    raise KernelError(ENOSPC, f"no room for {size >> 20} MiB in {where}: set TMPDIR to a directory with room")
+
+
+def _places() -> Iterator[str]:
+    """What the user names; then disks before what may be memory."""
+    named = os.environ.get("TMPDIR", "")
+    places = named, str(snapshot.directory()), "/var/tmp", "/tmp"
+    return iter(dict.fromkeys(place for place in places if place.startswith("/")))
+
+
+def has_space(directory: str, size: int, whole: int) -> bool:
+    """Whether a file and its tables fit there, with its holes where those take room.
+
+    `size`: bytes on disk; `whole`: with holes.
+
+    Hazard: of a file in memory a hole that is mapped takes a page when it is read; where there is none, its
+    reader is killed (SIGBUS).
+    """
+    try:
+        found, device = os.statvfs(directory), os.stat(directory).st_dev
+    except OSError:
+        return False
+    needed = whole if _file_system(device) in _IN_MEMORY else size
+    return found.f_bavail * found.f_frsize >= needed + _MARGIN
+
+
+def _file_system(device: int) -> str:
+    """Of a mounted device; "" where the host doesn't tell."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == number:
+                return kind.split(" ", 1)[0]
+    return ""

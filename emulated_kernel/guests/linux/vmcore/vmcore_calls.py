@@ -1,0 +1,231 @@
+"""VmcoreCalls: functions of a dump's kernel called one at a time, each to its end or as if it hadn't been."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from errno import EDEADLK, EFAULT, EIO
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import Any
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.guest.call_arguments import REGISTERS, CallArguments
+from emulated_kernel.guests.linux.guest.tasks import NEED_RESCHED, THREAD_SIZE
+from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
+from emulated_kernel.guests.linux.vmcore.memory_rollback import MemoryRollback
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import VmcoreGuest
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE, Prot, Vector
+from emulated_kernel.util.errors import KernelError
+
+BUFFER_SIZE = 256 << 10
+"""Bytes of the buffer that functions write to."""
+_TEXT = 0xFFFFFFFF70000000
+"""In a part of the kernel's own gigabytes that Linux leaves free."""
+_USER = 0x400000000000
+"""In the half that is a process's: the idle task has none."""
+_HLT = b"\xf4"
+_STRINGS = 64 << 10
+_FRAME = 0x100
+"""Bytes that stay free at the top of the stack, as if a pt_regs were there."""
+_MESSAGE, _CALLERS = 100, 12
+"""Bytes of what it says, and calls that led there, that are told."""
+_PREEMPT = 1
+"""The argument of __schedule() for a task that could go on."""
+_SCHEDULE = "__schedule"
+_ENDS = {
+    _SCHEDULE: (EDEADLK, "it sleeps, and nothing else runs in a dump"),
+    **dict.fromkeys(
+        (
+            "native_queued_spin_lock_slowpath",
+            "__pv_queued_spin_lock_slowpath",
+            "queued_read_lock_slowpath",
+            "queued_write_lock_slowpath",
+            "mutex_spin_on_owner",
+            "rwsem_spin_on_owner",
+            "osq_lock",
+        ),
+        (EDEADLK, "it waits for a lock that somebody in the dump holds"),
+    ),
+    "oops_begin": (EFAULT, "it oopsed"),
+    "panic": (EFAULT, "it panicked"),
+    "do_exit": (EFAULT, "it ends its task, and that is nobody's"),
+}
+"""Where a call can't go on: errno, and what is said of it."""
+
+
+class VmcoreCalls:
+    """Needs the control lock. All raise KernelError, after which memory is as it was in front of the call.
+
+    EDEADLK: it can't go on, for nobody else runs; EFAULT: it faulted; EIO: it doesn't come back.
+    """
+
+    def __init__(
+        self,
+        guest: VmcoreGuest,
+        machine: ProbedLinux,
+        kernel: LinuxKernel,
+        callers: Callable[[Any], list[int]],
+        abandoned: Callable[[], None],
+    ) -> None:
+        """`callers`: of the place that registers say, innermost first; `abandoned`: calls never return."""
+        self._guest, self._machine, self._kernel = guest, machine, kernel
+        self._callers, self._abandoned = callers, abandoned
+        self._reached = ""
+        """The place at which a run was stopped that can't go on."""
+        self._deadline = inf
+        self._undo = MemoryRollback(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
+        self.buffer = machine.alloc_pages(BUFFER_SIZE)
+        """Memory for what functions write."""
+        machine.memory.map(
+            _USER, machine.memory.translate(self.buffer), BUFFER_SIZE, Prot.READ | Prot.WRITE | Prot.USER
+        )
+        self.user_buffer = _USER
+        """The same memory, for functions that write to a process's."""
+        strings = machine.alloc_pages(_STRINGS)
+        self._arguments = CallArguments(kernel, machine.memory, strings, _STRINGS)
+        page = machine.memory.host_pages.alloc(PAGE_SIZE)
+        machine.memory.ram[page : page + PAGE_SIZE] = _HLT * PAGE_SIZE
+        self._page = page
+        self._used = len(_HLT)
+        machine.memory.map(_TEXT, page, PAGE_SIZE, Prot.READ | Prot.EXEC)
+        for name in _ENDS:
+            address = kernel.kallsyms.lookup_name(name)
+            if address is not None:
+                guest.machine.stop_at(address, partial(setattr, self, "_reached", name))
+        guest.machine.engine.flush_code()
+        guest.machine.engine.flush_tlb()
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Around a request: all its calls together have as long as one run has, which the last may add."""
+        self._deadline = monotonic() + snapshot.BUDGET
+        try:
+            yield
+        finally:
+            self._deadline = inf
+
+    def add_code(self, code: bytes) -> int:
+        """Where code of the host's stands, for functions to call."""
+        at, end = self._used, self._used + len(code)
+        if end > PAGE_SIZE:
+            raise HardwareError("no room for more code")
+        self._machine.memory.ram[self._page + at : self._page + end] = code
+        self._used = end
+        return _TEXT + at
+
+    def call_function(self, function: str, *arguments: int | str) -> int:
+        """What it returns; strings are put into memory. Raises: as CallArguments.placed()."""
+        return self._call(*self._arguments.placed(function, arguments))
+
+    def _call(self, address: int, values: list[int]) -> int:
+        machine = self._guest.machine
+        if machine.death:
+            raise KernelError(EIO, f"the guest has died: {machine.death}")
+        self._undo.checkpoint()
+        with self._machine.text.recorded() as written:
+            try:
+                return self._returned(address, values)
+            except MemoryFault as fault:
+                self._take_back(written)
+                raise KernelError(EFAULT, f"what it leads to isn't there: {fault}") from fault
+            except BaseException:
+                self._take_back(written)
+                raise
+
+    def _returned(self, address: int, values: list[int]) -> int:
+        """What it returns. Raises: KernelError (it can't go on), whatever the host meets on its way."""
+        machine = self._guest.machine
+        self._guest.be_ready()
+        regs = machine.regs
+        for name, value in zip(REGISTERS, values, strict=False):
+            setattr(regs, name, value)
+        regs.sp = self._guest.stack + THREAD_SIZE - _FRAME - 8
+        regs.ip = address
+        self._machine.memory.write(regs.sp, struct.pack("<Q", _TEXT))
+        machine.last_exception = None
+        error, why = self._run()
+        if not why:
+            return int(regs.ax)
+        raise KernelError(error, f"{why}{self._where()}")
+
+    def _run(self) -> tuple[int, str]:
+        """Until the call returns; else errno, and why it doesn't."""
+        machine = self._guest.machine
+        while monotonic() < self._deadline:
+            self._reached = ""
+            try:
+                machine.run()
+            except GuestFault as fault:
+                # With interrupts off nothing would end the halt at which it has returned.
+                if not self._reached and machine.regs.ip - len(_HLT) != _TEXT:
+                    return EIO, str(fault)
+                machine.death = ""
+            if self._reached == _SCHEDULE and machine.regs.di & 0xFFFFFFFF == _PREEMPT:
+                self._go_on()
+            elif self._reached:
+                return _ENDS[self._reached]
+            elif machine.regs.ip - len(_HLT) == _TEXT:
+                return 0, ""
+            else:
+                return EIO, f"it halted at {machine.regs.ip:#x}"
+        return EIO, "what was asked for takes too long"
+
+    def _go_on(self) -> None:
+        """It is asked to give the CPU up, to nobody: __schedule() has returned."""
+        guest, memory, regs = self._guest, self._machine.memory, self._guest.machine.regs
+        flags = guest.init_task + self._kernel.btf.offset("task_struct.thread_info.flags")
+        memory.write(flags, struct.pack("<Q", memory.read_word(flags) & ~NEED_RESCHED))
+        guest.ask_for_nothing()
+        regs.ip = memory.read_word(regs.sp)
+        regs.sp += 8
+
+    def _where(self) -> str:
+        """Of an exception, else of the callers."""
+        regs = self._guest.machine.regs
+        trap = self._guest.machine.last_exception
+        if self._reached == "oops_begin" and trap is not None:
+            at = self._kernel.kallsyms.lookup(trap.address)
+            what = f"exception {trap.vector}"
+            if trap.vector == Vector.PAGE_FAULT:
+                what = f"page fault for address {trap.cr2:#x}"
+            elif trap.vector == Vector.INVALID_OPCODE:
+                what = "an instruction that this CPU lacks, or BUG()"
+            return f": {what} at {at or hex(trap.address)}"
+        if self._reached == "panic":
+            with suppress(MemoryFault):
+                return f": {self._text(regs.di)}"
+        if self._reached:
+            with suppress(MemoryFault):
+                found = map(self._kernel.kallsyms.lookup, self._callers(regs)[:_CALLERS])
+                return f" ({' < '.join(place.name for place in found if place is not None)})"
+        return ""
+
+    def _text(self, va: int) -> str:
+        """The beginning of a string."""
+        data = self._machine.memory.read(va, min(_MESSAGE, PAGE_SIZE - va % PAGE_SIZE))
+        return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
+
+    def _take_back(self, written: Sequence[tuple[int, bytes]]) -> None:
+        """All that the call has changed, but not `written`: text that probes have patched on its way."""
+        machine = self._guest.machine
+        with suppress(MemoryFault):
+            self._abandoned()
+        if not self._undo.is_possible:
+            machine.death = "a call couldn't end, and nothing tells here what it has changed"
+            return
+        self._undo.rollback()
+        machine.death = ""
+        for va, data in written:
+            self._machine.text.substitute(va, data)
+        machine.engine.flush_code()
+        machine.engine.flush_tlb()
+
+    def close(self) -> None:
+        """Nothing is called any more."""
+        self._undo.close()

@@ -1,0 +1,167 @@
+"""VmcoreFiles: the files of a dump as its kernel sees them, read by calls of that kernel's own functions."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
+
+from emulated_kernel.guests.linux.inodes import Inodes, inode_offsets, shown_ino
+from emulated_kernel.guests.linux.vmcore.vmcore_calls import BUFFER_SIZE, VmcoreCalls
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.errors import KernelError, checked_count
+from emulated_kernel.vfs.core.client import DirEntry, Stat
+
+_O_LARGEFILE = 0o100000
+_O_PATH, _O_NOFOLLOW, _O_NONBLOCK, _O_DIRECTORY = 0o10000000, 0o400000, 0o4000, 0o200000
+_PATH_LIMIT = 4096
+_LISTING = BUFFER_SIZE
+"""Bytes of entries that one call may give."""
+_MOST_ENTRIES = 1 << 20
+_POSITION = 16
+"""Bytes in front of the data that a read leaves in the buffer: its position."""
+_CONTEXT = struct.Struct("<4Q")
+"""struct dir_context (v6.1): actor, position; then what the actor uses: where to write, and where to stop."""
+_ENTRY = struct.Struct("<QII")
+_ACTOR = bytes.fromhex(
+    "89d2"  # mov edx, edx
+    "4c8b5710"  # mov r10, [rdi+16]
+    "4d8d5c1210"  # lea r11, [r10+rdx+16]
+    "4c3b5f18"  # cmp r11, [rdi+24]
+    "771d"  # ja full
+    "4d8902"  # mov [r10], r8
+    "45894a08"  # mov [r10+8], r9d
+    "4189520c"  # mov [r10+12], edx
+    "4c895f10"  # mov [rdi+16], r11
+    "89d1"  # mov ecx, edx
+    "498d7a10"  # lea rdi, [r10+16]
+    "f3a4"  # rep movsb
+)
+_GOES_ON, _ENOUGH = bytes.fromhex("b801000000c3"), bytes.fromhex("31c0c3")
+_KIND_MASK, _KIND_SHIFT = 0xF, 12
+"""Of an entry's type, above which the kernel's own flags may stand. Source: include/linux/fs_types.h."""
+_MEMBERS = "file.f_inode", "file.f_path.dentry"
+_TRUE_GOES_ON = 6, 1
+"""The release since which an actor says by true that it wants more."""
+
+
+class VmcoreFiles:
+    """Files by path, from the root of the dump's first process; nothing can be changed.
+
+    Needs the control lock. All raise KernelError: the kernel's errno, and as VmcoreCalls.
+    """
+
+    def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
+        self._calls, self._memory = calls, memory
+        self._offset = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        self._inodes = Inodes(inode_offsets(kernel.btf), memory.read)
+        self._actor = calls.add_code(_actor(goes_on=_release(kernel.release) >= _TRUE_GOES_ON))
+
+    @contextmanager
+    def _open(self, path: str, flags: int) -> Iterator[int]:
+        """struct file of a path. Raises: KernelError."""
+        if len(os.fsencode(path)) >= _PATH_LIMIT:
+            raise KernelError(ENAMETOOLONG, path)
+        file = _checked(self._calls.call_function("filp_open", path, flags | _O_LARGEFILE, 0), path)
+        try:
+            yield file
+        except MemoryFault as fault:
+            raise KernelError(EIO, f"{path}: its structures lead nowhere: {fault}") from fault
+        finally:
+            self._calls.call_function("__fput_sync", file)
+
+    def _stat(self, file: int) -> Stat:
+        return self._inodes.stat(self._memory.read_word(file + self._offset["file.f_inode"]))
+
+    def lstat(self, path: str) -> Stat:
+        """Attributes of a file, or of a symbolic link."""
+        with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
+            return self._stat(file)
+
+    def read(self, path: str, size: int, offset: int) -> bytes:
+        """Bytes of a regular file; b"" is the end."""
+        size = min(size, BUFFER_SIZE - _POSITION)
+        buffer = self._calls.buffer
+        with self._open(path, os.O_RDONLY | _O_NONBLOCK | _O_NOFOLLOW) as file:
+            if not stat.S_ISREG(self._stat(file).mode):
+                raise KernelError(EACCES, f"{path} is no regular file")
+            self._memory.write(buffer, struct.pack("<q", offset))
+            # Many of /proc read for a process alone, which kernel_read() isn't.
+            place = self._calls.user_buffer + _POSITION
+            count = _checked(self._calls.call_function("vfs_read", file, place, size, buffer), path)
+            return self._memory.read(buffer + _POSITION, checked_count(count, size))
+
+    def readlink(self, path: str) -> str:
+        """Where a symbolic link leads, told so that it leads to no place outside of the dump.
+
+        Deviates: `..` behind another link's name is where that name is, not where that link leads.
+        """
+        with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
+            if not stat.S_ISLNK(self._stat(file).mode):
+                raise KernelError(EINVAL, path)
+            dentry = self._memory.read_word(file + self._offset["file.f_path.dentry"])
+            # As a process asks: what leads to files by no name is told to it alone.
+            call, place = self._calls.call_function, self._calls.user_buffer
+            count = _checked(call("vfs_readlink", dentry, place, _PATH_LIMIT), path)
+            target = os.fsdecode(self._memory.read(self._calls.buffer, checked_count(count, _PATH_LIMIT)))
+        if not target.startswith("/") and ".." not in target.split("/"):
+            return target
+        above = posixpath.dirname(path)
+        return posixpath.relpath(posixpath.normpath("/" + posixpath.join(above, target).lstrip("/")), above)
+
+    def readdir(self, path: str) -> list[DirEntry]:
+        """The entries, "." and ".." among them; as many turns as the buffer needs."""
+        buffer, end = self._calls.buffer, self._calls.buffer + _LISTING
+        start, position = buffer + _CONTEXT.size, 0
+        found: list[DirEntry] = []
+        with self._open(path, os.O_RDONLY | _O_DIRECTORY | _O_NOFOLLOW) as file:
+            # The low bits are those of the file system's device.
+            device = self._stat(file).ino
+            while True:
+                self._memory.write(buffer, _CONTEXT.pack(self._actor, position, start, end))
+                _checked(self._calls.call_function("iterate_dir", file, buffer), path)
+                _, position, stop, _ = _CONTEXT.unpack(self._memory.read(buffer, _CONTEXT.size))
+                if not start <= stop <= end:
+                    raise KernelError(EIO, path)
+                if stop == start:
+                    return found
+                known = len(found)
+                found += _entries(self._memory.read(start, stop - start), device)
+                if not known < len(found) <= _MOST_ENTRIES:
+                    raise KernelError(EIO, f"{path}: its entries have no end")
+
+
+def _checked(value: int, path: str) -> int:
+    """Raises: KernelError (a function has returned an errno)."""
+    error = (1 << 64) - value
+    if 0 < error < 4096:
+        raise KernelError(error, path)
+    return value
+
+
+def _entries(data: bytes, device: int) -> Iterator[DirEntry]:
+    at = 0
+    while at + _ENTRY.size <= len(data):
+        ino, kind, length = _ENTRY.unpack_from(data, at)
+        at += _ENTRY.size
+        kind = (kind & _KIND_MASK) << _KIND_SHIFT
+        yield DirEntry(os.fsdecode(data[at : at + length]), kind, shown_ino(ino, device))
+        at += length
+
+
+def _actor(*, goes_on: bool) -> bytes:
+    """A filldir_t that keeps names; `goes_on`: by true it says that it wants more, by 0 of an int else."""
+    more, enough = (_GOES_ON, _ENOUGH) if goes_on else (_ENOUGH, _GOES_ON)
+    return _ACTOR + more + enough
+
+
+def _release(text: str) -> tuple[int, int]:
+    major, _, rest = text.partition(".")
+    minor = rest.partition(".")[0]
+    return int(major) if major.isdigit() else 0, int(minor) if minor.isdigit() else 0

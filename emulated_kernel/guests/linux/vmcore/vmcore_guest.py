@@ -1,0 +1,200 @@
+"""VmcoreGuest: a kernel out of a dump of a running machine: its memory, and a CPU for calls of its functions.
+
+Tasks of the dump never go on: each may have been anywhere, on a CPU with what ours lacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+from errno import EIO, ENOSPC
+from pathlib import Path
+from typing import IO
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
+from emulated_kernel.guests.linux.kernel_offsets import checked_offsets
+from emulated_kernel.guests.linux.pc.linux_cpu import CpuTables
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.vmcore.spill_file import has_space, open_tmpfile
+from emulated_kernel.guests.linux.vmcore.vmcore_image import ONLINE, VmcoreOffsets, convert, ram_size
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.safe_read import open_regular
+
+log = logging.getLogger("kprobefs.linux")
+_CPU_MODEL = 20
+"""Broadwell, without AVX: a kernel that was booted on a CPU with SMAP has its instructions in its text."""
+_CR4 = 0x6B0
+"""PSE, PAE, PGE, SSE and its exceptions; of what the dump's CPU had besides, these are kept:"""
+_CR4_KEPT = 1 << 16 | 1 << 20 | 1 << 21
+"""FSGSBASE, SMEP and SMAP."""
+_GDT_SIZE, _IDT_SIZE, _TSS_SIZE = 128, 4096, 0x2000
+_CONTROLLERS = range(0xFEC00000, 0xFEF00000)
+"""Interrupt controllers and timers: they are memory that nobody reads."""
+_COUNT = 4
+_NOBODY_ASKS = 1 << 31
+"""In the preemption count: nobody is asked to give the CPU up."""
+
+
+def ensure_core_cached(source: str) -> None:
+    """Put what a mount needs of a dump into the cache, unless it is there, or too much to keep.
+
+    Raises: KernelError ENOEXEC (what is no usable dump), OSError.
+    """
+    path = Path(source)
+    if not path.is_file():
+        # A FIFO would be waited for.
+        path.stat()
+        raise unusable_core("it is no regular file")
+    place = snapshot.core_place(path)
+    with open_regular(path) as file:
+        if _size_on_disk(file) > snapshot.LIMIT or place.exists():
+            return
+        core = CoreFile(file.fileno())
+        try:
+            directory = next(parent for parent in place.parents if parent.exists())
+            if not has_space(str(directory), _size_on_disk(file), ram_size(core)):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+            snapshot.keep(place, lambda target: convert(core, source, target, is_kept=True))
+        except KernelError:
+            raise
+        except OSError as error:
+            log.warning("%s: can't keep the dump there: %s", place.parent, error.strerror)
+
+
+def _size_on_disk(file: IO[bytes]) -> int:
+    """Bytes, without holes."""
+    return os.fstat(file.fileno()).st_blocks * 512
+
+
+def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
+    """The dump as a machine, and its kernel.
+
+    Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (nothing has room for its memory).
+    """
+    path = Path(source)
+    found = snapshot.load_as(snapshot.core_place(path), _started, with_parts=True)
+    if found is not None:
+        return found
+    with open_regular(path) as file:
+        core = CoreFile(file.fileno())
+
+        def write(target: IO[bytes]) -> None:
+            convert(core, source, target, is_kept=False)
+
+        try:
+            with open_tmpfile(write, _size_on_disk(file), ram_size(core)) as made:
+                kept = snapshot.read(made.fileno(), with_parts=True, is_checked=False)
+                if kept is None:
+                    raise KernelError(EIO, "what was written of it can't be read")
+                return _started(kept)
+        except HardwareError as error:
+            raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+
+
+def _started(kept: snapshot.SnapshotContents) -> tuple[VmcoreGuest, LinuxKernel]:
+    """Raises: KeyError, TypeError, ValueError (what nobody has written), HardwareError."""
+    cells = snapshot.checked_cells(kept.about)
+    machine = LinuxMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)
+    try:
+        guest = VmcoreGuest(machine, VmcoreOffsets(**checked_offsets(kept.about["facts"])))
+        return guest, CachedKernelTables(kept.parts)
+    except BaseException:
+        machine.close()
+        raise
+
+
+class VmcoreGuest(RunningLinux):
+    """The first CPU's view; what stood on the CPUs is left where it was, and never goes on.
+
+    Raises: KernelError ENOEXEC (its structures lead nowhere).
+    """
+
+    def __init__(self, machine: LinuxMachine, facts: VmcoreOffsets) -> None:
+        self.machine, self.release, self._facts = machine, facts.release, facts
+        super().__init__()
+        symbols, memory = facts.symbols, machine.memory
+        try:
+            self.root = facts.root
+            self.per_cpu = memory.read_word(self.root, symbols["__per_cpu_offset"])
+            self.current_cell = self.per_cpu + symbols["current_task"]
+            self._preempt_count = self.per_cpu + symbols["__preempt_count"]
+            cr4 = memory.read_word(self.root, self.per_cpu + facts.tlb_cr4)
+            self._tables = CpuTables(
+                self.root,
+                _CR4 | cr4 & _CR4_KEPT,
+                self.per_cpu,
+                (self.per_cpu + symbols["gdt_page"], _GDT_SIZE),
+                (symbols["idt_table"], _IDT_SIZE),
+                (self.per_cpu + symbols["cpu_tss_rw"], _TSS_SIZE),
+            )
+            self._be_the_only_one()
+            self.stack = memory.read_word(self.root, self.init_task + facts.stack)
+            """Of the task that calls are made by."""
+            self.time = self._last_tick()
+            """Nanoseconds since its boot; the guest's clock isn't behind."""
+        except (KeyError, IndexError, struct.error) as error:
+            raise unusable_core(f"its kernel's structures lead nowhere: {error}") from None
+        self._map_devices()
+        if "do_sync_core" in symbols:
+            machine.watch_text(symbols["do_sync_core"])
+        self.be_ready()
+
+    def _last_tick(self) -> int:
+        """The timekeeper's time; the TSC isn't behind what the kernel has read there by then.
+
+        Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1)
+        """
+        symbols, pc = self._facts.symbols, self.machine.pc
+        if "tsc_timestamp" in symbols:
+            pc.tsc = max(pc.tsc, self._read("tsc_timestamp"))
+        if "clock.base" not in symbols:
+            return 0
+        # Of an unstable TSC another clock has taken the place, whose count is none of the TSC's.
+        if self._read("clock.clock") == symbols.get("clocksource_tsc"):
+            pc.tsc = max(pc.tsc, self._read("clock.cycle_last"))
+        return self._read("clock.base") + (
+            self._read("clock.xtime_nsec") >> (self._read("clock.shift") & 0x3F)
+        )
+
+    def _read(self, name: str) -> int:
+        return self.machine.memory.read_word(self.root, self._facts.symbols[name])
+
+    @property
+    def init_task(self) -> int:
+        """struct task_struct of the idle task, as which calls run: a thread of the kernel's."""
+        return self._facts.symbols["init_task"]
+
+    def idle(self, microseconds: int) -> None:
+        """Nobody runs here but who is called."""
+
+    def be_ready(self) -> None:
+        """The CPU as it is in front of a call: in the kernel, in the idle task, at no place."""
+        self.machine.cpu.enter_kernel(self._tables)
+        self.machine.memory.write(self.root, self.current_cell, struct.pack("<Q", self.init_task))
+        self.machine.memory.write(self.root, self._preempt_count, _NOBODY_ASKS.to_bytes(_COUNT, "little"))
+
+    def ask_for_nothing(self) -> None:
+        """Nobody is asked to give the CPU up."""
+        memory, at = self.machine.memory, self._preempt_count
+        count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NOBODY_ASKS
+        memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
+
+    def _be_the_only_one(self) -> None:
+        """Other CPUs are offline: the kernel waits for none of them."""
+        symbols, memory = self._facts.symbols, self.machine.memory
+        for name in ONLINE:
+            if name in symbols:
+                size = self._facts.cpumask if name.endswith("_mask") else _COUNT
+                memory.write(self.root, symbols[name], (1).to_bytes(size, "little"))
+
+    def _map_devices(self) -> None:
+        if len(self.machine.memory.ram) <= _CONTROLLERS.start:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | snapshot.NORESERVE
+            self.machine.engine.map_ram(_CONTROLLERS.start, mmap.mmap(-1, len(_CONTROLLERS), flags=flags))

@@ -1,0 +1,153 @@
+"""A dump made into what mounts of it map: its RAM with each page in its place, and its kernel's tables."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from errno import EIO, ENODATA, ENOENT, ENOEXEC
+from typing import IO
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
+from emulated_kernel.guests.linux.pc.ram import PAGE, LinuxMemory
+from emulated_kernel.guests.linux.probing.running_kernel import RunningKernel, RunningMemory
+from emulated_kernel.image.linux.cached_tables import cached_parts
+from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
+from emulated_kernel.image.linux.vmlinux import LoadSegment
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.errors import KernelError, UnusableFile
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_KERNEL_MAP = 0xFFFFFFFF80000000
+_IMAGE_LIMIT = 128 << 20
+_UNIT = 1 << 20
+"""RAM is a multiple of that."""
+_SYMBOLS = (
+    "__per_cpu_offset", "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", "idt_table",
+    "init_task", "current_task",
+)  # fmt: skip
+CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
+"""Of the timekeeper: what counts, its count at the last tick, and the monotonic time of that."""
+ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
+"""Sets of CPUs, and how many that are."""
+
+
+@dataclass(frozen=True)
+class VmcoreOffsets:
+    """Addresses that calls need; of per-CPU variables those in the area."""
+
+    release: str
+    root: int
+    """Physical address of the page tables that all of the kernel is in."""
+    symbols: dict[str, int]
+    tlb_cr4: int
+    """Where a CPU's area says what is in CR4."""
+    stack: int
+    """Where a task's stack is kept, in struct task_struct."""
+    cpumask: int
+    """Bytes of a set of CPUs."""
+
+
+def ram_size(core: CoreFile) -> int:
+    """Bytes of its RAM, holes in it and the host's pages behind it among them."""
+    return -(-core.end // _UNIT) * _UNIT + HOST_SIZE
+
+
+def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) -> None:
+    """Write a dump as a snapshot; `is_kept`: see finish(). Raises: OSError, KernelError ENOEXEC, EIO."""
+    size = ram_size(core)
+    for pa, start, length in core.segments:
+        for at, block in core.data(start, length):
+            snapshot.write_at(target, snapshot.HEADER + pa + at - start, block)
+    core.check_unchanged()
+    target.truncate(snapshot.HEADER + size)
+    flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ
+    ram = mmap.mmap(target.fileno(), size, flags=flags, prot=access, offset=snapshot.HEADER)
+    kernel, facts = _kernel_in(ram, core.vmcoreinfo)
+    try:
+        cells = find_exception_cells()
+    except HardwareError as error:
+        raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+    about = {"source": source, "facts": asdict(facts), "cells": cells}
+    snapshot.finish(target, about, size, cached_parts(kernel), is_kept=is_kept)
+
+
+def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, VmcoreOffsets]:
+    """Raises: KernelError ENOEXEC."""
+    if _number(info, "NUMBER(pgtable_l5_enabled)"):
+        raise unusable_core("its kernel has page tables of five levels; boot it with no5lvl")
+    if _number(info, "NUMBER(sme_mask)"):
+        raise unusable_core("its memory is encrypted (SME)")
+    try:
+        start, tables = (int(info[f"SYMBOL({name})"], 16) for name in ("_stext", "swapper_pg_dir"))
+    except (KeyError, ValueError):
+        raise unusable_core("its VMCOREINFO is damaged") from None
+    start &= -(2 << 20)
+    offset = _number(info, "NUMBER(phys_base)") - _KERNEL_MAP
+    pa = start + offset
+    size = min(_IMAGE_LIMIT, len(ram) - HOST_SIZE - pa)
+    if pa < 0 or pa % PAGE or size <= 0:
+        raise unusable_core(f"its kernel isn't in its memory, at {pa:#x}")
+    memory = LinuxMemory(ram)
+    root = tables + offset
+    if not 0 < root < len(ram) - HOST_SIZE or root % PAGE:
+        raise unusable_core("its page tables aren't in its memory")
+
+    def read(va: int, length: int) -> bytes:
+        data = memory.read(root, va, length)
+        if len(data) != length:
+            raise KeyError(f"{va:#x} is outside of RAM")
+        return data
+
+    image = LoadSegment(start, pa, memoryview(ram)[pa : pa + size], size, 7)
+    try:
+        kernel = RunningKernel(RunningMemory(image, read))
+        return kernel, _facts(kernel, root)
+    except KernelError as error:
+        if error.errno not in (ENOEXEC, ENODATA, ENOENT):
+            raise
+        why = error.why if isinstance(error, UnusableFile) else error.strerror
+        raise unusable_core(why or "") from None
+
+
+def _number(info: Mapping[str, str], name: str) -> int:
+    """0 for what it doesn't say. Raises: KernelError ENOEXEC."""
+    text = info.get(name, "0")
+    if not re.fullmatch(r"-?[0-9]{1,20}|0x[0-9a-f]{1,16}", text):
+        raise unusable_core("its VMCOREINFO is damaged")
+    return int(text, 16 if text.startswith("0x") else 10)
+
+
+def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
+    offset = kernel.btf.offset
+    symbols = {name: address for name in _SYMBOLS if (address := kernel.per_cpu(name)) is not None}
+    for name in _SYMBOLS:
+        if name not in symbols:
+            raise unusable_core(f"its symbols lack {name}")
+    return VmcoreOffsets(
+        kernel.release,
+        root,
+        symbols | _optional(kernel),
+        symbols["cpu_tlbstate"] + offset("tlb_state.cr4"),
+        offset("task_struct.stack"),
+        kernel.btf.size("cpumask"),
+    )
+
+
+def _optional(kernel: RunningKernel) -> dict[str, int]:
+    """What not all kernels have; where counters stand that the TSC mustn't be behind."""
+    names = *ONLINE, "do_sync_core", "clocksource_tsc"
+    found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
+    keeper = kernel.kallsyms.lookup_name("tk_core")
+    if keeper is not None:
+        # Behind a sequence count.
+        start = keeper + 8 + kernel.btf.offset("timekeeper.tkr_mono")
+        found |= {f"clock.{name}": start + kernel.btf.offset(f"tk_read_base.{name}") for name in CLOCK}
+    clock = kernel.kallsyms.lookup_name("hv_clock_boot")
+    if clock is not None:
+        # KVM's. Mirrors: arch/x86/include/asm/pvclock-abi.h:struct pvclock_vcpu_time_info (v6.1)
+        found["tsc_timestamp"] = clock + 8
+    return found
