@@ -10,7 +10,7 @@ import time
 from common import Distribution, arguments, report
 
 from emulated_kernel.image.builtin_image import PREBUILT
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 
 TARGET = 0.2

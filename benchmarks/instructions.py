@@ -27,7 +27,7 @@ from unicorn.x86_const import (
     UC_X86_REG_RSP,
 )
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.cpu.x86 import CR0_PAGED, CR4_PAE_PGE_SSE
 from emulated_kernel.util.abi import PAGE_SIZE
 

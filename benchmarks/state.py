@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from kprobefs.bench import FUNCTION, caller
 

@@ -9,7 +9,7 @@ from time import thread_time
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 
 TARGET = 2.0

@@ -28,7 +28,7 @@ from types import CodeType, FrameType
 
 from common import Distribution, arguments, report
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import (
     OUT_OF_TREE,

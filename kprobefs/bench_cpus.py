@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.bench import (

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, become_jprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
 from emulated_kernel.util.config import MachineConfig

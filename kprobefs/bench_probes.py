@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT
 from emulated_kernel.util.config import MachineConfig

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile, RegisterSaving

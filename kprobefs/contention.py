@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.util.fast_dataclass import dataclass
 

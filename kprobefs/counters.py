@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 
 Counts = dict[str, list[list[int]]]

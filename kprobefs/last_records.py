@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import BinaryIO
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.memory.persistent import PersistentLayout
 from emulated_kernel.trace.array.previous_boot import PreviousBootNames, PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from emulated_kernel.kernel import Kernel
+    from emulated_kernel.kernel.api import Kernel
 
 MARKER = "architectures"
 END_TIMEOUT = 20.0
@@ -60,7 +60,7 @@ def kprobefs_arch(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
     """An emulated kernel in this process, for `register_kprobe` and the like; it needs no FUSE."""
-    from emulated_kernel.kernel import Kernel
+    from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.util.config import MachineConfig
 
     with Kernel(MachineConfig(arch=kprobefs_arch)) as booted:

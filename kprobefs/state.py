@@ -17,7 +17,7 @@ from time import monotonic
 from typing import BinaryIO
 
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.trace.events.event import TraceEvent

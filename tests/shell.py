@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Client
 
 CLIENT = Client(500, 0, 0)

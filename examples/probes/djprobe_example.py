@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 

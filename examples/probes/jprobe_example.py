@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.util.config import MachineConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.util.config import MachineConfig
 

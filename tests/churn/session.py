@@ -14,7 +14,7 @@ from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read
 from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, kinds_of
 from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client

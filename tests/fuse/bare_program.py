@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def build(options: MountOptions) -> GuestMount:
     """A mount over the kernel's tree; the seed selects a failure, for tests of those."""
     from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
-    from emulated_kernel.kernel import Kernel
+    from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.vfs.core.node import Owner
 
     if options.machine.seed == 666:

@@ -12,7 +12,7 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs import mount
 from kprobefs.failure import CliError

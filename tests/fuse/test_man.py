@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from kprobefs.arguments import BENCH_OPTIONS
 from kprobefs.cli import main
 from kprobefs.failure import ExitStatus

@@ -13,7 +13,7 @@ from random import Random
 
 from emulated_kernel.image.builtin_image import PREBUILT, load_image
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.events.event_pids import PidList
 from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.filter.parse import parse_filter

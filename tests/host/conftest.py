@@ -11,7 +11,7 @@ from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.guests.builtin.readers.task_list import TaskInfo, read_tasks
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 
 FIRST_PID = 500

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
 from tests.host.test_reserves import OTHER, opened, read, write

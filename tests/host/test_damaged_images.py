@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT, load_image
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 

@@ -13,7 +13,7 @@ import pytest
 
 from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.guests.builtin.runner.guest_runner import NSEC_PER_JIFFY, DeferToGuest, GuestTask
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from tests.host.conftest import FIRST_PID, dmesg, tasks

@@ -12,7 +12,7 @@ import pytest
 from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client

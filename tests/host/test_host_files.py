@@ -17,7 +17,7 @@ import pytest
 
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.image.builtin_image import PREBUILT
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client

@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, WorkloadKind
 from emulated_kernel.guests.builtin.workloads.workloads import WorkloadOrder
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError
 from tests.host.conftest import dmesg, tasks

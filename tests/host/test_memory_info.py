@@ -12,7 +12,7 @@ import pytest
 
 from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.guests.builtin.readers.task_list import read_cpus
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.guest_info import MemoryInfo, SlabCache
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError

@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.guests.builtin.processes import process_tracker as mirror_module
 from emulated_kernel.guests.builtin.processes.process_tracker import ProcessTracker
 from emulated_kernel.guests.common.host_processes import Fork
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

@@ -15,7 +15,7 @@ import pytest
 from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

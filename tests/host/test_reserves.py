@@ -15,7 +15,7 @@ import pytest
 from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import HostProcesses
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, WouldBlock

@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.guests.builtin.readers.stack_scanner import StackScanner
 from emulated_kernel.guests.builtin.readers.task_list import read_tasks
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 
 NOWHERE = (0x1000, 0x1001)
 

@@ -16,7 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from time import monotonic
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from tests.image import pure_host
 from tests.image.pure_table import ARENA, PURE, Argument, Call, Function, Pure, Ref, Result

@@ -9,7 +9,7 @@ import pytest
 from emulated_kernel.image.alternatives import Alternative, alternatives, replaced
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 
 MFENCE = b"\x0f\xae\xf0"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.image.builtin_image import load_image
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from tests.image import pure_host
 from tests.image.pure_functions import GFP_KERNEL, compare

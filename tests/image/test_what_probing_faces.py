@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from tests.image.guest import BUGFLAG_WARNING
 

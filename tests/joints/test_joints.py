@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.components.guest_directories import MAKES, GuestDirectories
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 
 
 def is_blacklisted(kernel: Kernel, addr: int) -> bool:

@@ -16,7 +16,7 @@ from functools import reduce
 from operator import add
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from tests.ledger import ledger_mismatches

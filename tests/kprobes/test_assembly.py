@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, RegisterSaving, Stepper

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, Profile, RegisterSaving, Stepper
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from emulated_kernel.util.config import MachineConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.profile import QuiesceMethod

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.table import hash_address
 from emulated_kernel.machine.memory.pool import UnitPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.everywhere import by_function, places, probe
 from tests.sample import share

@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.guests.builtin.runner.guest_runner import NSEC_PER_JIFFY
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.machine.guest_info import TaskInfo
 from emulated_kernel.util.config import MachineConfig

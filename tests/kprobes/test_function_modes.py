@@ -16,7 +16,7 @@ import pytest
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, Stepper
 from emulated_kernel.machine.cpu.registers import RegisterSet

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine

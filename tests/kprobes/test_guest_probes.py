@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.guests.builtin.readers.guest_log import read_log
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError
 from emulated_kernel.util.errors import KernelError

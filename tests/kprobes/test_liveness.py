@@ -19,7 +19,7 @@ from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.ir import Arithmetic, Condition, Label, Program
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.traps.trap import TrapKind

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.hit.ftrace import FtraceOps, FtraceSites
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe

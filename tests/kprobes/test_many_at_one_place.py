@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, Kprobe
 from emulated_kernel.trace.compiled.handler import EventEmitter
 from emulated_kernel.util.config import MachineConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.util.config import MachineConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.output.graph_output import NAME
 from tests.ledger import ledger_mismatches
 

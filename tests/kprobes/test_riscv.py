@@ -12,7 +12,7 @@ import pytest
 from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.riscv.insn import Handling, RiscvInsn, RiscvOpcode, decode_all
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.hit.insn_slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.boundaries import ERRNOS, Boundary, all_boundaries, verdict

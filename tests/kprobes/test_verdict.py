@@ -12,7 +12,7 @@ from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory import record_memory
 from emulated_kernel.machine.memory.persistent import map_over

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.quirks.harness import CODE_OFFSET

@@ -317,7 +317,7 @@ def main() -> int:
     from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
     from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
-    from emulated_kernel.kernel import Kernel
+    from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.vfs.core.node import Owner
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

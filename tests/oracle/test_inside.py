@@ -6,7 +6,7 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel

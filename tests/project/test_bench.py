@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from kprobefs import bench, bench_cpus, bench_kinds, bench_probes, bench_return, progress
 from kprobefs.cli import main

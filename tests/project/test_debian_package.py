@@ -114,7 +114,7 @@ def test_starts_with_its_own_packages(installed: Path) -> None:
 import sys
 sys.path.insert(0, {str(library)!r})
 import capstone, elftools, fuse, iced_x86, keystone, lz4.frame, rich, unicorn, zstandard
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 with Kernel() as kernel:
     print(kernel.call("strlen", "four"))
 assert all(each.__file__.startswith({str(library)!r}) for each in (unicorn, capstone, fuse, keystone))

@@ -21,7 +21,7 @@ from emulated_kernel.arch.x86.emulate import X86Emulation
 from emulated_kernel.arch.x86.insn_attributes import DecodeCache
 from emulated_kernel.image.build_images import TARGETS
 from emulated_kernel.image.builtin_image import PREBUILT
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes import return_hook
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, profile_named
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS

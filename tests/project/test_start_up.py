@@ -30,7 +30,7 @@ mount = build_kernel(MountOptions("/nowhere", MachineConfig()))
 ours = lambda: {name for name in sys.modules if name.partition(".")[0] in ("emulated_kernel", "kprobefs")}
 """
 USE = """
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Client
 kernel = Kernel()
 files = kprobefs.files.TreeFiles(kernel.filesystem(), Client(pid=0, uid=0, gid=0))

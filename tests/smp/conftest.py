@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import pytest
 
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 
 FIRST_PID = 500

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from emulated_kernel.arch.riscv import encoder as riscv
 from emulated_kernel.arch.riscv.insn import A0, RA, S0, SP, T0, ZERO
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 
 TURNS = 40
 """Calls in each run of the loop, with TURNS down to 1 as the argument."""

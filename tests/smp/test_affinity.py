@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError
 from tests.smp.conftest import Boot, clients

@@ -10,7 +10,7 @@ import pytest
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.guests.builtin.readers.task_list import read_tasks
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import ARCHITECTURES
 from emulated_kernel.vfs.core.client import Client

@@ -7,7 +7,7 @@ from struct import Struct
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.output.graph_output import NAME, GraphRecords
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType
 from emulated_kernel.util.config import MachineConfig

@@ -13,7 +13,7 @@ from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
 from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import ARCHITECTURES
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, RegisterSaving
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds
 from tests.smp.test_races import assert_well, function_calls, together

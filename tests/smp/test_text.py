@@ -13,7 +13,7 @@ import pytest
 
 from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.image.builtin_image import load_image
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.text.text import Text

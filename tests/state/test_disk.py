@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.memory import record_memory
 from emulated_kernel.trace.array.previous_boot import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray

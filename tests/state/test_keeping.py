@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControl
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError

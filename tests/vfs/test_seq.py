@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.node import Directory

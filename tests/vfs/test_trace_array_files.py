@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.kstrtox import cpumask
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.vfs.core.client import INO_SPACES, DirEntry
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Objects, Owner

@@ -10,7 +10,7 @@ import stat
 import pytest
 
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS

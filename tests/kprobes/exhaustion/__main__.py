@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.exhaustion.compiled import CompiledProof
 from tests.kprobes.exhaustion.proof import Proof

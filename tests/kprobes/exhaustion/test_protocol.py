@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.quiescence import Span

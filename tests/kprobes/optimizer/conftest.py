@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.probe_checks import ProbeChecker
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.profile import OUT_OF_TREE

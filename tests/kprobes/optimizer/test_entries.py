@@ -12,7 +12,7 @@ from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.image.builtin_image import KernelImage, prebuilt_dependencies
 from emulated_kernel.image.live_image import LiveImage
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.util.abi import Prot

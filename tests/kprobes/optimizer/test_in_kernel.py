@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.guests.common.request_clock import NSEC_PER_JIFFY, PAUSE, RequestClock
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client

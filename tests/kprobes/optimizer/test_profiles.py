@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Stepper, profile_named
 from emulated_kernel.machine.unicorn_engine import Engine

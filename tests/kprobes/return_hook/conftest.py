@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.guests.builtin.readers.guest_log import read_log
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches

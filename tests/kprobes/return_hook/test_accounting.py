@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, TrampolineForm
 from emulated_kernel.util.config import MachineConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.arch.architectures import arch_named
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe, FprobeRegs
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.util.errors import KernelError

@@ -12,7 +12,7 @@ import pytest
 from emulated_kernel.arch.program.ir import AddToAbsolute, Compute, FetchAdd, SetImmediate
 from emulated_kernel.arch.program.ir import Arithmetic as Op
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe

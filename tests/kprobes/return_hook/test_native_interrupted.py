@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.machine.cpu.registers import RegisterSet

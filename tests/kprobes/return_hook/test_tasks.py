@@ -8,7 +8,7 @@ import os
 import pytest
 
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig

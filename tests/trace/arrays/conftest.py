@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
 
 

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.util.errors import KernelError
 from tests.trace.events.kernel import errno_of

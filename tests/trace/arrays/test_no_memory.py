@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from tests.trace.events.kernel import errno_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import read, truncate, write

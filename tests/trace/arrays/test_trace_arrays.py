@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from tests.trace.arrays.conftest import names

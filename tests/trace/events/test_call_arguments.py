@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from tests.vfs.files import read, write

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.util.config import MachineConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import assert_errno, opened, read, write

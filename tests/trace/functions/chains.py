@@ -14,7 +14,7 @@ from random import Random
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.arch.riscv.insn import RA, T0, RiscvInsn, decode_insn
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import GuestAddr, Kprobe
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHandler

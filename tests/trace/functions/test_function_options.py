@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 
 REPEATS = re.compile(r": gcd <-\S+ \(repeats: (\d+), last_ts: +(\d+)\.(\d{6})\)$")

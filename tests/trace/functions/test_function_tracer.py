@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer

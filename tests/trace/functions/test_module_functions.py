@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.util.config import MachineConfig

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import ROOT, read, truncate, write

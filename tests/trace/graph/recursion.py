@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.arch.riscv import encoder as riscv
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 
 _A0, _A2, _A3, _A4, _T0, _T1, _RA, _SP = 10, 12, 13, 14, 5, 6, 1, 2
 _BELOW_ZERO = riscv.BranchFunct3.LT

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.trace.output.graph_output import NAME
 from emulated_kernel.util.config import MachineConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.trace.output.graph_output import NAME, duration_text
 from emulated_kernel.trace.output.line_formatter import find_mark

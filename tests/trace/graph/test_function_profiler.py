@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler, _Profile
 from emulated_kernel.util.config import MachineConfig

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.output.graph_output import header
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.util.errors import KernelError, WouldBlock

@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.events.link_order import linux_events
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"

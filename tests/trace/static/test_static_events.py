@@ -8,7 +8,7 @@ import re
 import pytest
 
 from emulated_kernel.image.trace_events import event_definitions
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.util.errors import KernelError

@@ -6,7 +6,7 @@ import pytest
 
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.live_image import LiveKallsyms
-from emulated_kernel.kernel import Kernel
+from emulated_kernel.kernel.api import Kernel
 
 
 def test_a_symbol_is_looked_up_once_until_the_tables_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
-from emulated_kernel.build import build
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.mounts.mounts import Mounts
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout, build_filesystem
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.kernel.builder import build
 from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes

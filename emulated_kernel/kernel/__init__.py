@@ -1,0 +1,1 @@
+"""The public API of kprobefs's own kernel, and the builder behind it."""
