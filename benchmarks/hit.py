@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from common import Distribution, arguments, report
 
-from kprobefs import bench
+from kprobefs.measure import bench
 
 
 def main() -> None:

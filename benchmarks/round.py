@@ -28,7 +28,7 @@ from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.adapter import FuseOptions, Server
+from kprobefs.fuse.operations import FuseOptions, Server
 
 _CONTENT = b"hello\n"
 _PR_SET_PDEATHSIG = 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from common import Distribution, arguments, report
 
 from emulated_kernel.kprobes.profile import RETURN_HOOKS
-from kprobefs import bench, bench_cpus, bench_kinds, bench_return
+from kprobefs.measure import bench, bench_cpus, bench_kinds, bench_return
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "sources"
 BY_MODE = [

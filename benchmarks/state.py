@@ -13,7 +13,7 @@ from common import Distribution, arguments, report
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
-from kprobefs.bench import FUNCTION, caller
+from kprobefs.measure.bench import FUNCTION, caller
 
 WARM_UP = 2
 """Rounds that aren't counted."""

@@ -10,7 +10,7 @@ def main() -> int:
     is_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from kprobefs.cli import main as program
+    from kprobefs.cli.main import main as program
 
     try:
         if is_interrupted:

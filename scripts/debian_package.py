@@ -33,7 +33,10 @@ from {module} import main
 
 sys.exit(main())
 """
-LAUNCHERS = {"usr/bin/kprobefs": "kprobefs.__main__", "usr/sbin/mount.fuse.kprobefs": "kprobefs.mount_helper"}
+LAUNCHERS = {
+    "usr/bin/kprobefs": "kprobefs.__main__",
+    "usr/sbin/mount.fuse.kprobefs": "kprobefs.cli.mount_helper",
+}
 PLACES = {
     "kprobefs.service": ("usr/lib/systemd/system",),
     "kprobefs@.service": ("usr/lib/systemd/system",),

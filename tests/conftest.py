@@ -99,7 +99,7 @@ TERMINAL = pytest.StashKey[int]()
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 RECORDS = Path("/run/kprobefs")
-"""Where root's daemons are found; see kprobefs.registry."""
+"""Where root's daemons are found; see kprobefs.common.daemon_registry."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kprobefs.cli import main
-from kprobefs.progress import Progress
+from kprobefs.cli.main import main
+from kprobefs.common.progress import Progress
 from tests.image.linux import made
 from tests.oracle.recorded import oracle_directory
 

@@ -79,7 +79,7 @@ def main() -> int:
     Who waits for the control lock stands in its __enter__(), and who has it doesn't.
     """
     signal.signal(SIGNAL, _tell)
-    from kprobefs import cli
+    from kprobefs.cli import main as cli
 
     return cli.main()
 

@@ -14,8 +14,8 @@ from random import Random
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.definitions import Loader, read_lines
-from kprobefs.power import RebootableKernel
+from kprobefs.daemon.reboot import RebootableKernel
+from kprobefs.definitions.loader import Loader, read_lines
 from tests.endurance import state_writer as writer
 from tests.fuse.harness import ROOT, environment
 

@@ -20,10 +20,10 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.bench import FUNCTION
-from kprobefs.power import RebootableKernel
-from kprobefs.state import SavedState
-from kprobefs.state_directory import StateDirectory
+from kprobefs.daemon.reboot import RebootableKernel
+from kprobefs.daemon.state.saved_state import SavedState
+from kprobefs.daemon.state.state_directory import StateDirectory
+from kprobefs.measure.bench import FUNCTION
 
 PROGRESS, DEFINED, STEP, STATE = "progress", "defined", "step", "state"
 CONFIG = MachineConfig(run_budget=60)

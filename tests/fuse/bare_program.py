@@ -7,8 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from kprobefs import cli, namespace
-from kprobefs.options import MountOptions
+from kprobefs.cli import main as cli
+from kprobefs.daemon import mount_namespace
+from kprobefs.mount_options import MountOptions
 
 if TYPE_CHECKING:
     from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
@@ -40,7 +41,7 @@ def build(options: MountOptions) -> GuestMount:
 
 def main() -> int:
     """The command line."""
-    namespace.INTERVAL = float(os.environ.get("KPROBEFS_TEST_INTERVAL", namespace.INTERVAL))
+    mount_namespace.INTERVAL = float(os.environ.get("KPROBEFS_TEST_INTERVAL", mount_namespace.INTERVAL))
     return cli.main(build=build)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.mount import detach
+from kprobefs.common.mountpoints import detach
 from tests.fuse.harness import Daemon, daemon, is_mounted
 
 

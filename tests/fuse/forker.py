@@ -100,13 +100,13 @@ def forker() -> Forker:
 def main() -> int:
     """Fork on request; what a fork returns is the program's exit status."""
     import kprobefs
-    from kprobefs import cli
+    from kprobefs.cli import main as cli
     from tests.fuse import bare_program
 
     # What commands import when they are called is there for all forks.
-    for module in pkgutil.iter_modules(kprobefs.__path__):
-        if module.name not in ("__main__", "pytest_plugin"):
-            importlib.import_module(f"kprobefs.{module.name}")
+    for module in pkgutil.walk_packages(kprobefs.__path__, "kprobefs."):
+        if module.name not in ("kprobefs.__main__", "kprobefs.pytest_plugin"):
+            importlib.import_module(module.name)
 
     programs = {True: bare_program.main, False: cli.main}
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads wouldn't be in a fork"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.mount import FSTYPE, detach, mounted_on
+from kprobefs.common.mountpoints import FSTYPE, detach, mounted_on
 from tests.fuse.forker import Forked, forker
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import pytest
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Stat
-from kprobefs import mount
-from kprobefs.failure import CliError
-from kprobefs.reserve import MemoryReserve
+from kprobefs.common import mountpoints
+from kprobefs.common.errors import CliError
+from kprobefs.fuse.memory_reserve import MemoryReserve
 from tests.fuse.harness import environment
 
 
@@ -32,7 +32,7 @@ class Finder:
         if name == "fuse":
             {broken}
 sys.meta_path.insert(0, Finder())
-import kprobefs.adapter
+import kprobefs.fuse.operations
 """
     result = subprocess.run(
         [sys.executable, "-c", script],
@@ -43,12 +43,12 @@ import kprobefs.adapter
         check=False,
     )
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("kprobefs.failure.CliError: ")
+    assert last.startswith("kprobefs.common.errors.CliError: ")
     assert advice in last
 
 
 def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = pytest.importorskip("kprobefs.adapter")
+    adapter = pytest.importorskip("kprobefs.fuse.operations")
 
     class Session:
         operations = SimpleNamespace(faults=0, reserve=MemoryReserve())
@@ -82,7 +82,7 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_removed_instance_is_gone() -> None:
     """It has thousands of files, which refer to each other."""
-    adapter = pytest.importorskip("kprobefs.adapter")
+    adapter = pytest.importorskip("kprobefs.fuse.operations")
     with Kernel() as kernel:
         operations = adapter._Operations(kernel.mount(), threading.Event())
         operations.mkdir("/tracing/instances/mine", 0o755)
@@ -96,7 +96,7 @@ def test_a_removed_instance_is_gone() -> None:
 
 def test_more_than_was_asked_for_is_a_fault() -> None:
     """libfuse's buffer has the room that the request says."""
-    adapter = pytest.importorskip("kprobefs.adapter")
+    adapter = pytest.importorskip("kprobefs.fuse.operations")
     room = ctypes.create_string_buffer(b"-" * 16, 16)
     data, file_info = b"12345678", ctypes.create_string_buffer(256)
     operations = SimpleNamespace(
@@ -118,7 +118,7 @@ def test_more_than_was_asked_for_is_a_fault() -> None:
 
 
 def test_attributes_of_a_damaged_guest() -> None:
-    adapter = pytest.importorskip("kprobefs.adapter")
+    adapter = pytest.importorskip("kprobefs.fuse.operations")
     for number in (-(1 << 127), -1, 1 << 64, 1 << 127):
         found = Stat(number, 0, 0, 0, 0, number, number, number, number, number)
         assert len(adapter._packed(found)) == adapter._STAT.size
@@ -126,15 +126,17 @@ def test_attributes_of_a_damaged_guest() -> None:
 
 def test_mount_points_are_unescaped() -> None:
     line = "36 35 0:98 / /mnt/a\\040b\\134c rw,nosuid shared:1 - fuse.kprobefs trace\\011fs rw\n"
-    assert mount._parse(line) == mount.MountPoint("/mnt/a b\\c", "0:98", "fuse.kprobefs", "trace\tfs", None)
-    assert mount._parse(line.replace(" rw\n", " rw,user_id=7,group_id=7\n")).owner == 7
+    assert mountpoints._parse(line) == mountpoints.MountPoint(
+        "/mnt/a b\\c", "0:98", "fuse.kprobefs", "trace\tfs", None
+    )
+    assert mountpoints._parse(line.replace(" rw\n", " rw,user_id=7,group_id=7\n")).owner == 7
 
 
 def test_the_root_is_a_mount_point() -> None:
-    assert mount.mounted_on("/") is not None
-    assert mount.mounted_on("/no/such/place") is None
+    assert mountpoints.mounted_on("/") is not None
+    assert mountpoints.mounted_on("/no/such/place") is None
 
 
 def test_detaching_what_is_not_mounted_fails() -> None:
     with pytest.raises(CliError, match="can't unmount"):
-        mount.detach("/no/such/place")
+        mountpoints.detach("/no/such/place")

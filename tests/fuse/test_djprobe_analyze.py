@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.image import debug_files
-from kprobefs.cli import main
-from kprobefs.failure import ExitStatus
+from kprobefs.cli.main import main
+from kprobefs.common.errors import ExitStatus
 from tests.image.dwarf_file import TEXT, dwarf_file
 from tests.image.linux import made
 

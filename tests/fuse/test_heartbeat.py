@@ -10,9 +10,9 @@ from select import select
 
 import pytest
 
-from kprobefs import heartbeat as heartbeat_module
-from kprobefs.heartbeat import ServiceWatchdog
-from kprobefs.mount import STATE_LINK
+from kprobefs.common.mountpoints import STATE_LINK
+from kprobefs.daemon import systemd_watchdog as heartbeat_module
+from kprobefs.daemon.systemd_watchdog import ServiceWatchdog
 from tests.fuse.harness import eventually
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
-from kprobefs.loops import FAILED, FREE_LOOPS, WorkerThreads
+from kprobefs.fuse.worker_threads import FAILED, FREE_LOOPS, WorkerThreads
 from tests.fuse.harness import eventually
 
 
@@ -120,7 +120,7 @@ def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
 
 
 def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kprobefs.loops.MOST_WAITING", 1)
+    monkeypatch.setattr("kprobefs.fuse.worker_threads.MOST_WAITING", 1)
     release = threading.Event()
     loops = WorkerThreads(lambda: release.wait(5))
     runner = threading.Thread(target=loops.run)
@@ -148,7 +148,7 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
             return 0
         return FAILED
 
-    monkeypatch.setattr("kprobefs.loops.RETRY", 60)
+    monkeypatch.setattr("kprobefs.fuse.worker_threads.RETRY", 60)
     loops = WorkerThreads(loop, free=1)
     runner = threading.Thread(target=loops.run)
     runner.start()

@@ -11,9 +11,9 @@ import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel.api import Kernel
-from kprobefs.arguments import BENCH_OPTIONS
-from kprobefs.cli import main
-from kprobefs.failure import ExitStatus
+from kprobefs.cli.main import main
+from kprobefs.cli.parser import BENCH_OPTIONS
+from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import ROOT
 
 PAGES = ROOT / "docs" / "man"

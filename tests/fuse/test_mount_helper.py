@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs import mount_helper
-from kprobefs.cli import main
-from kprobefs.failure import ExitStatus
+from kprobefs.cli import mount_helper
+from kprobefs.cli.main import main
+from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import PROGRAM, ROOT, environment, kprobefs, needs_fuse
 
 
@@ -116,7 +116,7 @@ def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
     sbin, fstab = tmp_path / "sbin", tmp_path / "fstab"
     sbin.mkdir()
     helper = sbin / "mount.fuse.kprobefs"
-    code = "import sys; from kprobefs.mount_helper import main; sys.exit(main())"
+    code = "import sys; from kprobefs.cli.mount_helper import main; sys.exit(main())"
     command = shlex.join(["env", f"PYTHONPATH={ROOT}", PROGRAM[0], "-c", code])
     helper.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     helper.chmod(0o755)

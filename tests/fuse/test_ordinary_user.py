@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kprobefs.failure import ExitStatus
+from kprobefs.common.errors import ExitStatus
 from tests.fuse.ordinary_user import NOBODY, OrdinaryUser, ordinary_user
 
 pytestmark = pytest.mark.mounted

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs import as_system, control, registry
-from kprobefs.failure import CliError, ExitStatus, escape_for_terminal
-from kprobefs.registry import Daemon, Registration, running
+from kprobefs.cli import as_system, control
+from kprobefs.common import daemon_registry
+from kprobefs.common.daemon_registry import Daemon, Registration, running
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, is_mounted, kprobefs, needs_fuse
 from tests.fuse.harness import Daemon as Served
 
@@ -173,7 +174,7 @@ def test_a_squatted_runtime_directory(runtime_path: Path, squat: str) -> None:
         place.mkdir(parents=True)
         os.chown(place, NOBODY, NOBODY)
     with pytest.raises(CliError, match="belongs to somebody else"):
-        registry.runtime_directory()
+        daemon_registry.runtime_directory()
 
 
 @needs_fuse
@@ -216,7 +217,7 @@ def test_a_left_environment_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     (tmp_path / ".cache").mkdir()
-    assert as_nobody(registry._base_path) == f"/tmp/kprobefs-{NOBODY}".encode()
+    assert as_nobody(daemon_registry._base_path) == f"/tmp/kprobefs-{NOBODY}".encode()
 
 
 def test_records_of_a_user_who_is_root_in_a_namespace(
@@ -226,7 +227,7 @@ def test_records_of_a_user_who_is_root_in_a_namespace(
     monkeypatch.delenv("KPROBEFS_RUNTIME_DIRECTORY")
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(registry, "FALLBACK", f"{runtime_path.parent}/kprobefs-")
+    monkeypatch.setattr(daemon_registry, "FALLBACK", f"{runtime_path.parent}/kprobefs-")
     runtime_path.parent.chmod(0o777)
 
     def inside() -> object:
@@ -235,7 +236,7 @@ def test_records_of_a_user_who_is_root_in_a_namespace(
             as_system.enter_namespace()
         except CliError as failure:
             return f"no namespace: {failure}"
-        return os.geteuid(), str(registry.runtime_directory())
+        return os.geteuid(), str(daemon_registry.runtime_directory())
 
     answer = as_nobody(inside).decode()
     if answer.startswith("no namespace"):
@@ -271,10 +272,14 @@ class TestProcesses:
         text["process"][key] = [1, 2] if key == "executable" else text["process"][key] - 1
         path.write_text(json.dumps(text))
         assert running("/x") is None
-        point = control.mount.MountPoint("/x", "0:1", control.mount.FSTYPE, "tracefs", os.geteuid())
+        point = control.mountpoints.MountPoint(
+            "/x", "0:1", control.mountpoints.FSTYPE, "tracefs", os.geteuid()
+        )
         mounted = [point]
-        monkeypatch.setattr(control.mount, "mounted_on", lambda _directory: mounted[0] if mounted else None)
-        monkeypatch.setattr(control.mount, "detach", lambda _directory: mounted.clear())
+        monkeypatch.setattr(
+            control.mountpoints, "mounted_on", lambda _directory: mounted[0] if mounted else None
+        )
+        monkeypatch.setattr(control.mountpoints, "detach", lambda _directory: mounted.clear())
         control.unmount("/x", force=True)
         assert mounted == []
         assert bystander.poll() is None

@@ -21,10 +21,10 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq_file import HostReadingFile
-from kprobefs.definitions import Loader, read_lines, saved
-from kprobefs.failure import ExitStatus
-from kprobefs.mount import MountState, condition
-from kprobefs.power import PLACE, RebootableKernel
+from kprobefs.common.errors import ExitStatus
+from kprobefs.common.mountpoints import MountState, condition
+from kprobefs.daemon.reboot import PLACE, RebootableKernel
+from kprobefs.definitions.loader import Loader, read_lines, saved
 from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, kprobefs, needs_fuse
 from tests.fuse.test_definitions import ALL, OUTSIDE
 from tests.kprobes.test_many_at_one_place import calls_of
@@ -285,7 +285,7 @@ def test_a_reboot_that_fails_changes_nothing(
         if refused == "allocate":
             patch.setattr(TraceArray, "memory_for", no_second)
         elif refused == "image":
-            patch.setattr("kprobefs.power.Kernel", fail)
+            patch.setattr("kprobefs.daemon.reboot.Kernel", fail)
         else:
             patch.setattr(RebootableKernel, "_files", fail)
         with pytest.raises(MemoryError if refused == "allocate" else KernelError):

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kprobefs import __version__
-from kprobefs.arguments import program_parser
-from kprobefs.cli import main
-from kprobefs.failure import ExitStatus
+from kprobefs.cli.main import main
+from kprobefs.cli.parser import program_parser
+from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -50,8 +50,8 @@ class TestWithoutMount:
     )
     def test_help_imports_nothing_heavy(self, command: str, option: str) -> None:
         script = (
-            "import sys, kprobefs.cli\n"
-            f"kprobefs.cli.main(['{command}', '--help'])\n"
+            "import sys, kprobefs.cli.main\n"
+            f"kprobefs.cli.main.main(['{command}', '--help'])\n"
             "heavy = {'unicorn', 'keystone', 'iced_x86', 'fuse', 'subprocess', 'logging', 'ctypes',\n"
             "         'rich', 'emulated_kernel.machine'}\n"
             "sys.exit(str(heavy & sys.modules.keys() or ''))\n"
@@ -73,8 +73,8 @@ class TestWithoutMount:
         script = (
             "import sys\n"
             "before = set(sys.modules)\n"
-            "import kprobefs.cli\n"
-            f"kprobefs.cli.main(['{command}'])\n"
+            "import kprobefs.cli.main\n"
+            f"kprobefs.cli.main.main(['{command}'])\n"
             "print(len(set(sys.modules) - before), 'rich' in sys.modules)\n"
         )
         result = subprocess.run(
@@ -159,7 +159,7 @@ class TestWithoutMount:
 import os, signal, sys
 class Interrupting:
     def find_spec(self, name, path, target=None):
-        if name == "kprobefs.arguments":
+        if name == "kprobefs.cli.parser":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
 from kprobefs.__main__ import main

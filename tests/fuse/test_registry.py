@@ -8,8 +8,8 @@ from typing import TextIO
 
 import pytest
 
-from kprobefs import registry
-from kprobefs.registry import Daemon, Registration, running
+from kprobefs.common import daemon_registry
+from kprobefs.common.daemon_registry import Daemon, Registration, running
 
 DAEMON = Daemon(os.getpid(), "/somewhere", "x86_64", "full", "0", "now")
 
@@ -29,14 +29,14 @@ def test_a_record_lives_as_long_as_its_daemon() -> None:
 def test_a_record_removed_while_its_lock_was_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The old daemon unlinks its record, and lets the lock go, between our open and our lock."""
     running_still = [Registration(DAEMON)]
-    really_lock = registry._lock
+    really_lock = daemon_registry._lock
 
     def lock(file: TextIO) -> bool:
         while running_still:
             running_still.pop().close()
         return really_lock(file)
 
-    monkeypatch.setattr(registry, "_lock", lock)
+    monkeypatch.setattr(daemon_registry, "_lock", lock)
     new = Registration(DAEMON)
     assert running("/somewhere") == DAEMON
     new.close()

@@ -18,13 +18,13 @@ import pytest
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from kprobefs import reserve as reserve_module
-from kprobefs.reserve import RESERVE, MemoryReserve
+from kprobefs.fuse import memory_reserve as reserve_module
+from kprobefs.fuse.memory_reserve import RESERVE, MemoryReserve
 from tests.fuse.harness import ROOT, environment
 
 _STARVED = """
 import resource, time
-from kprobefs.reserve import RESERVE, MemoryReserve
+from kprobefs.fuse.memory_reserve import RESERVE, MemoryReserve
 reserve = MemoryReserve()
 reserve.check()
 assert reserve.allows(b"1") and not reserve.is_scarce
@@ -89,7 +89,7 @@ def is_answered(adapter: Any, name: str, **given: object) -> bool:
 
 def test_the_page_says_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation of libfuse's is on one side, and each kind of write."""
-    adapter = pytest.importorskip("kprobefs.adapter")
+    adapter = pytest.importorskip("kprobefs.fuse.operations")
     monkeypatch.setattr(adapter, "_client", lambda: Client(1, 0, 0))
     page = " ".join((ROOT / "docs/reliability.md").read_text().split())
     said = re.search(r"what looks \(([^)]*)\) and what ends \((.*?)\) is answered", page)
@@ -179,7 +179,7 @@ def in_threads(action: Callable[[], None]) -> list[BaseException]:
 
 def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many look, or give it back, at once: there are as many pieces as one of them would take."""
-    monkeypatch.setattr("kprobefs.reserve.LOOK", 0)
+    monkeypatch.setattr("kprobefs.fuse.memory_reserve.LOOK", 0)
     reserve = MemoryReserve()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

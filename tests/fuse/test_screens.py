@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs import bench, tour
-from kprobefs.top import BACK, KEYS, MORE_KEYS, SORTS
+from kprobefs.cli import tour
+from kprobefs.cli.top import BACK, KEYS, MORE_KEYS, SORTS
+from kprobefs.measure import bench
 from tests.fuse.conftest import mount_point
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, ROOT, Daemon, daemon, eventually, needs_fuse
 

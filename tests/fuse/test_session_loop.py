@@ -24,8 +24,8 @@ import pytest
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
-from kprobefs.adapter import FuseOptions, Server
-from kprobefs.session_loop import SessionLoop
+from kprobefs.fuse.operations import FuseOptions, Server
+from kprobefs.fuse.session import SessionLoop
 from tests.fuse.harness import eventually, is_mounted
 
 _PR_SET_PDEATHSIG = 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.failure import ADDRESS_SPACE, FILES, ExitStatus
+from kprobefs.common.errors import ADDRESS_SPACE, FILES, ExitStatus
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,

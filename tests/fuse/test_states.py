@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs import mount
-from kprobefs.failure import ExitStatus
-from kprobefs.mount import MountState
-from kprobefs.registry import log_path, running, runtime_directory
+from kprobefs.common import mountpoints
+from kprobefs.common.daemon_registry import log_path, running, runtime_directory
+from kprobefs.common.errors import ExitStatus
+from kprobefs.common.mountpoints import MountState
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -58,7 +58,7 @@ def condition(directory: Path) -> str:
 def test_a_stopped_daemon(mounted: Daemon) -> None:
     directory = str(mounted.directory)
     with stopped(mounted):
-        assert mount.condition(directory) is MountState.HUNG
+        assert mountpoints.condition(directory) is MountState.HUNG
         assert condition(mounted.directory) == "hung"
         # Through a link too, and by a path below it: nothing is looked up in there.
         link = mounted.directory.with_name("link")
@@ -86,14 +86,14 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
 
 def test_what_is_asked_in_time(directory: Path) -> None:
     """All mounts at once: many that hang take no longer than one, which is less than two seconds."""
-    assert mount.ANSWER_TIMEOUT + mount.CONTROL_TIMEOUT < 2
+    assert mountpoints.ANSWER_TIMEOUT + mountpoints.CONTROL_TIMEOUT < 2
     others = [directory, directory.with_name("b"), directory.with_name("c")]
     for other in others[1:]:
         other.mkdir()
     with daemon(others[0]) as one, daemon(others[1]) as two, daemon(others[2]), stopped(one), stopped(two):
         start = time.monotonic()
-        found = mount.conditions(map(str, others))
-        assert time.monotonic() - start < 2 * (mount.ANSWER_TIMEOUT + mount.CONTROL_TIMEOUT)
+        found = mountpoints.conditions(map(str, others))
+        assert time.monotonic() - start < 2 * (mountpoints.ANSWER_TIMEOUT + mountpoints.CONTROL_TIMEOUT)
     assert list(found.values()) == [MountState.HUNG, MountState.HUNG, MountState.SERVING]
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_that_is_at_something(directory: Path) -> None:
         writer = threading.Thread(target=Path(running.path("kprobes/optimization")).write_text, args=("0",))
         writer.start()
         time.sleep(0.2)
-        assert mount.condition(str(directory)) is MountState.BUSY
+        assert mountpoints.condition(str(directory)) is MountState.BUSY
         writer.join()
         assert condition(directory) == "serving"
 
@@ -153,8 +153,8 @@ def test_bind_mounts_are_shown_once(mounted: Daemon) -> None:
 
 
 def test_the_state_is_in_no_listing(mounted: Daemon) -> None:
-    assert mount.STATE_LINK not in os.listdir(mounted.directory)
-    assert os.readlink(mounted.directory / mount.STATE_LINK) == "serving"
+    assert mountpoints.STATE_LINK not in os.listdir(mounted.directory)
+    assert os.readlink(mounted.directory / mountpoints.STATE_LINK) == "serving"
 
 
 def test_a_stale_mount(directory: Path) -> None:
@@ -211,11 +211,11 @@ def test_links_and_missing_names_are_resolved_alike(mounted: Daemon, monkeypatch
     monkeypatch.chdir(parent)
     directory = str(mounted.directory)
     for path in ("a/up", "./a//up/", "mnt", "none/../mnt", f"{directory}/../mnt", "a/up/../mnt"):
-        assert mount.resolve(path) == directory, path
-    assert mount.resolve("a/up/tracing") == f"{directory}/tracing"
-    assert mount.resolve("none/x") == f"{parent}/none/x"
+        assert mountpoints.resolve(path) == directory, path
+    assert mountpoints.resolve("a/up/tracing") == f"{directory}/tracing"
+    assert mountpoints.resolve("none/x") == f"{parent}/none/x"
     with pytest.raises(Exception, match="Too many levels"):
-        mount.resolve("loop")
+        mountpoints.resolve("loop")
     assert kprobefs("umount", f"{parent}/a/up").returncode == 0
     assert mounted.process.wait(PATIENCE) == 0
 

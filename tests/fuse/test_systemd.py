@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kprobefs import install_service
-from kprobefs.failure import CliError
+from kprobefs.cli import install_service
+from kprobefs.common.errors import CliError
 from tests.fuse.harness import REAL_PROGRAM, ROOT, daemon, eventually, kprobefs, needs_fuse
 
 UNITS = ROOT / "systemd"

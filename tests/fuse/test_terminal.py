@@ -22,15 +22,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kprobefs import mount, terminal, tour
-from kprobefs import trace as tracing
-from kprobefs.cli import main
-from kprobefs.control import MountStatus
-from kprobefs.failure import CliError, ExitStatus
-from kprobefs.mount import MountState, our_mounts
-from kprobefs.registry import Daemon as Record
-from kprobefs.status_table import print_table
-from kprobefs.top import BACK, SORTS, Probe, Probes, View, marked_bytes, picture, plain
+from kprobefs.cli import tour
+from kprobefs.cli import trace as tracing
+from kprobefs.cli.control import MountStatus
+from kprobefs.cli.main import main
+from kprobefs.cli.status import print_table
+from kprobefs.cli.top import BACK, SORTS, Probe, Probes, View, marked_bytes, picture, plain
+from kprobefs.common import mountpoints, terminal
+from kprobefs.common.daemon_registry import Daemon as Record
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.mountpoints import MountState, our_mounts
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, environment, eventually, kprobefs, needs_fuse
 
 PROBE = {"mode": "optimized", "enabled": True, "optimized": True, "hits": 10, "nmissed": 1, "reason": ""}
@@ -224,7 +225,7 @@ def test_input_that_ends_within_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stale_mount_is_asked_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mount, "conditions", lambda asked: {next(iter(asked)): states.pop()})
+    monkeypatch.setattr(mountpoints, "conditions", lambda asked: {next(iter(asked)): states.pop()})
     states = [MountState.SERVING, MountState.STALE]
     with pytest.raises(CliError, match="its daemon is gone"):
         watched.probes.condition()
@@ -311,8 +312,10 @@ def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
     words: str, way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KPROBEFS", raising=False)
-    points = [mount.MountPoint(f"/mnt/{name}", "0:1", mount.FSTYPE, "debugfs", 0) for name in "ab"]
-    monkeypatch.setattr(mount, "our_mounts", lambda: points)
+    points = [
+        mountpoints.MountPoint(f"/mnt/{name}", "0:1", mountpoints.FSTYPE, "debugfs", 0) for name in "ab"
+    ]
+    monkeypatch.setattr(mountpoints, "our_mounts", lambda: points)
     assert main(words.split()) == ExitStatus.NOT_MOUNTED
     assert capsys.readouterr().err == f"kprobefs: which mount? {way}\n"
 

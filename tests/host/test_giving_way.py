@@ -20,7 +20,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq_file import PIECE_SIZE
-from kprobefs.power import RebootableKernel
+from kprobefs.daemon.reboot import RebootableKernel
 
 WRITER, OTHER = Client(os.getppid(), 0, 0), Client(1, 0, 0)
 FILES = ["/kprobe_events", "/tracing/dynamic_events"]

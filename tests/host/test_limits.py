@@ -17,9 +17,9 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.failure import CliError, ExitStatus
-from kprobefs.options import parsed_limits
-from kprobefs.power import RebootableKernel
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.daemon.reboot import RebootableKernel
+from kprobefs.mount_options import parsed_limits
 from tests.host.conftest import FIRST_PID, dmesg
 
 CLIENT = Client(FIRST_PID, 0, 0)

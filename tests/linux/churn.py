@@ -16,7 +16,7 @@ from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.options import KERNEL_KPROBES, KPROBES
+from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from tests.churn.session import files_come_and_go, resident_bytes
 from tests.host.conftest import ScriptedWatch
 from tests.linux import debian_kernel

@@ -31,7 +31,7 @@ from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached
 from emulated_kernel.image.linux.linux_kernel import open_kernel
 from emulated_kernel.image.linux.open_image import open_elf
 from emulated_kernel.util.errors import KernelError
-from kprobefs.cli import main as kprobefs
+from kprobefs.cli.main import main as kprobefs
 from tests.image.linux import made
 from tests.linux.test_snapshot import header, rewritten, save
 

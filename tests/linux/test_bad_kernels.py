@@ -17,8 +17,8 @@ from emulated_kernel.guests.linux import boot_cache
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
-from kprobefs.cli import main
-from kprobefs.options import KERNEL_KPROBES, KPROBES
+from kprobefs.cli.main import main
+from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from tests.image.linux import made
 from tests.linux.images_mutated import Mutated, small_cases, snapshots
 from tests.sample import fewer

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from emulated_kernel.vfs.core.client import Client
-from kprobefs.options import KERNEL_KPROBES, KPROBES
+from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from tests.linux import debian_kernel
 from tests.linux.churn import SHELL, Session, churn, grown
 from tests.linux.files import Files

@@ -27,9 +27,9 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
-from kprobefs.dumps import core_mount, prepare
-from kprobefs.failure import CliError, ExitStatus
-from kprobefs.options import MountOptions
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.daemon.vmcores import core_mount, prepare
+from kprobefs.mount_options import MountOptions
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import core_dump, debian_kernel
 from tests.linux.core_dump import NUMBERS, TEXT

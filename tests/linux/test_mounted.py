@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
-from kprobefs import control
-from kprobefs.failure import CliError
-from kprobefs.top import Probes
+from kprobefs.cli import control
+from kprobefs.cli.top import Probes
+from kprobefs.common.errors import CliError
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import debian_kernel
 

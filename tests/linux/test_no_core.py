@@ -14,7 +14,7 @@ from emulated_kernel.guests.linux.vmcore import spill_file, vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached
 from emulated_kernel.image.linux import vmcore
 from emulated_kernel.util.errors import KernelError
-from kprobefs.cli import main
+from kprobefs.cli.main import main
 from tests.linux import core_dump
 from tests.linux.core_dump import dump
 

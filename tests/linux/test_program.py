@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.cli import main
+from kprobefs.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.vmcore import vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_image import VmcoreOffsets
-from kprobefs.cli import main
-from kprobefs.failure import ExitStatus
+from kprobefs.cli.main import main
+from kprobefs.common.errors import ExitStatus
 
 RAM = 4 << 20
 FACTS = KernelOffsets("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16, 4)

@@ -11,8 +11,8 @@ from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.linux.open_image import open_elf
 from emulated_kernel.util.config import MachineConfig
-from kprobefs.boot import build_kernel
-from kprobefs.options import MountOptions, runs_linux
+from kprobefs.daemon.backends import build_kernel
+from kprobefs.mount_options import MountOptions, runs_linux
 from tests.linux import debian_kernel
 from tests.linux.probing import differing, kernel, ram
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from kprobefs.mount import MountState, condition
+from kprobefs.common.mountpoints import MountState, condition
 from tests.fuse.harness import Daemon, needs_fuse
 from tests.mounted.files import EVENTS, Files, assert_errno
 

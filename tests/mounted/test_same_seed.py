@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.options import KPROBES
+from kprobefs.mount_options import KPROBES
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import debian_kernel
 from tests.mounted.files import Files

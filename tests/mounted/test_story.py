@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.failure import ExitStatus
+from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, eventually, is_mounted, kprobefs, needs_fuse
 from tests.mounted.files import Files, assert_errno
 

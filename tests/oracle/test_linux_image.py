@@ -17,7 +17,7 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
-from kprobefs.coverage_subject import Subject, linux_image, recorded_functions
+from kprobefs.measure.coverage_subject import Subject, linux_image, recorded_functions
 from tests.image.linux.debian import package
 from tests.oracle.recorded import oracle_directory
 

@@ -12,8 +12,9 @@ import pytest
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
-from kprobefs import bench, bench_cpus, bench_kinds, bench_probes, bench_return, progress
-from kprobefs.cli import main
+from kprobefs.cli.main import main
+from kprobefs.common import progress
+from kprobefs.measure import bench, bench_cpus, bench_kinds, bench_probes, bench_return
 from tests.project.readme import README, blocks, steps
 from tests.sample import share
 

@@ -35,9 +35,9 @@ from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.trees.readme import README
-from kprobefs.arguments import program_parser
-from kprobefs.cli import COMMANDS
-from kprobefs.coverage import _LINUX_RULES
+from kprobefs.cli.main import COMMANDS
+from kprobefs.cli.parser import program_parser
+from kprobefs.measure.coverage import _LINUX_RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 MANUAL = "".join(path.read_text().replace("\\-", "-") for path in sorted((ROOT / "docs/man").iterdir()))

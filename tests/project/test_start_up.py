@@ -21,11 +21,11 @@ ELSEWHERE = (
 
 BOOT = """
 import sys
-import kprobefs.cli, kprobefs.daemon
+import kprobefs.cli.main, kprobefs.daemon.daemon
 from emulated_kernel.util.config import MachineConfig
-from kprobefs.boot import build_kernel
-from kprobefs.options import MountOptions
-import kprobefs.files
+from kprobefs.daemon.backends import build_kernel
+from kprobefs.mount_options import MountOptions
+import kprobefs.definitions.tracefs_files
 mount = build_kernel(MountOptions("/nowhere", MachineConfig()))
 ours = lambda: {name for name in sys.modules if name.partition(".")[0] in ("emulated_kernel", "kprobefs")}
 """
@@ -33,7 +33,7 @@ USE = """
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Client
 kernel = Kernel()
-files = kprobefs.files.TreeFiles(kernel.filesystem(), Client(pid=0, uid=0, gid=0))
+files = kprobefs.definitions.tracefs_files.TreeFiles(kernel.filesystem(), Client(pid=0, uid=0, gid=0))
 began = ours()
 with kernel.lock:
     files.write("tracing/dynamic_events", "p:p int_sqrt count=$arg1\\n")

@@ -10,10 +10,10 @@ from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs import journal
-from kprobefs.power import RebootableKernel
-from kprobefs.state import SavedState
-from kprobefs.state_directory import StateDirectory
+from kprobefs.daemon.reboot import RebootableKernel
+from kprobefs.daemon.state import journal
+from kprobefs.daemon.state.saved_state import SavedState
+from kprobefs.daemon.state.state_directory import StateDirectory
 
 CONFIG = MachineConfig(cpus=2)
 CLIENT = Client(os.getpid(), 0, 0)

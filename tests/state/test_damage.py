@@ -17,9 +17,9 @@ import pytest
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControl
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
-from kprobefs import journal
-from kprobefs.last_records import array_places
-from kprobefs.state_directory import ATTEMPTS, RestoreAttempts
+from kprobefs.daemon.state import journal
+from kprobefs.daemon.state.previous_boot import array_places
+from kprobefs.daemon.state.state_directory import ATTEMPTS, RestoreAttempts
 from tests.sample import fewer, share
 from tests.state.life import CLIENT, CONFIG, Run, records_of, rewrite
 

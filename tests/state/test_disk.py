@@ -20,10 +20,10 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.ring_layout import RingMemory
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
-from kprobefs import journal, last_records
-from kprobefs.failure import CliError
-from kprobefs.state import RETRY_PAUSE
-from kprobefs.state_directory import StateDirectory
+from kprobefs.common.errors import CliError
+from kprobefs.daemon.state import journal, previous_boot
+from kprobefs.daemon.state.saved_state import RETRY_PAUSE
+from kprobefs.daemon.state.state_directory import StateDirectory
 from tests.state.life import DEFINITIONS, Run, head_of
 
 
@@ -104,7 +104,7 @@ def no_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Kernel) -> None:
         raise KernelError(errno.ENOMEM, "no bytes for a ring buffer")
 
-    monkeypatch.setattr(last_records, "show_empty", refuse)
+    monkeypatch.setattr(previous_boot, "show_empty", refuse)
 
 
 @pytest.mark.parametrize("refuse", [no_file, no_mapping, no_journal])

@@ -16,10 +16,10 @@ from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControl
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
-from kprobefs import state
-from kprobefs.bench import FUNCTION
-from kprobefs.contention import instructions_a_call
-from kprobefs.last_records import array_places
+from kprobefs.daemon.state import saved_state
+from kprobefs.daemon.state.previous_boot import array_places
+from kprobefs.measure.bench import FUNCTION
+from kprobefs.measure.contention import instructions_a_call
 from tests.state.life import CLIENT, CONFIG, DEFINITIONS, Run, head_of, records_of
 
 
@@ -183,7 +183,7 @@ def test_snapshots_are_kept(place: Path) -> None:
 
 
 def test_a_journal_is_written_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "COMPACT_SIZE", 20_000)
+    monkeypatch.setattr(saved_state, "COMPACT_SIZE", 20_000)
     run = Run(place)
     for number in range(150):
         run.write("/kprobe_events", f"p:e{number} vfs_read\n", os.O_WRONLY | os.O_APPEND)
@@ -236,7 +236,7 @@ def test_what_others_do_between_the_lines_of_a_write(place: Path, monkeypatch: p
 
 def test_long_writes_of_two_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of one come between those of the other, and a third's write between both."""
-    monkeypatch.setattr(state, "COMPACT_SIZE", 1 << 30)
+    monkeypatch.setattr(saved_state, "COMPACT_SIZE", 1 << 30)
     run = Run(place)
     run.write("/kprobe_events", "p:there vfs_read\n")
     first, second = (run.open("/kprobe_events", os.O_WRONLY | os.O_APPEND) for _ in range(2))
@@ -281,7 +281,7 @@ def test_what_was_released_is_closed_again(place: Path) -> None:
 def test_a_journal_isnt_written_anew_between_the_parts_of_a_write(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "COMPACT_SIZE", 1000)
+    monkeypatch.setattr(saved_state, "COMPACT_SIZE", 1000)
     run = Run(place)
     filler = 3200 * (b"#" + 40 * b"-" + b"\n")
     handle = run.open("/kprobe_events", os.O_WRONLY | os.O_TRUNC)
@@ -337,11 +337,11 @@ def test_an_image_that_is_replaced(place: Path, tmp_path: Path) -> None:
     image.write_bytes((PREBUILT / "x86_64" / "vmlinux").read_bytes())
     run = Run(place, replace(CONFIG, image=image))
     run.write("/kprobe_events", DEFINITIONS)
-    kept = state.fingerprint(run.kernel)
+    kept = saved_state.fingerprint(run.kernel)
     image.write_bytes(b"another")
-    assert state.fingerprint(run.kernel) == kept
+    assert saved_state.fingerprint(run.kernel) == kept
     image.unlink()
-    assert state.fingerprint(run.kernel) == kept == head_of(place)["kernel"]
+    assert saved_state.fingerprint(run.kernel) == kept == head_of(place)["kernel"]
     run.end()
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.boot import build_kernel
-from kprobefs.cli import main
-from kprobefs.failure import ExitStatus
-from kprobefs.options import MountOptions
+from kprobefs.cli.main import main
+from kprobefs.common.errors import ExitStatus
+from kprobefs.daemon.backends import build_kernel
+from kprobefs.mount_options import MountOptions
 from tests.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.sample import fewer
@@ -92,7 +92,9 @@ def test_a_kernel_of_a_distribution_keeps_none(
 ) -> None:
     """It is mounted all the same: the units name a state whatever the options are."""
     served: list[MountOptions] = []
-    monkeypatch.setattr("kprobefs.daemon.run_in_foreground", lambda options, *_more: served.append(options))
+    monkeypatch.setattr(
+        "kprobefs.daemon.daemon.run_in_foreground", lambda options, *_more: served.append(options)
+    )
     kernel = ["--kprobes", "kernel", "--image", "host"]
     assert (
         main(["mount", "-f", "--state", str(place), *kernel, str(directory)], build_kernel) == ExitStatus.OK

@@ -13,7 +13,7 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.util.config import MachineConfig
-from kprobefs.contention import instructions_a_call
+from kprobefs.measure.contention import instructions_a_call
 from tests.kprobes.return_hook.test_kretprobe import address
 from tests.kprobes.states import TF
 from tests.sample import WHOLE

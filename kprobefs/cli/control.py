@@ -1,0 +1,118 @@
+"""What is said to daemons that run already: umount, reboot and status."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import asdict
+
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common import mountpoints
+from kprobefs.common.daemon_registry import Daemon, Running, forget, known, running
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.mountpoints import MountState
+
+END_TIMEOUT = 5.0
+"""Seconds that a daemon may take to unmount by itself."""
+
+
+@dataclass(frozen=True)
+class MountStatus:
+    """A mount of ours, and its daemon where one is known."""
+
+    directory: str
+    condition: MountState
+    daemon: Daemon | None
+    """None if the daemon is gone or is not in this user's registry."""
+
+    @property
+    def details(self) -> list[str]:
+        """Words about the daemon, for people."""
+        if self.daemon is None:
+            return []
+        return [
+            f"pid {self.daemon.pid},",
+            f"{self.daemon.arch},",
+            f"{self.daemon.layout},",
+            self.daemon.started,
+        ]
+
+    def as_dict(self) -> dict[str, object]:
+        """For machines: directory, condition, daemon (null or its record)."""
+        return {**asdict(self), "condition": self.condition.value}
+
+
+def states(directory: str | None = None) -> list[MountStatus]:
+    """All mounts of ours, or the one on `directory`; known in less than two seconds."""
+    found: dict[str, str] = {}
+    for point in mountpoints.our_mounts():
+        # A bind mount is no mount of its own, unless somebody asks for it.
+        if directory in (None, point.directory):
+            found.setdefault(point.device, point.directory)
+    asked = mountpoints.conditions(dict.fromkeys(found.values()))
+    return [MountStatus(each, condition, running(each)) for each, condition in asked.items()]
+
+
+def unmount(directory: str, *, force: bool = False) -> None:
+    """End the daemon that serves `directory`, or detach a stale mount.
+
+    Files still open there fail from now on. `force`: a daemon that doesn't end is killed. Raises: CliError.
+    """
+    point = _mounted_on(directory)
+    if point is None:
+        raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+    mountpoints.check_owner(point)
+    with known(directory) as daemon:
+        if daemon is not None:
+            _terminate(daemon, force=force)
+        is_left = daemon is None and mountpoints.condition(directory) is MountState.HUNG
+    while _mounted_on(directory) is not None:
+        mountpoints.detach(directory)
+    forget(directory)
+    if is_left:
+        why = "its daemon hangs, and still runs: nobody has noted its pid here"
+        raise CliError(f"{directory}: unmounted, but {why}: whoever started it can end it", ExitStatus.HUNG)
+
+
+def reboot(directory: str) -> None:
+    """Boot the kernel of a mount anew. Raises: CliError, OSError (it can't be booted)."""
+    if _mounted_on(directory) is None:
+        raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+    mountpoints.check_answers(directory)
+    from kprobefs.definitions.tracefs_files import control_root
+
+    try:
+        # Not made where it isn't there.
+        power = os.open(control_root(directory) / "machine" / "power", os.O_WRONLY)
+    except FileNotFoundError:
+        raise CliError(f"{directory}: a distribution's kernel isn't booted anew: mount it again") from None
+    try:
+        os.write(power, b"reboot\n")
+    finally:
+        os.close(power)
+
+
+def unmount_stale(directory: str) -> None:
+    """Detach a stale mount from `directory`; leave any other mount alone. Raises: CliError."""
+    while _mounted_on(directory) is not None and mountpoints.condition(directory) is MountState.STALE:
+        mountpoints.detach(directory)
+    forget(directory)
+
+
+def _mounted_on(directory: str) -> mountpoints.MountPoint | None:
+    """The mount of ours on a directory, which nothing else covers."""
+    point = mountpoints.mounted_on(directory)
+    return point if point is not None and point.fstype == mountpoints.FSTYPE else None
+
+
+def _terminate(daemon: Running, *, force: bool) -> None:
+    daemon.send(signal.SIGTERM)
+    if daemon.ends(END_TIMEOUT if not daemon.is_stopped else 0):
+        return
+    if force:
+        daemon.send(signal.SIGKILL)
+        if daemon.ends(END_TIMEOUT):
+            return
+    directory, pid = daemon.daemon.directory, daemon.daemon.pid
+    why = f"is stopped, and ends once it goes on (kill -CONT {pid})" if daemon.is_stopped else "doesn't end"
+    raise CliError(f"{directory}: its daemon, pid {pid}, {why}; or kprobefs umount --force", ExitStatus.HUNG)

@@ -1,0 +1,85 @@
+"""`kprobefs install-service`: the units, with this program's own path in them, where systemd finds them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+from kprobefs.common.errors import CliError
+
+PROGRAM = "/usr/bin/kprobefs"
+"""What the units run as they are shipped."""
+SYSTEM_UNITS = ("kprobefs.service", "kprobefs@.service")
+USER_UNITS = ("user/kprobefs.service",)
+
+
+def install(root: str, *, user: bool) -> list[str]:
+    """Write the units below `root`, and have a running manager read them; what was done, for people.
+
+    Raises: CliError, OSError.
+    """
+    is_here = root == "/"
+    if user and not is_here:
+        # Packages and images have no user: their units are all users'.
+        directory = Path(root, "etc/systemd/user")
+    elif user:
+        config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        directory = Path(config, "systemd/user")
+    else:
+        directory = Path(root, "etc/systemd/system")
+    done = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_writable(directory)
+    except OSError as error:
+        way = ": --user, or as root" if isinstance(error, PermissionError) and not user else ""
+        raise CliError(f"{directory}: {error.strerror}{way}") from None
+    for unit in USER_UNITS if user else SYSTEM_UNITS:
+        text = _units().joinpath(unit).read_text("utf-8")
+        text = text.replace(f"={PROGRAM} ", f"={_program()} ")
+        path = directory / Path(unit).name
+        path.write_text(text, "utf-8")
+        done.append(f"wrote {path}")
+    scope = ["--user"] if user else []
+    systemctl = " ".join(["systemctl", *scope])
+    if not is_here:
+        return [*done, f"enable it: systemctl {'--global ' if user else ''}--root={root} enable kprobefs"]
+    if shutil.which("systemctl") and os.path.isdir("/run/systemd/system"):
+        result = subprocess.run(["systemctl", *scope, "daemon-reload"], capture_output=True, check=False)
+        done += [] if result.returncode == 0 else [f"next: {systemctl} daemon-reload"]
+    return [*done, f"start it: {systemctl} enable --now kprobefs"]
+
+
+def _check_writable(directory: Path) -> None:
+    """Raises: OSError."""
+    if not os.access(directory, os.W_OK):
+        why = errno.EROFS if os.statvfs(directory).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(why, os.strerror(why))
+
+
+def _units() -> Path:
+    """Where the units lie: in the package, or beside it in a checkout."""
+    package = Path(str(resources.files("kprobefs")))
+    for directory in (package / "systemd", package.parent / "systemd"):
+        if (directory / SYSTEM_UNITS[0]).exists():
+            return directory
+    raise CliError("the units are missing from this installation")
+
+
+def _program() -> str:
+    """How a unit runs this program."""
+    path = os.path.abspath(sys.argv[0])
+    if os.path.basename(path) == "kprobefs" and os.access(path, os.X_OK):
+        return _quoted(path)
+    return f"{_quoted(sys.executable)} -P -m kprobefs"
+
+
+def _quoted(path: str) -> str:
+    """Mirrors: systemd.syntax(7)."""
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if any(character in " \t'\"\\;" for character in path) else escaped

@@ -1,0 +1,484 @@
+"""The program: runs the command that is asked for. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TextIO
+
+from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
+
+if TYPE_CHECKING:
+    from kprobefs.mount_options import Builder, MountOptions
+
+IMAGE = ("release", "source", "size")
+"""What `images --json` tells of each."""
+
+
+def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
+    """Run the program; returns its exit status. `build` replaces what makes the served kernel."""
+    try:
+        _open_standard_streams()
+        status = _run_command(arguments, build)
+        sys.stdout.flush()
+    except CliError as failure:
+        return _complain(str(failure), failure.status)
+    except BrokenPipeError:
+        # Whoever read our output has enough; the interpreter must not try to flush it again.
+        _give_up_output()
+        return ExitStatus.FAILURE
+    except OSError as error:
+        if error.errno == errno.ENOSPC and not error.filename:
+            _give_up_output()
+            error.filename = "standard output"
+        place = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{place}{resource_hint(error) or error.strerror or error}", ExitStatus.FAILURE)
+    except MemoryError as error:
+        return _complain(resource_hint(error), ExitStatus.FAILURE)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return status
+
+
+def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
+    parser = program_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(parser)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if _is_of_mount_fuse(words):
+        from kprobefs.cli import mount_helper
+
+        return mount_helper.main(words)
+    behind: list[str] = []
+    if words[:1] == ["trace"] and "--" in words:
+        # argparse takes no options between two lists of words.
+        at = words.index("--")
+        words, behind = words[:at], words[at + 1 :]
+    known = argparse.Namespace(behind=behind, build=build, words=words)
+    try:
+        parsed, further = parser.parse_known_args(words, known)
+        if further:
+            raise CliError(
+                f"unrecognized arguments: {' '.join(further)} ({parsed.prog} --help)", ExitStatus.USAGE
+            )
+    except SystemExit as end:
+        # --help and --version are done.
+        return int(end.code or 0)
+    return int(COMMANDS[parsed.chosen](parsed))
+
+
+def _is_of_mount_fuse(words: Sequence[str]) -> bool:
+    """Whether mount.fuse(8) calls, which mount(8) does where there is no mount.fuse.kprobefs in /sbin.
+
+    Mirrors: mount.fuse.c (libfuse 3): SOURCE DIR -o OPTIONS, always with these two words.
+    """
+    if len(words) != 4 or words[2] != "-o":
+        return False
+    options = set(words[3].split(","))
+    return not options.isdisjoint({"dev", "nodev"}) and not options.isdisjoint({"suid", "nosuid"})
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that completes a command line, and end."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)
+
+
+def _open_standard_streams() -> None:
+    """Where the caller has closed one of the three, a file of ours would get its number."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free. Without need nobody asks for it: it may be closed to the user.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for good)
+
+
+def _give_up_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(message: str, status: ExitStatus) -> ExitStatus:
+    _tell(escape_for_terminal(message))
+    return status
+
+
+def _tell(message: str) -> None:
+    from kprobefs.common.terminal import wrap
+
+    head, _, rest = wrap(f"kprobefs: {message}", sys.stderr).partition(":")
+    print(f"{_coloured(f'{head}:', '31', sys.stderr)}{rest}", file=sys.stderr)
+
+
+def _mount(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from kprobefs.cli import apply
+    from kprobefs.common import mountpoints
+    from kprobefs.daemon import daemon
+    from kprobefs.mount_options import check_kprobes, check_state, runs_linux
+
+    options = replace(
+        _options(parsed, mountpoints.resolve(parsed.directory)),
+        make_directory=parsed.mkdir,
+        flags=tuple(parsed.flags),
+        state=os.path.abspath(parsed.state) if parsed.state else None,
+    )
+    check_kprobes(options)
+    check_state(options)
+    if options.state is not None and runs_linux(options):
+        _complain_of(["--state: a distribution's kernel keeps none, nothing outlives the daemon"])
+        options = replace(options, state=None)
+    log_file = Path(os.path.abspath(parsed.log)) if parsed.log else None
+    builder = parsed.build or _builder(options)
+    if parsed.foreground:
+        daemon.run_in_foreground(options, builder, log_file)
+        return ExitStatus.OK
+    # Here too, so that the daemon isn't started in vain.
+    with mountpoints.prepared(options.directory, make=parsed.mkdir, allow_other=options.allow_other):
+        daemon.start_in_background(options, builder, log_file)
+    if options.state is not None:
+        from kprobefs.daemon.state.state_directory import pending_warnings
+
+        _complain_of(
+            [
+                f"--state {escape_for_terminal(options.state)}: {each}"
+                for each in pending_warnings(options.directory)
+            ]
+        )
+    _complain_of(apply.apply(options.directory, []))
+    return ExitStatus.OK
+
+
+def _images(parsed: argparse.Namespace) -> int:
+    from emulated_kernel.guests.linux.boot import snapshot
+
+    if parsed.clear:
+        removed = snapshot.clear()
+        print(f"{removed} removed from {escape_for_terminal(str(snapshot.directory()))}")
+        return ExitStatus.OK
+    found = snapshot.cached()
+    if parsed.json:
+        import json
+
+        print(json.dumps([{name: getattr(kernel, name) for name in IMAGE} for kernel in found], indent=2))
+        return ExitStatus.OK
+    for kernel in found:
+        release, source = (
+            escape_for_terminal(kernel.release or "not usable"),
+            escape_for_terminal(kernel.source or "?"),
+        )
+        print(f"{kernel.size >> 20} MiB  {release}  {source}")
+    return ExitStatus.OK
+
+
+def _apply(parsed: argparse.Namespace) -> int:
+    from kprobefs.cli import apply
+    from kprobefs.definitions import dropins
+
+    directory = apply.which_mount(parsed.mount)
+    if not parsed.files and not dropins.files():
+        # No warning: a daemon that begins with nothing doesn't tell of it.
+        print(f"nothing to apply: no *.probes in {' '.join(map(escape_for_terminal, dropins.directories()))}")
+    failed = apply.apply(directory, parsed.files)
+    _complain_of(failed)
+    return ExitStatus.FAILURE if failed else ExitStatus.OK
+
+
+def _save(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from kprobefs.cli import apply
+
+    text = apply.saved(apply.which_mount(parsed.mount))
+    if parsed.file not in (None, "-"):
+        try:
+            Path(parsed.file).write_bytes(text)
+        except OSError as error:
+            # What write(2) says names none.
+            raise CliError(f"{parsed.file}: {error.strerror}") from None
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text)
+    return ExitStatus.OK
+
+
+def _complain_of(failed: Sequence[str]) -> None:
+    for message in failed:
+        # A message has lines of its own, each escaped already.
+        _tell(message)
+
+
+def _install_service(parsed: argparse.Namespace) -> int:
+    from kprobefs.cli.install_service import install
+
+    print("\n".join(map(escape_for_terminal, install(parsed.root, user=parsed.user))))
+    return ExitStatus.OK
+
+
+def _completion(parsed: argparse.Namespace) -> int:
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ImportError:
+        raise CliError("the Python package argcomplete is missing: pip install argcomplete") from None
+    print(shellcode(["kprobefs"], shell=parsed.shell))
+    return ExitStatus.OK
+
+
+def _umount(parsed: argparse.Namespace) -> int:
+    from kprobefs.cli import control
+    from kprobefs.common import mountpoints
+
+    directory = mountpoints.resolve(parsed.directory)
+    if parsed.stale:
+        control.unmount_stale(directory)
+    else:
+        control.unmount(directory, force=parsed.force)
+    return ExitStatus.OK
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from kprobefs.cli import control
+    from kprobefs.common import mountpoints
+
+    states = control.states(mountpoints.resolve(parsed.directory) if parsed.directory else None)
+    if parsed.json:
+        import json
+
+        json.dump([state.as_dict() for state in states], sys.stdout, indent=2)
+        print()
+    elif sys.stdout.isatty() and states:
+        from kprobefs.cli.status import print_table
+
+        print_table(states)
+    else:
+        for state in states:
+            print(
+                state.condition.value,
+                escape_for_terminal(state.directory),
+                *map(escape_for_terminal, state.details),
+            )
+    if parsed.directory and not states:
+        raise CliError(f"{parsed.directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+    return max((state.condition.status for state in states), default=ExitStatus.OK)
+
+
+def _trace(parsed: argparse.Namespace) -> int:
+    from contextlib import nullcontext
+
+    from kprobefs.cli import apply
+    from kprobefs.mount_options import LAYOUTS
+
+    if not parsed.behind:
+        raise CliError("trace: which command? kprobefs trace PROBE... -- CMD...", ExitStatus.USAGE)
+    if parsed.mount and (given := machine_options(parsed.words[1:])):
+        raise CliError(
+            f"trace: -m takes no {given[0]}: the mount has its machine (trace --help)", ExitStatus.USAGE
+        )
+    if not parsed.mount and parsed.layout != LAYOUTS[0]:
+        why = "no scratch/, where what the command does to files is the kernel's"
+        raise CliError(f"trace: --layout {parsed.layout} has {why}", ExitStatus.USAGE)
+    from kprobefs.cli.run import run, run_traced
+    from kprobefs.cli.trace import TraceSession
+
+    with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
+        tracing = TraceSession(parsed.probes, parsed.filter, output, as_json=parsed.json)
+        if parsed.mount:
+            return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
+        options = _options(parsed, "")
+        return run(options, parsed.build or _builder(options), parsed.behind, tracing=tracing)
+
+
+def _tour(parsed: argparse.Namespace) -> int:
+    from emulated_kernel.util.config import MachineConfig
+    from kprobefs.cli.run import mounted
+    from kprobefs.cli.tour import steps, tour
+    from kprobefs.daemon.backends import build_kernel
+    from kprobefs.mount_options import MountOptions
+
+    options = MountOptions("", MachineConfig(arch=parsed.arch))
+    with mounted(options, parsed.build or build_kernel) as base:
+        tour(f"{base}/mnt", steps(parsed.arch))
+    return ExitStatus.OK
+
+
+def _top(parsed: argparse.Namespace) -> int:
+    from kprobefs.cli import apply
+    from kprobefs.cli.top import top
+
+    top(apply.which_mount(parsed.directory, "DIR"), parsed.delay, parsed.count, as_json=parsed.json)
+    return ExitStatus.OK
+
+
+def _reboot(parsed: argparse.Namespace) -> int:
+    from kprobefs.cli import control
+    from kprobefs.common import mountpoints
+
+    control.reboot(mountpoints.resolve(parsed.directory))
+    return ExitStatus.OK
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
+    if not command:
+        raise CliError("run: which command? kprobefs run -- CMD...", ExitStatus.USAGE)
+    from kprobefs.cli.run import run
+
+    options = _options(parsed, "")
+    return run(options, parsed.build or _builder(options), command, as_system=parsed.as_system)
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    from kprobefs.measure import bench
+
+    _check_bench(parsed)
+    parsed.arch, parsed.hits = parsed.arch or bench.ARCHITECTURES[0], parsed.hits or 20000
+    parsed.rounds, parsed.count = parsed.rounds or 9, parsed.count or 10000
+    hits = parsed.arch, parsed.hits, parsed.rounds
+    if parsed.what == "hit" and parsed.cpus:
+        from kprobefs.measure.bench_cpus import hits_on
+
+        hits_on(*hits, parsed.cpus, parsed.profile, as_json=parsed.json)
+    elif parsed.what == "hit":
+        bench.hit(*hits, parsed.profile, as_json=parsed.json)
+    elif parsed.what == "kinds":
+        from kprobefs.measure.bench_kinds import kinds
+
+        kinds(*hits, as_json=parsed.json)
+    elif parsed.what == "return" and parsed.memory:
+        from kprobefs.measure.return_memory import memory
+
+        memory(as_json=parsed.json)
+    elif parsed.what == "return":
+        from kprobefs.measure import bench_return
+
+        tasks, cpus = parsed.tasks or bench_return.TASKS, parsed.cpus or bench_return.CPUS
+        bench_return.returns(*hits, tasks, cpus, parsed.profile, as_json=parsed.json)
+    else:
+        from kprobefs.measure.bench_probes import probes
+
+        probes(parsed.arch, parsed.count, parsed.rounds, parsed.profile, as_json=parsed.json)
+    return ExitStatus.OK
+
+
+def _check_bench(parsed: argparse.Namespace) -> None:
+    """Raises: CliError (an option that would change nothing)."""
+    known = {name for names in BENCH_OPTIONS.values() for name in names}
+    taken = {"memory"} if parsed.memory and parsed.what == "return" else set(BENCH_OPTIONS[parsed.what])
+    for name in sorted(known - taken):
+        if getattr(parsed, name):
+            what = f"{parsed.what} --memory" if taken == {"memory"} else parsed.what
+            raise CliError(f"bench {what} takes no --{name} (kprobefs bench --help)", ExitStatus.USAGE)
+
+
+def _coverage(parsed: argparse.Namespace) -> int:
+    from kprobefs.measure import coverage
+
+    coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    return ExitStatus.OK
+
+
+def _djprobe_analyze(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from emulated_kernel.image.linux.open_image import kernel_file
+    from kprobefs.measure.djprobe_analyze import analyze
+
+    if (parsed.elf is None) == (parsed.image is None):
+        raise CliError("djprobe-analyze: give ELF PLACE, or --image KERNEL PLACE", ExitStatus.USAGE)
+    path = kernel_file(parsed.image) if parsed.image is not None else Path(parsed.elf)
+    debug_info = Path(parsed.debug_info) if parsed.debug_info else None
+    answer = analyze(path, parsed.place, debug_info, parsed.bug_size)
+    if parsed.json:
+        import json
+
+        print(json.dumps(answer.as_dict()))
+    else:
+        print(answer.text())
+    return ExitStatus.OK
+
+
+def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
+    """Return the mount's options. Raises: CliError (they contradict each other)."""
+    from pathlib import Path
+
+    from emulated_kernel.util.config import HOST, MachineConfig
+    from kprobefs.mount_options import MountOptions, check_kprobes, parsed_limits
+
+    image = None
+    if parsed.image is not None:
+        image = Path(HOST if parsed.image == HOST else os.path.abspath(parsed.image))
+    limits, run_budget = parsed_limits(parsed.limit)
+    machine = MachineConfig(
+        arch=parsed.arch,
+        cpus=parsed.cpus,
+        clock=parsed.clock,
+        pauses=not parsed.isolate,
+        seed=parsed.seed,
+        profile=parsed.profile,
+        image=image,
+        return_hook=parsed.return_hook,
+        save_regs=parsed.save_regs,
+        limits=limits,
+        run_budget=run_budget,
+    )
+    options = MountOptions(
+        directory,
+        machine,
+        parsed.layout,
+        parsed.allow_other,
+        isolate=parsed.isolate,
+        kprobes=parsed.kprobes,
+        vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
+    )
+    check_kprobes(options, is_limited=bool(parsed.limit))
+    return options
+
+
+def _builder(options: MountOptions) -> Builder:
+    """What makes the served kernel; one that takes seconds to boot has booted then."""
+    from kprobefs.daemon.backends import build_kernel, prepare
+
+    prepare(options)
+    return build_kernel
+
+
+def _coloured(text: str, code: str, stream: TextIO) -> str:
+    from kprobefs.common.terminal import has_colours
+
+    if not has_colours(stream):
+        return text
+    return f"\033[{code}m{text}\033[0m"
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "mount": _mount,
+    "umount": _umount,
+    "status": _status,
+    "trace": _trace,
+    "tour": _tour,
+    "top": _top,
+    "reboot": _reboot,
+    "run": _run,
+    "images": _images,
+    "apply": _apply,
+    "save": _save,
+    "install-service": _install_service,
+    "completion": _completion,
+    "djprobe-analyze": _djprobe_analyze,
+    "bench": _bench,
+    "coverage": _coverage,
+}
+"""What runs each command of arguments.program_parser()."""

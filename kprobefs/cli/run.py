@@ -1,0 +1,211 @@
+"""`kprobefs run`: a mount for the life of one command."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from kprobefs.cli import as_system as as_system_places
+from kprobefs.cli.trace import TraceSession, tell_of_results
+from kprobefs.common import mountpoints
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.daemon import daemon
+from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
+from kprobefs.mount_options import Builder, MountOptions
+
+END_TIMEOUT = 5.0
+"""Seconds that the daemon may take to end before it is killed."""
+POLL_INTERVAL = 0.01
+
+# Before a fork: afterwards nothing may be loaded.
+_libc = ctypes.CDLL(None)
+
+
+def run(
+    options: MountOptions,
+    build: Builder,
+    command: Sequence[str],
+    *,
+    as_system: bool = False,
+    tracing: TraceSession | None = None,
+) -> int:
+    """Mount on a temporary directory, run `command` with its path in $KPROBEFS, clean up.
+
+    `as_system`: the mount stands at the system's places too, in a mount namespace of its own.
+    `tracing`: the command is traced, and runs where that says.
+    Returns the command's exit status, 128 + number where a signal ended it. Raises: CliError.
+    """
+    if as_system:
+        as_system_places.enter_namespace()
+    runner = _runner(command, tracing)
+    with mounted(options, build) as base:
+        directory = f"{base}/mnt"
+        if as_system:
+            runner.environment = as_system_places.lay_over(directory, base)
+        status = runner.run(directory, tracing)
+        if tracing is not None:
+            tell_of_results(base / "mnt" / "scratch")
+        return status
+
+
+@contextmanager
+def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
+    """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: CliError."""
+    base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
+
+    session = os.getsid(0)
+
+    def orphaned() -> None:
+        signal_left(f"{base}/mnt", session, signal.SIGHUP)
+        remove()
+
+    def remove() -> None:
+        if mountpoints.mounted_on(f"{base}/mnt") is None:
+            shutil.rmtree(base, ignore_errors=True)
+
+    try:
+        # The mount's own modes decide who gets in.
+        base.chmod(0o755)
+        directory = base / "mnt"
+        directory.mkdir()
+        try:
+            served = replace(options, directory=str(directory))
+            child = daemon.start_as_child(served, build, orphaned)
+        except CliError as failure:
+            raise CliError(str(failure), ExitStatus.RUN_FAILED) from failure
+        try:
+            yield base
+        finally:
+            _end(child, str(directory))
+    finally:
+        remove()
+
+
+def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) -> int:
+    """Run `command` with probes on a mount that is there; its exit status, as run(). Raises: CliError."""
+    return _runner(command, tracing).run(directory, tracing)
+
+
+def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
+    """Standard output is for the records where they are for a program."""
+    runner = _Runner(command, 2 if tracing is not None and tracing.as_json else None)
+    for number in daemon.SIGNALS:
+        signal.signal(number, runner.on_signal)
+    return runner
+
+
+class _Runner:
+    """Runs the command, and passes signals on to it; before there is one they are kept."""
+
+    def __init__(self, command: Sequence[str], stdout: int | None) -> None:
+        """`stdout`: its standard output's descriptor; None: ours."""
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pending = 0
+        self._passed: signal.Signals | None = None
+        """The latest that was passed on."""
+        self._stdout = stdout
+        self.environment: dict[str, str] = {}
+        """What is added to the command's."""
+
+    def run(self, directory: str, tracing: TraceSession | None) -> int:
+        """The command's exit status as a shell gives it. Raises: CliError (it can't be started)."""
+        with tracing.attached(directory, self._command) if tracing else nullcontext() as place:
+            return self._run(directory, place)
+
+    def _run(self, directory: str, place: str | None) -> int:
+        if self._pending:
+            return 128 + self._pending
+        try:
+            environment = {**os.environ, **self.environment, "KPROBEFS": directory}
+            self._process = subprocess.Popen(
+                self._command,
+                env=environment,
+                cwd=place,
+                stdout=self._stdout,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509
+            )
+        except FileNotFoundError:
+            raise CliError(f"{self._command[0]}: no such command", ExitStatus.NOT_FOUND) from None
+        except OSError as error:
+            raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
+        # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
+        if self._pending:
+            self._pass_on(self._pending)
+        status = self._process.wait()
+        if self._passed:
+            signal_left(directory, os.getsid(0), self._passed)
+        return 128 - status if status < 0 else status
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handler for the signals that end a program."""
+        del frame
+        if self._process is None:
+            self._pending = number
+        else:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        # A terminal has sent its interrupt to the command too.
+        if self._process is not None and (number != signal.SIGINT or not _in_foreground()):
+            self._passed = signal.Signals(number)
+            self._process.send_signal(number)
+
+
+def signal_left(directory: str, session: int, number: signal.Signals) -> None:
+    """Signal what a command has started and left: all with this mount in its environment, in this session.
+
+    What made a session of its own is to outlive the command. Stopped ones go on, as behind a hangup.
+    """
+    mark = os.fsencode(f"KPROBEFS={directory}")
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                # What is read now is of the process that the descriptor holds, or of none.
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if pid != os.getpid() and os.getsid(pid) == session and mark in environment:
+                    signal.pidfd_send_signal(descriptor, number)
+                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+            finally:
+                os.close(descriptor)
+
+
+def _end_with_parent() -> None:
+    """For the command: it gets a hangup, as from a terminal that goes, when `run` is killed."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+
+
+def _in_foreground() -> bool:
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    finally:
+        os.close(terminal)
+
+
+def _end(child: int, directory: str) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGTERM)
+    deadline = time.monotonic() + END_TIMEOUT
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            break
+        time.sleep(POLL_INTERVAL)
+    if mountpoints.mounted_on(directory) is not None:
+        mountpoints.detach(directory)

@@ -1,0 +1,43 @@
+"""`kprobefs status` on a terminal: a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kprobefs.cli.control import MountStatus
+from kprobefs.common import terminal
+from kprobefs.common.errors import escape_for_terminal
+
+GAP = 2
+"""Spaces between columns."""
+FEWEST = 3
+"""Columns that are always there."""
+
+
+def print_table(states: Sequence[MountStatus]) -> None:
+    """A row a mount; where it is narrow, what a daemon tells of itself goes first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = terminal.console()
+    heads = ["STATE", "DIRECTORY", "PID", "ARCH", "LAYOUT", "SINCE"]
+    rows = [_cells(state) for state in states]
+    widths = [max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)]
+    while len(heads) > FEWEST and sum(widths[: len(heads)]) > console.width:
+        heads.pop()
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", show_edge=False)
+    for head in heads:
+        # A path may be copied from here: it isn't cut, but goes on in the next line.
+        table.add_column(head, no_wrap=head != "DIRECTORY", overflow="fold")
+    for state, row in zip(states, rows, strict=True):
+        colour = "red" if state.condition.status else "green"
+        table.add_row(Text(row[0], style=colour), *row[1 : len(heads)])
+    console.print(table)
+
+
+def _cells(state: MountStatus) -> list[str]:
+    daemon = state.daemon
+    told = ["-"] * 4
+    if daemon is not None:
+        told = [str(daemon.pid), daemon.arch, daemon.layout, daemon.started.replace("T", " ")[:16]]
+    return [state.condition.value, *map(escape_for_terminal, (state.directory, *told))]

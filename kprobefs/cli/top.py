@@ -1,0 +1,499 @@
+"""`kprobefs top`: the probes of a mount, live: how often each is hit, what it costs, and why not less."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common import mountpoints, terminal
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.mountpoints import MountState
+from kprobefs.definitions.tracefs_files import control_root
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group, RenderableType
+    from rich.text import Text
+
+PROBES = "machine/probes"
+COST_AGE = 10.0
+"""Seconds for which a measured cost is shown: measuring stops the kernel for a moment."""
+RECORDS = 500
+"""Lines of the trace, the newest ones, in which an opened probe's records are looked for."""
+HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
+BACK = "q quit  escape back  e enable  o optimize"
+MORE_KEYS = "? all keys"
+"""Ends the line of keys where it is too narrow for them."""
+KEYS = (
+    ("q", "quit"),
+    ("up down, j k", "choose a probe"),
+    ("pgup pgdn", "by a screen; home, end"),
+    ("enter", "open it"),
+    ("escape", "back to the list"),
+    ("e", "enable or disable it"),
+    ("o", "optimize it, or not"),
+    ("s", "sort by the next column"),
+    ("r", "reverse the order"),
+    ("?", "these keys"),
+)
+UNANSWERED = (MountState.HUNG, MountState.BUSY)
+REASON_LINES = 3
+"""That a reason takes below the list at most."""
+MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A probe event as machine/probes tells of it."""
+
+    event: str
+    """group/name"""
+    mode: str
+    enabled: bool
+    optimized: bool
+    hits: int
+    nmissed: int
+    reason: str
+    rate: float | None = None
+    """Hits a second since the last look; None where that isn't known."""
+    cost: float | None = None
+    """Nanoseconds of a hit; None where nothing was measured."""
+    asked: str = ""
+
+    @property
+    def shown_cost(self) -> str:
+        """With its unit; "" where there is none."""
+        return "" if self.cost is None else f"{self.cost:.1f} ns"
+
+    @property
+    def directory(self) -> str:
+        """Where the mount has its files."""
+        return f"kprobes/stats/{self.event}"
+
+
+SORTS: dict[str, Callable[[Probe], tuple[float | str, ...]]] = {
+    "rate": lambda probe: (-(probe.rate or 0.0), -probe.hits, probe.event),
+    "hits": lambda probe: (-probe.hits, probe.event),
+    "missed": lambda probe: (-probe.nmissed, probe.event),
+    "mode": lambda probe: (probe.mode, probe.event),
+    "event": lambda probe: (probe.event,),
+}
+
+
+class Probes:
+    """The probes of one mount, looked at again and again; a look is one request."""
+
+    def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.directory = Path(directory)
+        self._control_root = control_root(directory)
+        self._clock = clock
+        self._before: dict[str, int] = {}
+        self._looked = clock()
+        self._costs: dict[str, tuple[float, str, str]] = {}
+        self._last: list[Probe] = []
+        self.answers = True
+        """Whether it may be asked for more: whoever asks one that doesn't answer hangs too."""
+
+    def condition(self) -> MountState:
+        """How the mount is, before it is looked at. Raises: CliError (there is nothing any more)."""
+        found = mountpoints.condition(str(self.directory))
+        if found is MountState.STALE:
+            raise mountpoints.unanswered(str(self.directory), found)
+        self.answers = found not in UNANSWERED
+        return found
+
+    def look(self) -> list[Probe]:
+        """As they are now; where they can't be asked, as they were. Raises: CliError (there are none)."""
+        if not self.answers:
+            self._before = {}
+            return [replace(probe, rate=None) for probe in self._last]
+        try:
+            lines = (self._control_root / PROBES).read_text("utf-8", "surrogateescape").splitlines()
+        except FileNotFoundError:
+            if mountpoints.mounted_on(str(self.directory)) is None:
+                raise CliError(
+                    f"{self.directory}: kprobefs isn't mounted there any more", ExitStatus.NOT_MOUNTED
+                ) from None
+            raise CliError(
+                f"{self.directory}: no {PROBES} with --kprobes kernel; mount with --kprobes kprobefs"
+            ) from None
+        now = self._clock()
+        passed, self._looked = now - self._looked, now
+        found = [Probe(**json.loads(line)) for line in lines]
+        before, self._before = self._before, {probe.event: probe.hits for probe in found}
+        self._last = [
+            replace(probe, rate=_rate_since(before.get(probe.event), probe.hits, passed)) for probe in found
+        ]
+        return self._last
+
+    def with_cost(self, probe: Probe) -> Probe:
+        """It is read at most every COST_AGE seconds while the mode is the same."""
+        when, mode, cost = self._costs.get(probe.event, (-COST_AGE, "", ""))
+        if self.answers and (self._clock() - when >= COST_AGE or mode != probe.mode):
+            cost = self.text(probe, "cost").partition("\n")[0]
+            self._costs[probe.event] = self._clock(), probe.mode, cost
+        return replace(probe, cost=_median(cost))
+
+    def text(self, probe: Probe, name: str) -> str:
+        """A file of it; "" where it has gone."""
+        with suppress(OSError):
+            if not self.answers:
+                return ""
+            return (self._control_root / probe.directory / name).read_text("utf-8", "surrogateescape")
+        return ""
+
+    def toggle(self, probe: Probe, name: str) -> str:
+        """Write the other value into `enabled` or `optimized`; why that fails, where it does."""
+        value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
+        if not self.answers:
+            return f"{probe.event}: {name} {value}: the mount doesn't answer"
+        try:
+            (self._control_root / probe.directory / name).write_text(value)
+        except OSError as error:
+            return f"{probe.event}: {name} {value}: {error.strerror}"
+        return ""
+
+    def records(self, probe: Probe, count: int) -> list[str]:
+        """The newest lines of the trace that are of it, and of somebody else than this process."""
+        name = probe.event.rpartition("/")[2]
+        with suppress(OSError):
+            if not self.answers:
+                return []
+            tracing = (
+                self._control_root / "tracing" if self._control_root == self.directory else self.directory
+            )
+            lines = (tracing / "trace").read_text("utf-8", "surrogateescape").splitlines()
+            # Looking at the mount is traced too.
+            others = (line for line in lines[-RECORDS:] if f"-{os.getpid()} " not in line.partition(": ")[0])
+            return [line.strip() for line in others if f": {name}: " in line][-count:]
+        return []
+
+
+def _rate_since(before: int | None, hits: int, passed: float) -> float | None:
+    """Hits a second; None where there is nothing to compare with, or the count was begun anew."""
+    return None if before is None or hits < before else (hits - before) / max(passed, 1e-3)
+
+
+def _median(text: str) -> float | None:
+    """The nanoseconds of a `cost` file's line; None where nothing was measured."""
+    before, found, after = text.partition("median ")
+    return float(after.split()[0]) if found and before else None
+
+
+@dataclass
+class View:
+    """What is on the screen."""
+
+    sort: str = "rate"
+    is_reversed: bool = False
+    chosen: int = 0
+    opened: str = ""
+    """The event that is looked at closely."""
+    shows_keys: bool = False
+    message: str = ""
+    condition: str = ""
+    """What the mount is, where it isn't all that it should be."""
+    page: int = 1
+    """Rows of the list that the screen has room for."""
+    probes: list[Probe] = field(default_factory=list)
+
+    def show(self, probes: Sequence[Probe]) -> None:
+        """Take what was found."""
+        self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
+        self._choose(self.chosen)
+        if self.opened and all(probe.event != self.opened for probe in self.probes):
+            self.opened, self.message = "", f"{self.opened} has gone"
+
+    def _choose(self, number: int) -> None:
+        self.chosen = max(0, min(number, len(self.probes) - 1))
+
+    @property
+    def selected(self) -> Probe | None:
+        """The opened one, or that under the cursor."""
+        for number, probe in enumerate(self.probes):
+            if probe.event == self.opened or (not self.opened and number == self.chosen):
+                return probe
+        return None
+
+    def press(self, key: str, probes: Probes) -> bool:
+        """Do what a key says; False: the end."""
+        self.message = "" if key else self.message
+        if key and self.shows_keys:
+            self.shows_keys = False
+            return True
+        match key:
+            case "q":
+                return False
+            case "?":
+                self.shows_keys = True
+            case "escape":
+                self.opened = ""
+            case "up" | "k":
+                self._choose(self.chosen - 1)
+            case "down" | "j":
+                self._choose(self.chosen + 1)
+            case "page up":
+                self._choose(self.chosen - self.page)
+            case "page down":
+                self._choose(self.chosen + self.page)
+            case "home":
+                self._choose(0)
+            case "end":
+                self._choose(len(self.probes))
+            case "s":
+                names = list(SORTS)
+                self.sort = names[(names.index(self.sort) + 1) % len(names)]
+            case "r":
+                self.is_reversed = not self.is_reversed
+            case "\n" if self.selected is not None:
+                self.opened = self.selected.event
+            case "e" | "o" if self.selected is not None:
+                self.message = probes.toggle(self.selected, "enabled" if key == "e" else "optimized")
+        return True
+
+
+def table(view: View, probes: Probes, width: int, height: int) -> Group:
+    """The list of probes, for a screen of that size; columns go where it is narrow."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    # The column is missing or cut where it is narrow.
+    why = view.selected.reason.partition("\n")[0] if view.selected is not None else ""
+    reason = wrap_lines(
+        f"reason  {escape_for_terminal(why)}" if why else "", width, min(REASON_LINES, max(1, height // 6))
+    )
+    rows = view.page = max(1, height - 3 - len(reason))
+    first = max(0, view.chosen - rows + 1)
+    grid = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
+    grid.add_column("EVENT", no_wrap=True)
+    grid.add_column("MODE", no_wrap=True, width=9)
+    grid.add_column("HITS/S", justify="right", no_wrap=True, width=8)
+    if width >= 50:
+        grid.add_column("HITS", justify="right", no_wrap=True, width=9)
+    if width >= 60:
+        grid.add_column("MISSED", justify="right", no_wrap=True, width=6)
+    if width >= 72:
+        grid.add_column("COST", justify="right", no_wrap=True, width=9)
+    if width >= 90:
+        grid.add_column("REASON", no_wrap=True, overflow="ellipsis", ratio=4)
+    room = max(8, width - 1 - sum(1 + (column.width or 0) for column in grid.columns[1:]))
+    if width >= 90:
+        room = room * 3 // 7
+    grid.columns[0].width = room
+    for number, probe in enumerate(view.probes[first : first + rows], first):
+        told = probes.with_cost(probe) if width >= 72 else probe
+        mode = Text(probe.mode.partition("\n")[0], style=MODE_COLOURS.get(probe.mode, "dim"))
+        cells: list[RenderableType] = [
+            Text(_middle_cut(escape_for_terminal(probe.event), room)),
+            mode,
+            _rate(probe),
+            str(probe.hits),
+            str(probe.nmissed),
+            told.shown_cost,
+        ]
+        cells.append(Text(escape_for_terminal(probe.reason.partition("\n")[0])))
+        grid.add_row(*cells[: len(grid.columns)], style="reverse" if number == view.chosen else "")
+    order = f"{view.sort}{' reversed' if view.is_reversed else ''}"
+    head = Text(
+        f"{len(view.probes)} probes by {order}  {escape_for_terminal(str(probes.directory))}", style="bold"
+    )
+    head.truncate(width, overflow="ellipsis")
+    body: RenderableType = grid if view.probes else Text("no probes: echo 'p:reads vfs_read' > kprobe_events")
+    return Group(head, body, *reason, _foot(view, HELP, width))
+
+
+def wrap_lines(text: str, width: int, most: int, indent: str = "") -> list[Text]:
+    """A text on as many lines as it needs, at most so many; one line at least."""
+    from textwrap import wrap
+
+    from rich.text import Text
+
+    further = f"{indent}  " if indent else ""
+    lines = wrap(
+        text, width, max_lines=most, placeholder=" …", initial_indent=indent, subsequent_indent=further
+    )
+    return [Text(line) for line in lines or [""]]
+
+
+def _middle_cut(name: str, width: int) -> str:
+    """Names differ at their ends."""
+    before = (width - 1) // 3
+    return name if len(name) <= width else f"{name[:before]}…{name[before + 1 - width :]}"
+
+
+def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -> Group:
+    """One probe: its bytes with those that were patched marked, what runs out of line, its last records."""
+    from rich.console import Group
+    from rich.text import Text
+
+    told = probes.with_cost(probe)
+    speed = f"{_rate(probe)}/s" if probe.enabled else "disabled"
+    counts = f"{speed}  {probe.hits} hits  {probe.nmissed} missed"
+    head = wrap_lines(f"{escape_for_terminal(probe.event)}  {probe.mode}  {counts}", width, 2)
+    for line in head:
+        line.stylize("bold")
+    why = escape_for_terminal(probe.reason.partition("\n")[0]) or "none: it is in the best mode"
+    lines = [*head, Text(f"cost    {told.shown_cost or 'not measured'}")]
+    lines += wrap_lines(f"reason  {why}", width, REASON_LINES if height > 16 else 2)
+    lines += marked_bytes(probes.text(probe, "bytes"))
+    detour = [_instruction(line, width) for line in probes.text(probe, "detour").splitlines()]
+    records = probes.records(probe, max(1, (height - 8) // 3))
+    records = records or [f"none: they are made while tracing/events/{probe.event}/enable is 1"]
+    recorded: list[Text] = []
+    for record in reversed(records):
+        told_of = wrap_lines(escape_for_terminal(record), width, 3, "  ")
+        if not recorded or len(recorded) + len(told_of) <= (height - 8) // 3:
+            recorded = [*told_of, *recorded]
+    room = height - len(lines) - len(recorded) - 3
+    if room > 0:
+        left = len(detour) - room + 1
+        kept = detour if left <= 1 else [*detour[: room - 1], f"... {left} lines more"]
+        lines += [
+            Text("runs out of line", style="bold"),
+            *(Text(f"  {escape_for_terminal(line)}") for line in kept),
+        ]
+    lines.append(Text("last records", style="bold"))
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Group(*lines[: height - 1 - len(recorded)], *recorded, _foot(view, BACK, width))
+
+
+def _instruction(line: str, width: int) -> str:
+    """Without its bytes, where there is no room for them, and without an address's upper half."""
+    return line if width >= 80 else re.sub(r"^0x(?:ffffffff)?(\w+): (?:[0-9a-f]{2} )+ *", r"\1: ", line)
+
+
+def keys(width: int, height: int) -> Group:
+    """What each key does."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [Text(f"{key:<12}  {what}"[:width]) for key, what in KEYS]
+    return Group(
+        Text("keys of kprobefs top", style="bold"),
+        *lines[: height - 2],
+        _foot(View(), "any key goes back", width),
+    )
+
+
+def marked_bytes(text: str) -> list[Text]:
+    """Lines of a `bytes` file; in those of now, each byte that isn't the original is marked."""
+    from rich.text import Text
+
+    found, original = [], []
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        marked = Text(f"{kind:<8}")
+        data = rest.split()
+        if kind == "original":
+            original = data
+        for number, byte in enumerate(data):
+            patched = kind == "current" and original[number : number + 1] != [byte]
+            marked.append(f"[{byte}]" if patched else f" {byte} ", style="bold red" if patched else "")
+        found.append(marked)
+    return found
+
+
+def _rate(probe: Probe) -> str:
+    """A probe that is disabled beside another one on the same place has its mode, and no hits."""
+    rate = probe.rate
+    if not probe.enabled or rate is None:
+        return "-" if probe.enabled else "off"
+    return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}" if rate < 1e6 else f"{rate / 1e6:.1f}M"
+
+
+def _foot(view: View, keys: str, width: int) -> Text:
+    from rich.text import Text
+
+    if said := view.message or view.condition:
+        line = Text(said, style="red")
+        line.truncate(width, overflow="ellipsis")
+        return line
+    if len(keys) > width:
+        while len(keys) + 2 + len(MORE_KEYS) > width and "  " in keys:
+            keys = keys.rpartition("  ")[0]
+        keys = f"{keys}  {MORE_KEYS}"
+    return Text(keys, style="dim")
+
+
+def picture(view: View, probes: Probes, console: Console) -> Group:
+    """The whole screen."""
+    width, height = console.size
+    if view.shows_keys:
+        return keys(width, height)
+    if view.opened and view.selected is not None and probes.answers:
+        return closeup(view, view.selected, probes, width, height)
+    return table(view, probes, width, height)
+
+
+def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
+    """Show the probes until `q`, or `count` times; as text where there is no terminal. Raises: CliError."""
+    probes, view = Probes(directory), View()
+    if as_json or not terminal.is_interactive(sys.stdout) or not sys.stdin.isatty():
+        for number in range(count or 1):
+            if number:
+                time.sleep(delay)
+            condition = probes.condition()
+            if condition in UNANSWERED:
+                raise CliError(f"{directory}: {condition.value}", condition.status)
+            view.show(probes.look())
+            found = [probes.with_cost(probe) for probe in view.probes]
+            print(json.dumps([asdict(probe) for probe in found]) if as_json else plain(found), flush=True)
+        return
+    _live(probes, view, delay, count)
+
+
+def plain(found: Sequence[Probe]) -> str:
+    """A line a probe, in columns."""
+    head = ("EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON")
+    rows = [head, *(_cells(probe) for probe in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cells(probe: Probe) -> tuple[str, ...]:
+    counts = str(probe.hits), str(probe.nmissed)
+    words = probe.event, probe.mode, _rate(probe), *counts, probe.shown_cost or "-"
+    return tuple(escape_for_terminal(word.partition("\n")[0]) for word in (*words, probe.reason or "-"))
+
+
+def _told(condition: MountState) -> str:
+    """What the screen says of a mount's condition."""
+    if condition.status is ExitStatus.OK:
+        return ""
+    return f"{condition.value}: kprobefs status says more" if condition in UNANSWERED else condition.value
+
+
+def _live(probes: Probes, view: View, delay: float, count: int | None) -> None:
+    from rich.live import Live
+
+    console = terminal.console()
+    with terminal.keyboard(), Live(console=console, screen=True, auto_refresh=False) as live:
+        shown_times = 0
+        while count is None or shown_times < count:
+            view.condition = _told(probes.condition())
+            view.show(probes.look())
+            live.update(picture(view, probes, console), refresh=True)
+            shown_times += 1
+            until, size = time.monotonic() + delay, os.get_terminal_size()
+            while (left := until - time.monotonic()) > 0:
+                pressed = terminal.key(min(left, 0.25))
+                if not view.press(pressed, probes):
+                    return
+                if pressed in ("e", "o"):
+                    break
+                if pressed or size != os.get_terminal_size():
+                    view.show(view.probes)
+                    live.update(picture(view, probes, console), refresh=True)
+                    size = os.get_terminal_size()

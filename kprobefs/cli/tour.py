@@ -1,0 +1,220 @@
+"""`kprobefs tour`: what probing is, step by step on a mount of its own, in the reader's pace."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common import terminal
+from kprobefs.common.errors import escape_for_terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Step:
+    """One idea, and the commands that show it."""
+
+    title: str
+    text: str
+    commands: tuple[str, ...]
+
+
+_OPTIMIZED = Step(
+    "What became of it",
+    "Each probe has a directory that says how it is made now, and why not better. A probe within a "
+    "function is a breakpoint at first, which costs a trap; where that is safe the optimizer makes a "
+    "jump of it, a moment later. Here it waits until it is switched on.",
+    (
+        "echo 0 > kprobes/optimization",
+        "echo 'p:inside ksys_read+5' >> kprobe_events",
+        "echo 1 > tracing/events/kprobes/inside/enable",
+        "cat kprobes/stats/kprobes/inside/{mode,bytes}",
+        "echo 1 > kprobes/optimization; sleep 0.2",
+        "for i in 1 2 3 4 5 6 7 8; do cat scratch/greeting > /dev/null; done",
+        "cat kprobes/stats/kprobes/inside/{mode,bytes}",
+    ),
+)
+_TRAPPED = Step(
+    _OPTIMIZED.title,
+    "Each probe has a directory that says how it is made now, and why not better. A probe within a "
+    "function is a breakpoint, which costs a trap. A jump would cost less; Linux makes none of them on "
+    "this architecture.",
+    (
+        "echo 'p:inside ksys_read+8' >> kprobe_events",
+        "echo 1 > tracing/events/kprobes/inside/enable",
+        "for i in 1 2 3 4 5 6 7 8; do cat scratch/greeting > /dev/null; done",
+        "cat kprobes/stats/kprobes/inside/{mode,reason,bytes,hits}",
+    ),
+)
+"""Where Linux 6.1 has no optimizer."""
+
+STEPS = (
+    Step(
+        "A kernel behind files",
+        "This directory is a mount. Behind it runs a small kernel of its own, in an emulator: real machine "
+        "code, which nobody else uses. So nothing that you do here can harm the computer.",
+        ("cd $KPROBEFS; ls", "cat machine/version"),
+    ),
+    Step(
+        "A probe",
+        "A kprobe is a place in that kernel's code and a list of things to note whenever it is reached. This "
+        "line names the place, the function vfs_read, and notes its third argument: how much is to be read.",
+        ("echo 'p:reads vfs_read count=$arg3' > kprobe_events", "cat kprobe_events"),
+    ),
+    Step(
+        "Switched on",
+        "Until now nothing has changed. Enabling the event patches the code: the bytes at the function's "
+        "start, which did nothing, become a call.",
+        (
+            "echo 1 > tracing/events/kprobes/reads/enable",
+            "cat kprobes/stats/kprobes/reads/bytes",
+            "cat kprobes/list",
+        ),
+    ),
+    Step(
+        "A hit",
+        "scratch/ is a file system inside of that kernel. Whoever reads a file there runs vfs_read, "
+        "and comes by the probe. Each line says who it was, on which CPU, when, and what was noted.",
+        (
+            "echo hello > scratch/greeting",
+            "echo > tracing/trace",
+            "cat scratch/greeting",
+            "grep reads: tracing/trace | head -n 3",
+        ),
+    ),
+    Step(
+        "Only what matters",
+        "A filter is asked at each hit; what it doesn't accept isn't recorded.",
+        (
+            "echo 'count == 7' > tracing/events/kprobes/reads/filter",
+            "echo > tracing/trace",
+            "head -c 7 scratch/greeting > /dev/null",
+            "dd if=scratch/greeting of=/dev/null bs=7 status=none",
+            "grep reads: tracing/trace",
+            "echo 0 > tracing/events/kprobes/reads/filter",
+        ),
+    ),
+    Step(
+        "What it returns",
+        "A return probe is hit when the function comes back, and $retval is what it gives.",
+        (
+            "echo 'r:done vfs_read got=$retval' >> kprobe_events",
+            "echo 1 > tracing/events/kprobes/done/enable",
+            "echo > tracing/trace",
+            "cat scratch/greeting",
+            "grep done: tracing/trace | head -n 2",
+        ),
+    ),
+    _OPTIMIZED,
+    Step(
+        "Mistakes",
+        "What can't be done fails with Linux's errno, and the error log points at the place.",
+        ("echo 'p:oops vfs_read %nosuch' >> kprobe_events || true", "tail -n 2 tracing/error_log"),
+    ),
+    Step(
+        "Cleaning up",
+        "Switched off and deleted, the code is again what it was.",
+        ("echo 0 > tracing/events/enable; echo > kprobe_events", "cat kprobes/list | wc -l"),
+    ),
+)
+END = "That was the tour. kprobefs mount DIR gives a mount that stays; man kprobefs says the rest."
+PROMPT = "Enter goes on, q ends the tour "
+
+
+def steps(arch: str) -> tuple[Step, ...]:
+    """What a mount of that architecture shows."""
+    return tuple(_TRAPPED if step is _OPTIMIZED and arch.startswith("riscv") else step for step in STEPS)
+
+
+def tour(directory: str, walk: Sequence[Step]) -> None:
+    """Go through steps on a mount; waits for a key between them where there is a terminal."""
+    console = terminal.console()
+    interactive = terminal.is_interactive(sys.stdout) and sys.stdin.isatty()
+    with _Shell(directory) as shell, terminal.keyboard() if interactive else nullcontext():
+        for number, step in enumerate(walk, 1):
+            _show_head(console, f"{number}/{len(walk)}", step)
+            for command in step.commands:
+                for line in typed(command, console.width if interactive else None):
+                    console.print(line, style="bold")
+                for line in shell.run(command):
+                    console.print(terminal.wrap(escape_for_terminal(line), sys.stdout, "        ", "    "))
+            if interactive and number < len(walk) and not _goes_on(console):
+                return
+    console.print(f"\n{END}")
+
+
+def typed(command: str, width: int | None) -> Iterator[str]:
+    """A command behind a prompt, in lines of that width that a shell takes as they are."""
+    line = "$"
+    for word in re.findall(r"(?:'[^']*'|\S)+", command):
+        if width is not None and line.strip() != "$" and len(f"{line} {word} \\") > width:
+            yield f"{line} \\"
+            line = "   "
+        line += f" {word}"
+    yield line
+
+
+def _show_head(console: Console, place: str, step: Step) -> None:
+    from textwrap import wrap
+
+    console.print(f"\n{place}  {step.title}", style="bold cyan")
+    for line in wrap(step.text, min(console.width, 80)):
+        console.print(line)
+    console.print()
+
+
+def _goes_on(console: Console) -> bool:
+    console.print(PROMPT, style="dim", end="")
+    while (pressed := terminal.key(3600)) not in ("\n", " ", "q", "escape"):
+        continue
+    console.print()
+    return pressed in ("\n", " ")
+
+
+class _Shell:
+    """A shell that keeps its working directory from one command to the next."""
+
+    def __init__(self, directory: str) -> None:
+        self._process = subprocess.Popen(
+            ["bash", "--norc", "--noprofile"],
+            env={**os.environ, "KPROBEFS": directory, "LC_ALL": "C.UTF-8"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="surrogateescape",
+        )
+        self._end = f"end of {self._process.pid}"
+
+    def __enter__(self) -> _Shell:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def run(self, command: str) -> Iterator[str]:
+        """What it prints."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{command}\necho; echo '{self._end}'\n")
+        self._process.stdin.flush()
+        before: str | None = None
+        for line in self._process.stdout:
+            if line.rstrip("\n") == self._end:
+                # The line before it is ours too, where the command's output ended with one.
+                if before:
+                    yield before
+                return
+            if before is not None:
+                yield before
+            before = line.rstrip("\n")

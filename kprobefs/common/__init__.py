@@ -1,0 +1,1 @@
+"""Errors, terminals, mount points and running daemons, for commands and daemon."""

@@ -1,0 +1,59 @@
+"""A progress bar on standard error, for who watches a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Self, TypeVar
+
+from kprobefs.common import terminal
+
+T = TypeVar("T")
+_WIDTH = 30
+_INTERVAL = 0.1
+"""Seconds between two pictures of it."""
+
+
+class Progress:
+    """How much of something is done; prints nothing where standard error can't move its cursor."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what = what
+        self._total = max(total, 1)
+        self._done = 0
+        self._next = 0.0
+        self._shown = terminal.is_interactive(sys.stderr)
+
+    def __enter__(self) -> Self:
+        self.add(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def add(self, amount: int) -> None:
+        """More is done."""
+        self._done += amount
+        if self._shown and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _INTERVAL
+            share = min(self._done / self._total, 1)
+            # Two brackets, two spaces, the share, and room for the ^C that a terminal shows.
+            room = shutil.get_terminal_size().columns - len(self._what) - 10
+            width = min(_WIDTH, room)
+            bar = f"[{'#' * int(width * share):<{width}}] " if width > 0 else ""
+            print(f"\r{self._what} {bar}{share:4.0%}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leaves an empty line to whatever is printed next."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def counted(what: str, items: Sequence[T]) -> Iterator[T]:
+    """The items, one after the other; the bar moves between them alone."""
+    with Progress(what, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.add(1)

@@ -1,0 +1,55 @@
+"""The daemon's log: a regular file, outside of the mount, that is gone again when it says nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.mountpoints import is_inside
+
+TAIL = 4096
+
+
+def check_log(path: str, directory: str) -> None:
+    """Raises: CliError (`path` can't be the log of a daemon that serves `directory`)."""
+    os.close(_open(path, directory, 0))
+
+
+def open_log(path: str, directory: str, *, anew: bool) -> int:
+    """A descriptor to write to; `anew`: what stood there is dropped. Raises: CliError."""
+    return _open(path, directory, os.O_TRUNC if anew else 0)
+
+
+def _open(path: str, directory: str, flags: int) -> int:
+    if is_inside(os.path.dirname(path) or ".", directory):
+        raise CliError(f"--log {path}: inside a mount point", ExitStatus.USAGE)
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        found = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise CliError(f"--log {path}: {_reason(path, error)}") from None
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise CliError(f"--log {path}: not a regular file")
+    return found
+
+
+def _reason(path: str, error: OSError) -> str:
+    # What open(2) says of a FIFO, a socket or a link is a riddle.
+    if os.path.islink(path):
+        return "a symbolic link; name the file itself"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return "not a regular file"
+    return error.strerror or str(error)
+
+
+def last_line(descriptor: int) -> str:
+    """What a log that is open as `descriptor` ends with; "" where it is empty."""
+    try:
+        with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+            file.seek(max(0, os.fstat(descriptor).st_size - TAIL))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

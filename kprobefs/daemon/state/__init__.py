@@ -1,0 +1,1 @@
+"""State that outlives a daemon: the --state directory."""

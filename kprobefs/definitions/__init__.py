@@ -1,0 +1,1 @@
+"""Files of probe definitions: reading, applying and saving them."""

@@ -1,0 +1,1 @@
+"""The FUSE session and its operations: only these modules import fuse."""

@@ -1,0 +1,1 @@
+"""Benchmarks and analyses that the program offers as commands."""

@@ -1,0 +1,446 @@
+"""`kprobefs bench`: what hits and probes cost here, beside what the sources measured elsewhere."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.profile import (
+    OUT_OF_TREE,
+    PROFILES,
+    Profile,
+    RegisterSaving,
+    Stepper,
+    TrampolineForm,
+)
+from emulated_kernel.util import config
+from emulated_kernel.util.config import ElfMachine, MachineConfig
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.progress import counted
+
+ARCHITECTURES = tuple(config.ARCHITECTURES)
+_RISCV = tuple(name for name, elf in config.ARCHITECTURES.items() if elf is ElfMachine.RISCV)
+FUNCTION = "int_sqrt"
+STEPPED, TRAP_FLAG, BOOSTED, OPTIMIZED, SAVE_ALL, FTRACE = (
+    "stepped",
+    "trap-flag",
+    "boosted",
+    "optimized",
+    "optimized-save-all",
+    "ftrace",
+)
+RECORDING, EVENT, EMPTY, PYTHON = "kprobe", "kprobe-event", "kprobe-empty", "kprobe-python"
+RETURNING = "kretprobe"
+HANDLERS = {
+    RECORDING: "a handler that records number, address and two registers",
+    RETURNING: "a return probe that records number, address and two registers",
+    EVENT: "a trace event's handler",
+    EMPTY: "a handler that does nothing",
+    PYTHON: "a handler in Python that does nothing",
+}
+_PLAIN = Profile("bench", ftrace=False, optimizer=False)
+_OPTIMIZED = replace(_PLAIN, optimizer=True, strategies=OUT_OF_TREE)
+MODES = {
+    STEPPED: replace(_PLAIN, trampoline=TrampolineForm.BREAKPOINT),
+    TRAP_FLAG: replace(_PLAIN, stepper=Stepper.TRAP_FLAG, trampoline=TrampolineForm.BREAKPOINT),
+    BOOSTED: replace(_PLAIN, preemption=False),
+    FTRACE: replace(_PLAIN, ftrace=True),
+    SAVE_ALL: replace(_OPTIMIZED, saving=RegisterSaving.ALL),
+    OPTIMIZED: _OPTIMIZED,
+}
+"""How an entry is reached. In the first two the return trampoline is a breakpoint, as it once was."""
+_X86_MODES = (TRAP_FLAG, BOOSTED)
+TARGETS = {
+    (RECORDING, OPTIMIZED): 30.0,
+    (RECORDING, SAVE_ALL): 150.0,
+    (RETURNING, OPTIMIZED): 60.0,
+    (RETURNING, SAVE_ALL): 250.0,
+    (EVENT, OPTIMIZED): 60.0,
+}
+"""Nanoseconds net that the project wants to stay under, on x86_64."""
+
+ELSEWHERE = (
+    ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 563, 248, 49),
+    ("Core Duo 1667 MHz, Linux 2.6.21 (djprobe, 2007)", 739, 302, 61),
+    ("Xeon E5410 2.33 GHz, x86-32 (jump optimization, 2009)", 680, 270, 60),
+    ("Xeon E5410 2.33 GHz, x86-64 (jump optimization, 2009)", 910, 400, 60),
+    ("Linux 6.1 under QEMU TCG, empty handler", 1189, None, 164),
+)
+"""Nanoseconds a hit: stepped, boosted, optimized."""
+RISCV_ELSEWHERE = "RISC-V under gem5 (optprobes, 2023): by a jump over 5 times as fast as by ebreak"
+RETURNS_ELSEWHERE = (
+    ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 718, 405, 211),
+    ("Core Duo 1667 MHz, Linux 2.6.21 (djprobe, 2007)", 989, 558, 312),
+    ("Xeon E5410 2.33 GHz, x86-32 (jump optimization, 2009)", 950, 530, 300),
+    ("Xeon E5410 2.33 GHz, x86-64 (jump optimization, 2009)", 1210, 710, 350),
+    ("Pentium M 1495 MHz (documentation, 2010)", 920, None, None),
+    ("Opteron 246 1994 MHz, x86-64 (documentation, 2010)", 800, None, None),
+)
+"""The same of kretprobes."""
+
+
+@dataclass(frozen=True)
+class HitCase:
+    """One way to take hits, with one kind of handler."""
+
+    probe: str
+    mode: str
+    arch: str = ARCHITECTURES[0]
+    profile: str | None = None
+    """A preset, which the mode is one of; None: one made for the mode."""
+
+
+@dataclass(frozen=True)
+class HitFigure:
+    """Nanoseconds of the host's CPU for a call of the probed function, one sample a round."""
+
+    case: HitCase
+    probed: tuple[float, ...]
+    net: tuple[float, ...]
+    """What the probe adds: against the unprobed rounds before and after."""
+    detour: int | None = None
+    """Bytes of the detour buffer that a jump leads to, with a handler in guest code in it."""
+
+    def as_dict(self) -> dict[str, object]:
+        net = sorted(self.net)
+        return {
+            "arch": self.case.arch,
+            "probe": self.case.probe,
+            "mode": self.case.mode,
+            "profile": self.case.profile,
+            "detour": self.detour,
+            "ns": {"median": statistics.median(self.probed), "net": measured(net)},
+            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
+            "samples": len(net),
+        }
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.net)
+
+
+LEGEND = (
+    "net ns: what the probe adds to a call, the median of all rounds, their 10th and",
+    f"90th percentile and their peak; ratio: of medians, {SAVE_ALL} is 1;",
+    "target: nanoseconds that the project wants to stay under, and whether it did",
+    "",
+)
+NOISE = "noise"
+NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more --hits"
+
+
+def measured(net: Sequence[float]) -> float | None:
+    """The median of what a probe adds; None where rounds differ by more than that."""
+    return statistics.median(net) if quantile(net, 1) > 0 else None
+
+
+def verdict(net: Sequence[float], target: float | None) -> str:
+    """Whether it stays under its target; NOISE where nothing was measured."""
+    found = measured(net)
+    if found is None:
+        return NOISE
+    return "-" if target is None else f"{target:g} {'met' if found <= target else 'missed'}"
+
+
+def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
+    """What stands below a table with verdicts."""
+    if any(measured(net) is None for net in nets):
+        yield NOISE_NOTE
+
+
+def quantile(samples: Sequence[float], tenth: int) -> float:
+    """The `tenth` decile, 1 to 9; with one sample that sample."""
+    if len(samples) == 1:
+        return samples[0]
+    return statistics.quantiles(samples, n=10, method="inclusive")[tenth - 1]
+
+
+def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
+    """The ways that entries come by on an architecture; those alone that a preset has."""
+    if profile is None:
+        return tuple(mode for mode in MODES if arch not in _RISCV or mode not in _X86_MODES)
+    preset = PROFILES[profile]
+    by_flag = preset.stepper is Stepper.TRAP_FLAG
+    slow = BOOSTED if not preset.preemption else TRAP_FLAG if by_flag else STEPPED
+    found = [STEPPED if arch in _RISCV else slow]
+    if preset.ftrace:
+        found.append(FTRACE)
+    if preset.optimizer and arch_named(arch).strategy(preset.strategies) is not None:
+        found.append(SAVE_ALL if preset.saving is RegisterSaving.ALL else OPTIMIZED)
+    return tuple(found)
+
+
+def built(mode: str, profile: str | None) -> Profile:
+    """What a mode is measured with; of a preset, without the ways that would be taken instead."""
+    if profile is None:
+        return MODES[mode]
+    preset, jumps = PROFILES[profile], mode in (OPTIMIZED, SAVE_ALL)
+    return replace(preset, ftrace=preset.ftrace and mode == FTRACE, optimizer=preset.optimizer and jumps)
+
+
+def cases(arch: str, profile: str | None = None) -> list[HitCase]:
+    """All that is measured on an architecture."""
+    return [HitCase(probe, mode, arch, profile) for probe in HANDLERS for mode in modes(arch, profile)]
+
+
+def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
+    """One case in a kernel of its own, `hits` calls a round. The first round only warms up."""
+    profile = built(case.mode, case.profile)
+    config = MachineConfig(arch=case.arch, run_budget=60)
+    with Kernel(config, profile=profile) as kernel, kernel.lock:
+        run = caller(kernel, hits)
+        # The first instruction behind the fentry site can be optimized.
+        offset = 0 if profile.ftrace else kernel.arch.call_size
+        placed = place(kernel, case.probe, offset)
+        run()
+        unprobed = [run() for _ in range(rounds)]
+        placed.enable(True)
+        run()
+        before = placed.hits()
+        probed = [run() for _ in range(rounds)]
+        if before is not None and placed.hits() != before + hits * rounds:
+            raise AssertionError("a hit was lost, or counted twice")
+        check_mode(kernel, placed.probe(), case.mode)
+        detour = detour_size(kernel, placed.probe())
+        placed.enable(False)
+        unprobed += [run() for _ in range(rounds)]
+    base = statistics.median(unprobed)
+    return HitFigure(case, tuple(probed), tuple(sample - base for sample in probed), detour)
+
+
+def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
+    """Raises: AssertionError (hits came by another way than the one that the figure is told of)."""
+    found, wanted = kernel.kprobes.mode(probe), _SHOWN.get(mode, mode)
+    if found != wanted:
+        raise AssertionError(f"{mode}: hits come as {found}: {kernel.kprobes.reason(probe)}")
+
+
+_SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
+"""Modes that the `mode` file calls otherwise."""
+
+
+def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
+    """Bytes of the buffer that an optimized probe's jump leads to; None where there is no jump."""
+    head, detour = kernel.kprobes.table.valid(probe), kernel.kprobes.detour(probe)
+    if detour is None or not isinstance(head, AggrKprobe) or not head.is_optimized:
+        return None
+    return detour.size if head.compiled is None else head.compiled.size
+
+
+def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
+    """A guest loop over the function; calling it gives the CPU's nanoseconds a turn."""
+    loop = _loop if kernel.arch.name in _RISCV else _x86_loop
+    code, begin = loop(kernel, hits)
+
+    def run() -> float:
+        with kernel.lock:
+            begin()
+            start = time.thread_time_ns()
+            kernel.machine.call(code, 0)
+            return (time.thread_time_ns() - start) / hits
+
+    return run
+
+
+Loop = tuple[int, Callable[[], None]]
+"""The address of a loop, and what is to be done before it is run."""
+
+
+def _loop(kernel: Kernel, hits: int) -> Loop:
+    """The function's result is its next argument, and 0 is 0 again."""
+    machine, arch = kernel.machine, kernel.arch
+    turns, code = machine.alloc_pages(1), machine.text.alloc_text(arch.max_repetition)
+    machine.text.poke(code, arch.repetition(code, _target(kernel), turns))
+    return code, lambda: machine.memory.write(turns, hits.to_bytes(8, "little"))
+
+
+def _target(kernel: Kernel) -> int:
+    target = kernel.image.kallsyms.lookup_name(FUNCTION)
+    assert target is not None
+    return target
+
+
+def _x86_loop(kernel: Kernel, hits: int) -> Loop:
+    text = kernel.machine.text
+    code, target = text.alloc_text(64), _target(kernel)
+    head = b"\x53\xbb" + hits.to_bytes(4, "little")  # push rbx; mov ebx, hits
+    call_at = code + len(head) + 2
+    argument = b"\x31\xff" if kernel.arch.bits == 64 else b"\x31\xc0"  # xor edi, edi; xor eax, eax
+    turn = argument + b"\xe8" + (target - call_at - 5).to_bytes(4, "little", signed=True)  # call
+    turn += b"\xff\xcb\x75"  # dec ebx; jnz to the turn's start
+    back = -(len(turn) + 1)
+    text.poke(code, head + turn + back.to_bytes(1, "little", signed=True) + b"\x5b\xc3")
+    return code, lambda: None
+
+
+@dataclass(frozen=True)
+class MeasuredProbe:
+    """A probe to be measured."""
+
+    enable: Callable[[bool], None]
+    hits: Callable[[], int | None]
+    """None where the handler doesn't count."""
+    probe: Callable[[], Kprobe]
+
+
+def place(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
+    """A disabled probe of one of HANDLERS, so many bytes behind the function's entry."""
+    if kind == EVENT:
+        return _event(kernel, offset)
+    if kind == RETURNING:
+        return _returning(kernel)
+    return _recording(kernel, offset) if kind == RECORDING else _bare(kernel, kind, offset)
+
+
+def _returning(kernel: Kernel) -> MeasuredProbe:
+    result = kernel.arch.registers.return_value
+    ring = kernel.hit_ring(result, "dx" if result == "ax" else "a1")
+    rp = ring.return_probe(symbol_name=FUNCTION, disabled=True)
+    kernel.register_kretprobe(rp)
+    return _placed(kernel, rp, lambda: ring.hits)
+
+
+def _recording(kernel: Kernel, offset: int) -> MeasuredProbe:
+    ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
+    probe = ring.probe(symbol_name=FUNCTION, offset=offset, disabled=True)
+    kernel.register_kprobe(probe)
+    return _placed(kernel, probe, lambda: ring.hits)
+
+
+def _event(kernel: Kernel, offset: int) -> MeasuredProbe:
+    events = kernel.tracing.kprobe_events
+    with kernel.lock:
+        events.write(f"p:bench {FUNCTION}+{offset}\n".encode())
+    [event] = events.events()
+    kernel.trace.expand()
+    [defined] = event.probes
+
+    def probe() -> Kprobe:
+        assert defined.handle is not None, "the event is defined"
+        return defined.handle
+
+    def enable(on: bool) -> None:
+        with kernel.lock:
+            (event.enable if on else event.disable)(kernel.trace)
+        settle(kernel, probe() if on else None)
+
+    return MeasuredProbe(enable, lambda: defined.hits, probe)
+
+
+def _bare(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
+    counted = 0
+
+    def count(_kprobe: Kprobe, _regs: object) -> None:
+        nonlocal counted
+        counted += 1
+
+    def nothing(_builder: ProgramBuilder, _way: EntryKind) -> bool:
+        return True
+
+    probe = Kprobe(symbol_name=FUNCTION, offset=offset, pre_handler=count, disabled=True)
+    if kind == EMPTY:
+        probe.program = nothing
+    kernel.register_kprobe(probe)
+    return _placed(kernel, probe, lambda: None if kind == EMPTY else counted)
+
+
+def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> MeasuredProbe:
+    def enable(on: bool) -> None:
+        (kernel.enable_kprobe if on else kernel.disable_kprobe)(probe)
+        settle(kernel, probe if on else None)
+
+    return MeasuredProbe(enable, hits, lambda: probe)
+
+
+def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
+    """Let jumps be written, or taken back; a djprobe's is asked for by itself."""
+    kprobes = kernel.kprobes
+    with kernel.lock:
+        if kprobes.optimizer is not None:
+            if enabled is not None and kprobes.profile.djprobe is not None:
+                kprobes.set_optimized(enabled, True)
+            kprobes.optimizer.flush()
+
+
+# Reports
+
+
+def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
+    """`kprobefs bench hit`: all cases, one after the other, in a table or as JSON."""
+    figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, profile))]
+    if as_json:
+        print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        return
+    print("\n".join(table(figures)))
+
+
+def table(figures: Sequence[HitFigure]) -> Iterator[str]:
+    """Lines: net nanoseconds of each case, their ratio to the save-all detour, and the sources' figures."""
+    head = f"{'':21} {'net ns':>8} {'p10':>8} {'p90':>8} {'peak':>8} {'ratio':>7}  target"
+    for probe, title in HANDLERS.items():
+        rows = [figure for figure in figures if figure.case.probe == probe]
+        if not rows:
+            continue
+        base = next((measured(figure.net) for figure in rows if figure.case.mode == SAVE_ALL), None)
+        yield from subject(rows[0].case.arch, rows[0].case.profile, title)
+        yield head
+        yield from (_row(figure, base) for figure in rows)
+        yield from notes(figure.net for figure in rows)
+        yield from detours({figure.case.mode: figure.detour for figure in rows})
+        yield ""
+    yield from LEGEND
+    yield from elsewhere(ELSEWHERE)
+    yield RISCV_ELSEWHERE
+    if any(figure.case.probe == RETURNING for figure in figures):
+        yield ""
+        yield "return probes:"
+        yield from elsewhere(RETURNS_ELSEWHERE)
+
+
+def subject(arch: str, profile: str | None, title: str) -> Iterator[str]:
+    """What stands above a table."""
+    yield f"{arch}, {title}"
+    if profile is not None:
+        yield f"profile {profile}"
+
+
+def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
+    """What stands below a table, of its modes that are jumps."""
+    found = [f"{mode} {size}" for mode, size in sizes.items() if size is not None]
+    if found:
+        yield f"bytes of a detour buffer, with its handler: {', '.join(found)}"
+
+
+def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
+    """Lines with the sources' figures."""
+    yield f"{'measured elsewhere, ns (ratio)':38} {STEPPED:>13} {BOOSTED:>13} {OPTIMIZED:>13}"
+    for name, *costs in rows:
+        least = costs[-1]
+        cells = [
+            "-" if cost is None else f"{cost}" + (f" ({cost / least:.1f})" if least else "") for cost in costs
+        ]
+        yield name
+        yield f"{'':38} " + " ".join(f"{cell:>13}" for cell in cells)
+
+
+def cost(figure: float) -> str:
+    """Nanoseconds in six characters; tenths of those below a thousand."""
+    return f"{figure:6.0f}" if abs(figure) >= 1000 else f"{figure:6.1f}"
+
+
+def _row(figure: HitFigure, base: float | None) -> str:
+    net, case = figure.net, figure.case
+    target = TARGETS.get((case.probe, case.mode)) if case.arch == "x86_64" else None
+    median = measured(net)
+    ratio = f"{median / base:.1f}" if base and median else "-"
+    return (
+        f"  {figure.case.mode:19} {figure.median:8.1f} {quantile(net, 1):8.1f} {quantile(net, 9):8.1f} "
+        f"{max(net):8.1f} {ratio:>7}  {verdict(net, target)}"
+    )

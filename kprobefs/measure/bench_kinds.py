@@ -1,0 +1,171 @@
+"""`kprobefs bench kinds`: kprobes, jprobes, return probes, and two of them on one function, by profile."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kinds.jprobe import Jprobe, become_jprobe
+from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.progress import counted
+from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, quantile
+
+KINDS = ("k", "j", "r", "kr", "jr", "c", "cr")
+"""As section 6 of "Kernel Probes" (2010) calls them: kprobe, jprobe, return probe, and the last with each.
+
+The jprobes of the last two have no mirror function, but a handler in guest code that reads the arguments.
+"""
+TITLES = {"c": "jc", "cr": "jcr"}
+"""What tables call those."""
+LEGEND = (
+    "k a kprobe, j a jprobe, r a return probe; kr, jr both on the same function;",
+    "jc, jcr a jprobe whose handler is guest code, alone and with a return probe",
+)
+ELSEWHERE = (
+    ("i386, Pentium M 1495 MHz", (0.57, 1.00, 0.92, 0.99, 1.40)),
+    ("x86_64, Opteron 246 1994 MHz", (0.49, 0.76, 0.80, 0.82, 1.07)),
+    ("ppc64, POWER5 1656 MHz", (0.77, 1.31, 1.26, 1.45, 1.99)),
+)
+"""Microseconds a hit, by the first of KINDS."""
+
+
+STEPPED = "kprobes-2010, nothing boosted"
+"""The documents' way alone: a step by the trap flag behind each breakpoint."""
+BUILT = {**PROFILES, STEPPED: replace(PROFILES["kprobes-2010"], preemption=True)}
+"""What is measured: each profile, and that."""
+
+
+@dataclass(frozen=True)
+class KindCase:
+    """Probes of one or two kinds on a function's entry, in a kernel of one of BUILT."""
+
+    profile: str
+    kind: str
+    arch: str = "x86_64"
+
+
+@dataclass(frozen=True)
+class KindFigure:
+    """Microseconds of the host's CPU that they add to a call, one sample a round."""
+
+    case: KindCase
+    net: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.net)
+
+    def as_dict(self) -> dict[str, object]:
+        net, case = sorted(self.net), self.case
+        return {
+            "arch": case.arch,
+            "profile": case.profile,
+            "kind": TITLES.get(case.kind, case.kind),
+            "us": measured(self.net),
+            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
+            "samples": len(net),
+        }
+
+
+def cases(arch: str) -> list[KindCase]:
+    """Every kind of every profile that has it, and that is of the architecture."""
+    is_riscv = arch.startswith("riscv")
+    return [
+        KindCase(name, kind, arch)
+        for name, profile in BUILT.items()
+        if (is_riscv and not profile.jprobes) or (not is_riscv and profile.strategies != OUT_OF_TREE)
+        for kind in KINDS
+        if profile.jprobes or not {"j", "c"} & {*kind}
+    ]
+
+
+def measure(case: KindCase, hits: int, rounds: int) -> KindFigure:
+    """One case in a kernel of its own; the first round of probed calls only warms up."""
+    config = MachineConfig(arch=case.arch, run_budget=60)
+    with Kernel(config, profile=BUILT[case.profile]) as kernel:
+        run = caller(kernel, hits)
+        run()
+        before = [run() for _ in range(rounds)]
+        counts = [_PLACING[kind](kernel) for kind in case.kind]
+        if kernel.kprobes.optimizer is not None:
+            with kernel.lock:
+                kernel.kprobes.optimizer.flush()
+        run()
+        probed = [run() for _ in range(rounds)]
+        if any(count() not in (None, hits * (rounds + 1)) for count in counts):
+            raise AssertionError("a hit was lost, or counted twice")
+    base = statistics.median(before)
+    return KindFigure(case, tuple((sample - base) / 1000 for sample in probed))
+
+
+Count = Callable[[], int | None]
+"""Hits so far; None where nothing counts them."""
+
+
+def _kprobe(kernel: Kernel) -> Count:
+    ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
+    kernel.register_kprobe(ring.probe(symbol_name=FUNCTION))
+    return lambda: ring.hits
+
+
+def _jprobe(kernel: Kernel) -> Count:
+    """Its mirror function does nothing but return."""
+    text, arch = kernel.machine.text, kernel.arch
+    entry = text.alloc_text(arch.jump_size)
+    text.poke(entry, arch.relative_jump(entry, kernel.jprobes.jprobe_return))
+    kernel.register_jprobe(Jprobe(entry, symbol_name=FUNCTION))
+    return lambda: None
+
+
+def _compiled_jprobe(kernel: Kernel) -> Count:
+    ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
+    probe = ring.probe(symbol_name=FUNCTION)
+    become_jprobe(probe)
+    kernel.register_kprobe(probe)
+    return lambda: ring.hits
+
+
+def _kretprobe(kernel: Kernel) -> Count:
+    ring = kernel.hit_ring(kernel.arch.registers.return_value)
+    kernel.register_kretprobe(ring.return_probe(symbol_name=FUNCTION))
+    return lambda: ring.hits
+
+
+_PLACING = {"k": _kprobe, "j": _jprobe, "c": _compiled_jprobe, "r": _kretprobe}
+
+
+def kinds(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
+    """All cases, one after the other, in a table or as JSON."""
+    figures = [measure(case, hits, rounds) for case in counted("bench kinds", cases(arch))]
+    if as_json:
+        print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        return
+    print("\n".join(table(figures)))
+
+
+def table(figures: Sequence[KindFigure]) -> Iterator[str]:
+    """Lines: median microseconds by profile and kind, and the source's figures."""
+    yield f"{figures[0].case.arch}, us a hit, the median of {len(figures[0].net)} rounds"
+    yield _line("", [TITLES.get(kind, kind) for kind in KINDS])
+    nets = {(figure.case.profile, figure.case.kind): figure.net for figure in figures}
+    for profile in dict.fromkeys(profile for profile, _ in nets):
+        found = [nets.get((profile, kind)) for kind in KINDS]
+        yield _line(profile, ["-" if net is None else _us(measured(net)) for net in found])
+    yield from LEGEND
+    yield from notes(nets.values())
+    yield ""
+    yield "measured elsewhere (documentation, 2010)"
+    yield from (_line(name, [_us(cost) for cost in costs]) for name, costs in ELSEWHERE)
+
+
+def _us(cost: float | None) -> str:
+    return NOISE if cost is None else f"{cost:.2f}"
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    return f"{name:30}" + "".join(f"{cell:>7}" for cell in cells)

@@ -1,0 +1,292 @@
+"""`kprobefs bench return`: what a hooked return costs on each shadow stack, for many tasks and CPUs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kinds.hit_ring import HitRing
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile, RegisterSaving
+from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.progress import counted
+from kprobefs.measure.bench import (
+    BOOSTED,
+    FTRACE,
+    FUNCTION,
+    MODES,
+    OPTIMIZED,
+    RETURNS_ELSEWHERE,
+    SAVE_ALL,
+    STEPPED,
+    TRAP_FLAG,
+    built,
+    caller,
+    check_mode,
+    cost,
+    detour_size,
+    detours,
+    elsewhere,
+    measured,
+    modes,
+    notes,
+    quantile,
+    settle,
+    subject,
+    verdict,
+)
+from kprobefs.measure.contention import instructions_a_call
+
+FPROBE, FPROBE_REGS = "fprobe", "fprobe-pt_regs"
+FPROBES = (FPROBE, FPROBE_REGS)
+HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=RegisterSaving.ALL)}
+"""The modes, and an fprobe's exit: with what the handler needs, as by ftrace_regs, or with pt_regs."""
+BY_FENTRY = (FTRACE, *FPROBES)
+SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
+TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, FPROBE: 60.0, SAVE_ALL: 250.0}
+"""Nanoseconds net that the project wants to stay under, on x86_64."""
+NEEDS_FENTRY = "unified"
+_QUICKEST = (OPTIMIZED, SAVE_ALL, FTRACE, BOOSTED, STEPPED, TRAP_FLAG)
+TASKS, CPUS = (1, 100, 500), (1, 2, 4, 8)
+
+_FIRST_PID = 10_000
+
+
+@dataclass(frozen=True)
+class ReturnCase:
+    """One shadow stack and way to the entry, with so many tasks in the hooked function, and so many CPUs."""
+
+    backend: str
+    mode: str
+    tasks: int = 1
+    cpus: int = 1
+    arch: str = "x86_64"
+    profile: str | None = None
+    """A preset, which the mode is one of; None: one made for the mode."""
+
+
+@dataclass(frozen=True)
+class ReturnFigure:
+    """Net nanoseconds of the host's CPU for a hooked call, one sample a round, and guest instructions."""
+
+    case: ReturnCase
+    net: tuple[float, ...]
+    traps: float
+    """Breakpoints and ends of steps met, a call."""
+    instructions: float | None
+    """Of the guest, a call, net, when all CPUs call at the same time.
+
+    None where the host handles it, and on RISC-V, whose CPUs have no trap flag to count by.
+    """
+    locked: float | None
+    """Those of them while a lock is held."""
+    detour: int | None = None
+    """Bytes of the detour buffer that the entry's jump leads to, with a handler in guest code in it."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.net)
+
+    def as_dict(self) -> dict[str, object]:
+        net, case = sorted(self.net), self.case
+        return {
+            "arch": case.arch,
+            "backend": case.backend,
+            "mode": case.mode,
+            "profile": case.profile,
+            "detour": self.detour,
+            "tasks": case.tasks,
+            "cpus": case.cpus,
+            "ns": measured(self.net),
+            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
+            "samples": len(net),
+            "traps": self.traps,
+            "instructions": self.instructions,
+            "locked": self.locked,
+        }
+
+
+def cases(
+    arch: str,
+    tasks: Sequence[int] = TASKS,
+    cpus: Sequence[int] = CPUS,
+    backends: Sequence[str] = RETURN_HOOKS,
+    profile: str | None = None,
+) -> list[ReturnCase]:
+    """All that is measured: every mode alone, then the quickest one with more tasks, and with more CPUs.
+
+    Of a preset, its own shadow stack and modes.
+    """
+    found, known = [], modes(arch, profile)
+    if FTRACE in known:
+        known += FPROBES
+    for backend in backends if profile is None else (PROFILES[profile].return_hook,):
+        alone = [mode for mode in HOOKED if mode in (BY_FENTRY if backend == NEEDS_FENTRY else known)]
+        quickest = next(mode for mode in _QUICKEST if mode in alone)
+        found += [ReturnCase(backend, mode, 1, 1, arch, profile) for mode in alone]
+        found += [ReturnCase(backend, quickest, number, 1, arch, profile) for number in tasks if number > 1]
+        found += [ReturnCase(backend, quickest, 1, number, arch, profile) for number in cpus if number > 1]
+    return found
+
+
+def _built(case: ReturnCase) -> Profile:
+    if case.profile is None:
+        return HOOKED[case.mode]
+    if case.mode in FPROBES:
+        return replace(built(FTRACE, case.profile), saving=HOOKED[case.mode].saving)
+    return built(case.mode, case.profile)
+
+
+def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
+    """One case in a kernel of its own, rounds with the probe and without in turns; the first one warms up."""
+    config = MachineConfig(arch=case.arch, run_budget=60, cpus=case.cpus, return_hook=case.backend)
+    if case.mode in SLOW:
+        hits = max(1, hits // 4)
+    with Kernel(config, profile=_built(case)) as kernel:
+        run = caller(kernel, hits)
+        steps = bool(kernel.arch.trap_flag)
+        bare = instructions_a_call(kernel, FUNCTION, case.cpus) if steps else None
+        result = kernel.arch.registers.return_value
+        ring = kernel.hit_ring(result, "dx" if result == "ax" else "a1")
+        switch, hook, probe = _hooked(kernel, ring, case)
+        net = []
+        for _ in range(rounds + 1):
+            # The text has just changed, and is translated anew.
+            run()
+            unprobed = run()
+            switch(True)
+            with _sleepers(kernel, hook(), case.tasks - 1):
+                run()
+                net.append(run() - unprobed)
+            switch(False)
+        switch(True)
+        run()
+        traps = _traps(kernel, run) / hits
+        if hook().missed or hook().returned % hits or ring.hits != (2 * rounds + 4) * hits:
+            raise AssertionError("a return was lost, or counted twice")
+        if probe is not None:
+            check_mode(kernel, probe, case.mode)
+        detour = None if probe is None else detour_size(kernel, probe)
+        if traps >= 1 or bare is None:
+            return ReturnFigure(case, tuple(net[1:]), traps, None, None, detour)
+        taken = instructions_a_call(kernel, FUNCTION, case.cpus)
+    return ReturnFigure(case, tuple(net[1:]), traps, taken.all - bare.all, taken.locked, detour)
+
+
+def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
+    """Breakpoints and ends of steps that a run meets."""
+    met = 0
+    ways = kernel.machine.breakpoints, kernel.machine.debug_traps
+
+    def counted(handler: Callable[[Any], object]) -> Callable[[Any], None]:
+        def count(regs: Any) -> None:
+            nonlocal met
+            met += 1
+            handler(regs)
+
+        return count
+
+    before = [dict(handlers) for handlers in ways]
+    for handlers in ways:
+        handlers.update({address: counted(handler) for address, handler in handlers.items()})
+    run()
+    for handlers, usual in zip(ways, before, strict=True):
+        handlers.update(usual)
+    return met
+
+
+def _hooked(
+    kernel: Kernel, ring: HitRing, case: ReturnCase
+) -> tuple[Callable[[bool], None], Callable[[], ReturnHook], Kprobe | None]:
+    """What switches hooking on and off, what gives the hook while it is on, and the probe, if that is one."""
+    nodes = case.tasks + case.cpus
+    fp = ring.fprobe(FUNCTION, nr_maxactive=nodes)
+    rp = ring.return_probe(symbol_name=FUNCTION, maxactive=nodes, disabled=True)
+
+    def switch_fprobe(on: bool) -> None:
+        (kernel.register_fprobe if on else kernel.unregister_fprobe)(fp)
+
+    def switch(on: bool) -> None:
+        (kernel.enable_kretprobe if on else kernel.disable_kretprobe)(rp)
+        settle(kernel, rp if on else None)
+
+    def hook() -> ReturnHook:
+        found = fp.hook if case.mode in FPROBES else rp.hook
+        assert found is not None
+        return found
+
+    if case.mode in FPROBES:
+        return switch_fprobe, hook, None
+    kernel.register_kretprobe(rp)
+    return switch, hook, rp
+
+
+@contextmanager
+def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
+    """Other tasks, each with one call of the hooked function pending."""
+    stack, place = kernel.kretprobes.hooks.stack, hook.address
+    with kernel.lock:
+        tasks = [kernel.guest.processes.task_of(_FIRST_PID + n, 0, 0).addr for n in range(number)]
+    for task in tasks:
+        node = stack.try_get(place, task)
+        stack.push(place, task, node, place, place)
+    yield
+    for task in tasks:
+        stack.pop(task, 1)
+
+
+# Reports
+
+
+def returns(
+    arch: str,
+    hits: int,
+    rounds: int,
+    tasks: Sequence[int],
+    cpus: Sequence[int],
+    profile: str | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    """All cases, one after the other, in a table or as JSON."""
+    found = counted("bench return", cases(arch, tasks, cpus, profile=profile))
+    figures = [measure(case, hits, rounds) for case in found]
+    if as_json:
+        print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        return
+    print("\n".join(table(figures)))
+
+
+def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
+    """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
+    title, first = "a return probe that records number, address and two registers", figures[0].case
+    yield from subject(first.arch, first.profile, title)
+    yield "traps, guest instructions and those that are locked are of one call;"
+    yield "target: net nanoseconds that the project wants to stay under, and whether it did"
+    head = ("tasks", "cpus", "net ns", "p10", "p90", "traps", "instr", "locked")
+    for backend in dict.fromkeys(figure.case.backend for figure in figures):
+        yield ""
+        yield "{:19}{:>5}{:>5}{:>7}{:>7}{:>7}{:>6}{:>6}{:>7} target".format(backend, *head)
+        rows = [figure for figure in figures if figure.case.backend == backend]
+        yield from map(_row, rows)
+        yield from detours({figure.case.mode: figure.detour for figure in rows})
+    yield from notes(figure.net for figure in figures)
+    yield ""
+    yield from elsewhere(RETURNS_ELSEWHERE)
+
+
+def _row(figure: ReturnFigure) -> str:
+    case, net = figure.case, figure.net
+    target = TARGETS.get(case.mode) if case.arch == "x86_64" and figure.traps < 1 else None
+    counts = ["-" if count is None else f"{count:.1f}" for count in (figure.instructions, figure.locked)]
+    return (
+        f"{case.mode:19}{case.tasks:5}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "
+        f"{cost(quantile(net, 9))}{figure.traps:6.1f}{counts[0]:>6}{counts[1]:>7} {verdict(net, target)}"
+    )

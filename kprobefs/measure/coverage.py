@@ -1,0 +1,278 @@
+"""The command coverage: how many instructions of a kernel each verdict and each reason takes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.kprobes.profile import Profile, profile_named
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.progress import Progress
+from kprobefs.common.terminal import wrap
+from kprobefs.measure import coverage_subject
+from kprobefs.measure.coverage_subject import Subject
+
+_RISCV_PROFILE = "riscv-optprobes-2023"
+"""The one that optimizes there: Linux itself doesn't."""
+_X86_PROFILE = "linux-6.1"
+_LINUX_RULES = {"optprobe": "optprobe-linux"}
+"""Linux checks the function alone, ours branches from elsewhere too; counted is by Linux's rules."""
+_X86_FILLER = b"\0\xcc"
+_INT3 = 0xCC
+
+
+class ProbeOutcome(Enum):
+    """What becomes of a probe; the value is what the tables call it."""
+
+    __hash__ = object.__hash__
+
+    OPTIMIZED = "optimized"
+    BREAKPOINT = "breakpoint"
+    FTRACE = "ftrace"
+    REFUSED = "refused"
+
+
+Reasons = Counter[RejectReason | None]
+"""Instructions by reason; an optimized probe has none."""
+
+
+@dataclass
+class Coverage:
+    """What was counted over one subject."""
+
+    subject: Subject
+    profile: str
+    symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
+    pairs: int | None = None
+    """RISC-V: instructions that the authors of the series would count as optimizable."""
+    seconds: float = 0.0
+    """Of CPU time."""
+
+    @property
+    def total(self) -> Reasons:
+        return _sum(reasons for _, reasons in self.symbols)
+
+    @property
+    def sections(self) -> dict[str, Reasons]:
+        """By the part of the text that functions are in, the largest first."""
+        found: dict[str, Reasons] = {}
+        for symbol, reasons in self.symbols:
+            found.setdefault(self.subject.section(symbol.address), Counter()).update(reasons)
+        return dict(sorted(found.items(), key=lambda item: -item[1].total()))
+
+
+class FunctionCoverage:
+    """Says of each instruction of a function what becomes of a probe on it."""
+
+    def __init__(self, subject: Subject, profile: Profile) -> None:
+        self._subject = subject
+        self._profile = profile
+        arch = arch_named(subject.arch)
+        names = (_LINUX_RULES.get(name, name) for name in profile.strategies)
+        strategy = arch.strategy(names) if profile.optimizer else None
+        self._verdict = arch.probe_checker(subject.tables, strategy, ftrace=profile.ftrace)
+        self._is_x86 = not subject.arch.startswith("riscv")
+        self.pairs: int | None = 0 if strategy and strategy.pairs else None
+        """See Coverage.pairs."""
+
+    def reasons(self, symbol: Symbol) -> Reasons:
+        """Of a whole function."""
+        if self._is_notrace(symbol):
+            found: dict[int, RejectReason | None] = dict.fromkeys(
+                self._verdict.boundaries(symbol), RejectReason.NOTRACE
+            )
+        else:
+            found = self._verdict.reasons(symbol)
+        if self.pairs is not None:
+            self.pairs += self._verdict.pairs(symbol) or 0
+        return Counter(self._without_filler(symbol, found))
+
+    def _without_filler(
+        self, symbol: Symbol, found: dict[int, RejectReason | None]
+    ) -> Collection[RejectReason | None]:
+        """Zeros at the end fill space, and on x86 int3, which boot puts behind returns too."""
+        filler = _X86_FILLER if self._is_x86 else b"\0"
+        code = self._subject.tables.read(symbol.address, symbol.size).rstrip(filler)
+        start, end = symbol.address, symbol.address + len(code)
+        if self._is_x86 and _INT3 in code:
+            return [reason for addr, reason in found.items() if addr < end and code[addr - start] != _INT3]
+        if len(code) == symbol.size:
+            return found.values()
+        return [reason for addr, reason in found.items() if addr < end]
+
+    def _is_notrace(self, symbol: Symbol) -> bool:
+        """Whether events keep out; a part of a function that isn't known is taken for traceable."""
+        if not self._profile.ftrace or not (self._subject.complete or self._verdict.has_whole(symbol)):
+            return False
+        return not self._verdict.is_traced(symbol)
+
+
+def _outcome(reason: RejectReason | None) -> ProbeOutcome:
+    if reason is None:
+        return ProbeOutcome.OPTIMIZED
+    if reason.errno:
+        return ProbeOutcome.REFUSED
+    return ProbeOutcome.FTRACE if reason is RejectReason.FTRACE else ProbeOutcome.BREAKPOINT
+
+
+def coverage(subject: Subject, profile_name: str | None) -> Coverage:
+    """Counts all instructions of all functions. Raises: CliError (an unknown profile)."""
+    name = profile_name or (_RISCV_PROFILE if subject.arch.startswith("riscv") else _X86_PROFILE)
+    try:
+        judge = FunctionCoverage(subject, profile_named(name))
+    except KernelError as error:
+        raise CliError(str(error.strerror), ExitStatus.USAGE) from error
+    found = Coverage(subject, name)
+    started = time.process_time()
+    progress = Progress(subject.title, sum(symbol.size for symbol in subject.symbols))
+    with _without_garbage_collection():
+        for symbol in subject.symbols:
+            found.symbols.append((symbol, judge.reasons(symbol)))
+            progress.add(symbol.size)
+    progress.end()
+    found.seconds = time.process_time() - started
+    found.pairs = judge.pairs
+    return found
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Judging makes no cycles, and looking for some among a kernel's objects takes a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        # What was made meanwhile counts as old, or it would all be looked at right now.
+        gc.freeze()
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def subjects(arch: str | None, image: str | None, functions: str | None) -> Iterator[Subject]:
+    """What the options name. Raises: CliError."""
+    try:
+        if image is not None:
+            yield from coverage_subject.linux_image(image)
+        elif functions is not None:
+            yield coverage_subject.recorded_functions(Path(functions))
+        else:
+            yield coverage_subject.own_image(arch or "x86_64")
+    except OSError as error:
+        raise CliError(
+            f"{image or functions or arch}: {error.strerror or error}", ExitStatus.USAGE
+        ) from error
+
+
+def run(
+    arch: str | None, image: str | None, functions: str | None, profile: str | None, *, as_json: bool
+) -> None:
+    """Prints the tables, or all that was counted as JSON. Raises: CliError."""
+    found = [coverage(subject, profile) for subject in subjects(arch, image, functions)]
+    if as_json:
+        print(json.dumps([_as_dict(each) for each in found]))
+    else:
+        print("\n\n".join("\n".join(_tables(each)) for each in found))
+
+
+# JSON
+
+
+def _as_dict(found: Coverage) -> dict[str, Any]:
+    total = found.total
+    return {
+        "subject": found.subject.title,
+        "arch": found.subject.arch,
+        "profile": found.profile,
+        "functions": len(found.symbols),
+        "verdicts": _by_verdict(total),
+        "reasons": [
+            {"verdict": _outcome(reason).value, "reason": reason.value, "instructions": number}
+            for reason, number in total.most_common()
+            if reason
+        ],
+        "sections": {name: _by_verdict(reasons) for name, reasons in found.sections.items()},
+        "symbols": [
+            {
+                "name": symbol.name,
+                "address": f"{symbol.address:#x}",
+                "verdicts": _by_verdict(reasons),
+                "reasons": {reason.value: number for reason, number in reasons.most_common() if reason},
+            }
+            for symbol, reasons in found.symbols
+        ],
+        "pairs": found.pairs,
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def _by_verdict(reasons: Reasons) -> dict[str, int]:
+    found = dict.fromkeys((verdict.value for verdict in ProbeOutcome), 0)
+    for reason, number in reasons.items():
+        found[_outcome(reason).value] += number
+    return {"instructions": reasons.total(), **found}
+
+
+# Text
+
+
+def _tables(found: Coverage) -> Iterator[str]:
+    total = found.total
+    counted = total.total()
+    rate = counted / found.seconds if found.seconds else 0
+    title, arch = found.subject.title, found.subject.arch
+    yield f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}"
+    yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
+    yield ""
+    verdicts = _by_verdict(total)
+    registered = counted - verdicts[ProbeOutcome.REFUSED.value]
+    yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}{'of what registers':>19}"
+    for verdict in ProbeOutcome:
+        number = verdicts[verdict.value]
+        of_registered = _share(number, registered) if verdict is not ProbeOutcome.REFUSED else ""
+        yield f"{verdict.value:<12}{number:>13,}{_share(number, counted):>9}{of_registered:>19}"
+    if found.pairs is not None:
+        yield f"{'pairs':<12}{found.pairs:>13,}{_share(found.pairs, counted):>9}"
+    yield ""
+    yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}  reason"
+    for reason, number in total.most_common():
+        if reason:
+            head = f"{_outcome(reason).value:<12}{number:>13,}{_share(number, counted):>9}  "
+            yield wrap(f"{head}{reason.value}", sys.stdout, " " * len(head))
+    yield ""
+    width = max(len(name) for name in (*found.sections, "section"))
+    yield f"{'section':<{width}}{'instructions':>14}" + "".join(
+        f"{verdict.value:>12}" for verdict in ProbeOutcome
+    )
+    for name, reasons in found.sections.items():
+        parts = _by_verdict(reasons)
+        shares = "".join(
+            f"{_share(parts[verdict.value], parts['instructions']):>12}" for verdict in ProbeOutcome
+        )
+        yield f"{name:<{width}}{parts['instructions']:>14,}{shares}"
+
+
+def _share(number: int, of: int) -> str:
+    return f"{100 * number / of:.1f} %" if of else "-"
+
+
+def _sum(parts: Iterable[Reasons]) -> Reasons:
+    total: Reasons = Counter()
+    for part in parts:
+        total.update(part)
+    return total

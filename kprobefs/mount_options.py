@@ -1,0 +1,150 @@
+"""MountOptions: what a daemon serves, and where."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from emulated_kernel.kprobes import profile
+from emulated_kernel.util import config
+from emulated_kernel.util.config import DEFAULT_RUN_BUDGET, HOST, IMAGE_LIMIT
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits, parse_limit
+from kprobefs.common.errors import CliError, ExitStatus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+    from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+    from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+    from emulated_kernel.util.config import MachineConfig
+
+    ServedMount = GuestMount | NativeMount | VmcoreMount
+    """What the adapter serves: all have the same methods."""
+
+KERNEL_KPROBES = "kernel"
+KPROBES = ("kprobefs", KERNEL_KPROBES)
+LAYOUTS = ("full", "tracefs")
+ARCHITECTURES = tuple(config.ARCHITECTURES)
+CLOCKS = ("virtual", "real")
+PROFILES = tuple(profile.PROFILES)
+LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
+"""Those that our engine probes a distribution's kernel with."""
+RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
+SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
+
+
+@dataclass(frozen=True)
+class MountOptions:
+    """One mount; `directory` is absolute, without symbolic links."""
+
+    directory: str
+    machine: MachineConfig
+    layout: str = "full"
+    allow_other: bool = False
+    """Others than who mounts get in, as far as modes allow."""
+    flags: tuple[str, ...] = ()
+    """Options of mount(8) that are FUSE's own."""
+    isolate: bool = False
+    """Ignore host processes that do not use the mount, and number clients from PID 1000."""
+    make_directory: bool = False
+    """Make the directory where there is none."""
+    kprobes: str = KPROBES[0]
+    """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
+    state: str | None = None
+    """A directory for what outlives the daemon."""
+    vmcore: str | None = None
+    """ELF vmcore whose kernel is mounted."""
+
+    @property
+    def source(self) -> str:
+        """First field in /proc/mounts: what the root directory looks like to tools that search there."""
+        return "tracefs" if self.layout == "tracefs" else "debugfs"
+
+
+Builder = Callable[[MountOptions], "ServedMount"]
+"""Makes the mount that is served: the emulated kernel, or something smaller in tests."""
+
+
+def check_image(path: Path) -> None:
+    """Raises: CliError (`path` is no file that could be a kernel image; what is in it isn't looked at)."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror}", ExitStatus.USAGE) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CliError(f"{path}: not a regular file", ExitStatus.USAGE)
+    if found.st_size > IMAGE_LIMIT:
+        size = f"{found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20}"
+        raise CliError(f"{path}: {size}", ExitStatus.USAGE)
+
+
+def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
+    """What `--limit NAME=VALUE` says, and the run budget in seconds. Raises: CliError."""
+    found: dict[Limit, int | None] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            limit, value = parse_limit(name, text)
+        except KernelError as error:
+            raise CliError(f"--limit {word}: {error.strerror}", ExitStatus.USAGE) from None
+        found[limit] = value
+    budget = found.pop(Limit.RUN_BUDGET_MS, None)
+    return Limits(found), DEFAULT_RUN_BUDGET if budget is None else budget / 1000
+
+
+def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
+    """Check that the kernel supports the chosen kprobes and options. Raises: CliError."""
+    machine = options.machine
+    if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
+        why = "not possible with --image or --kprobes kernel; leave these out"
+        raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
+    if options.kprobes == KERNEL_KPROBES and machine.image is None:
+        why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
+        raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
+    if not runs_linux(options):
+        return
+    if options.isolate:
+        raise CliError("--isolate: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)
+    if is_limited:
+        raise CliError("a distribution's kernel takes no --limit: it has limits of its own", ExitStatus.USAGE)
+    if machine.arch != "x86_64" or machine.cpus != 1:
+        raise CliError("a distribution's kernel runs on one CPU, of x86_64", ExitStatus.USAGE)
+    if options.kprobes == KERNEL_KPROBES:
+        return
+    if machine.profile not in LINUX_PROFILES:
+        known = " and ".join(LINUX_PROFILES)
+        raise CliError(f"a distribution's kernel is probed with --profile {known} alone", ExitStatus.USAGE)
+    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
+        why = "not possible with a distribution's kernel; leave these out"
+        raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)
+
+
+def runs_linux(options: MountOptions) -> bool:
+    """Whether a distribution's kernel is mounted."""
+    image = options.machine.image
+    if options.kprobes == KERNEL_KPROBES or options.vmcore is not None:
+        return True
+    return image is not None and _is_linux(image)
+
+
+def _is_linux(image: Path) -> bool:
+    if str(image) == HOST:
+        return True
+    from emulated_kernel.image.linux.open_image import is_linux
+
+    try:
+        return is_linux(image)
+    except OSError:
+        return False
+
+
+def check_state(options: MountOptions) -> None:
+    """Raises: CliError (the state would lie in a mount of ours, whose daemon may wait for itself)."""
+    from kprobefs.common import mountpoints
+
+    if options.state is not None and mountpoints.is_inside(options.state, options.directory):
+        raise CliError(f"--state {options.state}: inside a mount point", ExitStatus.USAGE)
