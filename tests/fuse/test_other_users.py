@@ -272,14 +272,11 @@ class TestProcesses:
         text["process"][key] = [1, 2] if key == "executable" else text["process"][key] - 1
         path.write_text(json.dumps(text))
         assert running("/x") is None
-        point = control.mountpoints.MountPoint(
-            "/x", "0:1", control.mountpoints.FSTYPE, "tracefs", os.geteuid()
-        )
+        mountpoints = control.mountpoints
+        point = mountpoints.MountPoint("/x", "0:1", mountpoints.FSTYPE, "tracefs", os.geteuid())
         mounted = [point]
-        monkeypatch.setattr(
-            control.mountpoints, "mounted_on", lambda _directory: mounted[0] if mounted else None
-        )
-        monkeypatch.setattr(control.mountpoints, "detach", lambda _directory: mounted.clear())
+        monkeypatch.setattr(mountpoints, "mounted_on", lambda _directory: mounted[0] if mounted else None)
+        monkeypatch.setattr(mountpoints, "detach", lambda _directory: mounted.clear())
         control.unmount("/x", force=True)
         assert mounted == []
         assert bystander.poll() is None
