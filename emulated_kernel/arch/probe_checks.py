@@ -72,7 +72,8 @@ class AnalyzedFunction(Generic[Analysis]):
         Linux: an fentry site up to v5.17; later ones let a breakpoint be written into what ftrace patches as
         a whole.
         """
-        function, found = self.function, dict[int, RejectReason]()
+        function = self.function
+        found = dict[int, RejectReason]()
         for sites, reason in (
             (function.jump_labels, RejectReason.JUMP_LABEL),
             (function.static_calls, RejectReason.STATIC_CALL),

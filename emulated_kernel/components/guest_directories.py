@@ -10,7 +10,8 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry, EventWatcher
 from emulated_kernel.util.errors import KernelError
 
-MAKES, _REMOVES = "tracefs_create_dir", "tracefs_remove"
+MAKES = "tracefs_create_dir"
+_REMOVES = "tracefs_remove"
 
 
 class GuestDirectories(EventWatcher):
@@ -27,8 +28,10 @@ class GuestDirectories(EventWatcher):
         is_running: Callable[[], bool],
     ) -> None:
         """`call`: a function of the guest's, by its name; `is_running`: the guest is within one already."""
-        self._registry, self._function = registry, call
-        self._is_watched, self._is_running = is_watched, is_running
+        self._registry = registry
+        self._function = call
+        self._is_watched = is_watched
+        self._is_running = is_running
         self._groups: dict[str, int] = {}
         self._events: dict[TraceEvent, int] = {}
         registry.watch(self)

@@ -31,7 +31,8 @@ class ModuleNotifier:
         forget: Callable[[Sequence[tuple[int, int]], str], None],
     ) -> None:
         """`read`, `name`: of a struct module; `forget`: told what memory of which module is to be freed."""
-        self._read, self._name = read, name
+        self._read = read
+        self._name = name
         self._live = live
         self._kprobes = kprobes
         self._symbols = symbols

@@ -75,10 +75,16 @@ class TracedKernel:
 
 def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:
     """Tracing with nothing on, over a kernel whose probes are registered with `engine`."""
-    machine, abi, symbols = kernel.machine, kernel.abi, kernel.symbols
-    memory, tasks, context = machine.memory, kernel.tasks, kernel.context
-    kprobes, hook_sets = engine.kprobes, engine.hook_sets
-    registry, cmdlines = EventRegistry(), SavedCmdlines()
+    machine = kernel.machine
+    abi = kernel.abi
+    symbols = kernel.symbols
+    memory = machine.memory
+    tasks = kernel.tasks
+    context = kernel.context
+    kprobes = engine.kprobes
+    hook_sets = engine.hook_sets
+    registry = EventRegistry()
+    cmdlines = SavedCmdlines()
     records = GuestRecords(machine.records, tasks, cmdlines, machine.clock)
     for event in kernel.events:
         registry.add(event)
@@ -108,7 +114,9 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     hists = HistCommand(HistServices(registry, kernel.syscall_name))
     arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, kprobes.lock, kernel.limits)
     places = records.places(abi, arch.interrupt_flag, context.breakpoint_trace_ctx, kernel.resched)
-    top, graph, profiler = arrays.top, None, None
+    top = arrays.top
+    graph = None
+    profiler = None
     if kernel.has_graph:
         graph, profiler = build_graphs(
             kprobes, hook_sets, top.array, top.functions, functions.functions, kernel.points, context, places

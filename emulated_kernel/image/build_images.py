@@ -242,7 +242,8 @@ def check(arch: str) -> int:
             print(f"{arch}: not checked: built by {expected[kind]}, here is {version or 'no ' + kind}")
             return EXIT_OTHER_COMPILER
     built = build(arch)
-    there, counts = PREBUILT / arch, PREBUILT / arch / prototypes.FILE_NAME
+    there = PREBUILT / arch
+    counts = PREBUILT / arch / prototypes.FILE_NAME
     same = built.data == (there / "vmlinux").read_bytes() and built.manifest == expected
     same &= built.modules == {path.stem: path.read_bytes() for path in (there / MODULES).glob("*.ko")}
     same &= built.arguments == (counts.read_text() if counts.exists() else "")
@@ -394,7 +395,8 @@ def _preprocess_script(target: BuildTarget, work: Path) -> None:
 
 def _assemble_symbols(target: BuildTarget, symbols: Kallsyms | None, work: Path) -> Path:
     """The tables that kernel/kallsyms.c reads; without symbols they are empty."""
-    source, output = work / "kallsyms.S", work / "kallsyms.o"
+    source = work / "kallsyms.S"
+    output = work / "kallsyms.o"
     source.write_text(_symbol_source(symbols))
     _run([target.compiler, *target.flags.split(), "-c", str(source), "-o", str(output)])
     return output

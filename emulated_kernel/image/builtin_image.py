@@ -176,7 +176,8 @@ class _Loader:
         abi = self._abi()
         if abi:
             self._apply_alternatives()
-        table, word = self._table, self._elf.bits // 8
+        table = self._table
+        word = self._elf.bits // 8
         return KernelImage(
             path=path,
             arch=arch,
@@ -219,7 +220,8 @@ class _Loader:
 
     def _between(self, start: str, end: str) -> tuple[int, bytes]:
         """Address and contents of a table; empty where the image doesn't have it."""
-        first, last = self._kallsyms.lookup_name(start), self._kallsyms.lookup_name(end)
+        first = self._kallsyms.lookup_name(start)
+        last = self._kallsyms.lookup_name(end)
         if first is None or last is None or last <= first:
             return 0, b""
         return first, self._bytes.read(first, last - first)
@@ -229,9 +231,11 @@ class _Loader:
 
     def _blacklist(self) -> Iterator[BlacklistEntry]:
         _, listed = self._table("kprobe_blacklist")
-        lookup, areas = self._kallsyms.lookup_name, []
+        lookup = self._kallsyms.lookup_name
+        areas = []
         for area in text_tables.BLACKLISTED:
-            start, end = lookup(f"__{area}_text_start"), lookup(f"__{area}_text_end")
+            start = lookup(f"__{area}_text_start")
+            end = lookup(f"__{area}_text_end")
             if start is not None and end is not None:
                 areas.append(Range(start, end))
         return text_tables.blacklist(self._kallsyms, text_tables.words(listed, self._elf.bits // 8), areas)

@@ -36,7 +36,8 @@ def find_debug_file(elf: Any, path: Path) -> Path:
     isn't of the same build, by its id or by the link's checksum, is passed over.
     Raises: KernelError ENOENT, OSError.
     """
-    identity, link = build_id(elf), _debuglink(elf)
+    identity = build_id(elf)
+    link = _debuglink(elf)
     if not identity and link is None:
         raise KernelError(
             errno.ENOENT,
@@ -70,7 +71,8 @@ def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator
     if identity:
         yield DEBUG_ROOT / ".build-id" / identity[:2] / f"{identity[2:]}.debug"
     if link is not None:
-        name, beside = link[0], path.parent
+        name = link[0]
+        beside = path.parent
         yield from (beside / name, beside / ".debug" / name)
         yield DEBUG_ROOT / beside.relative_to("/") / name
     release = path.name.partition("-")[2] if path.name.startswith(("vmlinuz-", "vmlinux-")) else ""

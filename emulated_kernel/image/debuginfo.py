@@ -34,7 +34,8 @@ class DebugInfo:
 
     def __init__(self, code: Any, debug: Any) -> None:
         """`code` and `debug` are open ELF files, which may be the same: text, and what describes it."""
-        self._code, self._debug = code, debug
+        self._code = code
+        self._debug = debug
         machine = code["e_machine"]
         if machine not in _BITS:
             raise KernelError(errno.EINVAL, f"an ELF file for {machine}, not for x86")
@@ -66,7 +67,8 @@ class DebugInfo:
         Raises: KernelError ENOENT.
         """
         # All units of a distribution's kernel take minutes and gigabytes; symbols name the one.
-        copies, names_all = [], False
+        copies = []
+        names_all = False
         for elf in (self._code, self._debug):
             table = elf.get_section_by_name(".symtab")
             for symbol in table.iter_symbols() if table is not None else ():
@@ -85,7 +87,8 @@ class DebugInfo:
     def text(self, part: range) -> bytes:
         """Machine code. Raises: KernelError ENODATA (the file has none)."""
         for section in self._code.iter_sections():
-            start, size = section["sh_addr"], section["sh_size"]
+            start = section["sh_addr"]
+            size = section["sh_size"]
             if not (start <= part.start and part.stop <= start + size):
                 continue
             if section["sh_type"] == "SHT_PROGBITS" and section["sh_flags"] & 4:
@@ -119,7 +122,8 @@ class DebugInfo:
                     yield DescribedFunction(_name(die), parts)
 
     def _parts(self, die: Any) -> tuple[range, ...]:
-        low, high = die.attributes.get("DW_AT_low_pc"), die.attributes.get("DW_AT_high_pc")
+        low = die.attributes.get("DW_AT_low_pc")
+        high = die.attributes.get("DW_AT_high_pc")
         if low is not None and high is not None:
             end = high.value if high.form == "DW_FORM_addr" else low.value + high.value
             return (range(low.value, end),)
@@ -128,7 +132,8 @@ class DebugInfo:
         if lists is None:
             return ()
         top = die.cu.get_top_DIE().attributes.get("DW_AT_low_pc")
-        base, parts = top.value if top is not None else 0, []
+        base = top.value if top is not None else 0
+        parts = []
         for entry in lists.get_range_list_at_offset(listed.value, die.cu):
             if hasattr(entry, "base_address"):
                 base = entry.base_address

@@ -120,8 +120,12 @@ class LiveKallsyms(Kallsyms):
 
     def __init__(self, image: Kallsyms) -> None:
         # The image's own table, which nothing changes: to sort and to index it again is a tenth of a boot.
-        self.digits, self.start, self.end = image.digits, image.start, image.end
-        self._table, self._met, self._numbers = image.table, {}, {}
+        self.digits = image.digits
+        self.start = image.start
+        self.end = image.end
+        self._table = image.table
+        self._met = {}
+        self._numbers = {}
         self._modules: list[ModuleSymbols] = []
 
     def set_modules(self, modules: Iterable[Module]) -> None:

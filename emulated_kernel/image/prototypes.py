@@ -30,7 +30,8 @@ def argument_counts(texts: Iterable[str]) -> dict[str, int]:
 
 def _count(parameters: str) -> int:
     """Commas outside of parentheses part them; `...` is none."""
-    depth, parts = 0, [""]
+    depth = 0
+    parts = [""]
     for char in parameters:
         depth += (char == "(") - (char == ")")
         if char == "," and not depth:

@@ -61,12 +61,19 @@ class Kernel:
         lock: ControlLock | None = None,
     ) -> None:
         self.components = parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
-        self.config, self.lock, self.arch = parts.config, parts.lock, parts.arch
+        self.config = parts.config
+        self.lock = parts.lock
+        self.arch = parts.arch
         self.live, self.image, self.machine = parts.live, parts.live.core, parts.machine
-        self.guest, self.modules, self.loads = parts.guest, parts.modules, parts.loads
-        self.kprobes, self.kretprobes = parts.engine.kprobes, parts.engine.kretprobes
-        self.fprobes, self.tracing = parts.engine.fprobes, parts.tracing
-        self.trace_arrays, self.trace = parts.tracing.arrays, parts.tracing.arrays.top.array
+        self.guest = parts.guest
+        self.modules = parts.modules
+        self.loads = parts.loads
+        self.kprobes = parts.engine.kprobes
+        self.kretprobes = parts.engine.kretprobes
+        self.fprobes = parts.engine.fprobes
+        self.tracing = parts.tracing
+        self.trace_arrays = parts.tracing.arrays
+        self.trace = parts.tracing.arrays.top.array
         self._mounts = Mounts(self.machine.text, self.guest, self.lock, self.config.limits)
 
     @contextmanager

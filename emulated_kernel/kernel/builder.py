@@ -79,7 +79,8 @@ def build(
 def _on_machine(
     machine: Machine, live: LiveImage[KernelImage], watch: ProcessWatch, profile: Profile, lock: ControlLock
 ) -> BuiltinKernelComponents:
-    config, image = machine.config, live.core
+    config = machine.config
+    image = live.core
     arch = arch_named(config.arch)
     guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
     if (most := config.limits[Limit.SCRATCH_BYTES]) is not None:
@@ -151,7 +152,10 @@ def _tracing(
     guest: Guest,
     engine: ProbeRegistries,
 ) -> TracingComponents:
-    kprobes, image, memory, events = engine.kprobes, live.core, machine.memory, guest.runner.events
+    kprobes = engine.kprobes
+    image = live.core
+    memory = machine.memory
+    events = guest.runner.events
     tasks = Tasks(machine, image.abi)
     context = HitContext(
         kprobes.hits.ctlblk,

@@ -176,19 +176,20 @@ class Kprobe(AssemblyOwner):
     def attach_assembly(self, assembled: AssembledHandlers) -> None:
         """It is registered; without handlers of another kind its program has nothing but this."""
         self.assembled = assembled
-        self.has_assembly, self.has_post_assembly = (
-            HandlerPoint.PRE in assembled,
-            HandlerPoint.POST in assembled,
-        )
+        self.has_assembly = HandlerPoint.PRE in assembled
+        self.has_post_assembly = HandlerPoint.POST in assembled
         if self.pre_handler is None:
-            self.pre_handler, self.program = _nothing_else, _no_program
+            self.pre_handler = _nothing_else
+            self.program = _no_program
         if self.post_handler is None and self.has_post_assembly:
             self.post_handler = _nothing_behind
 
     def leave_assembly(self) -> AssembledHandlers | None:
         """It isn't registered any more; returns what it had."""
-        assembled, self.assembled = self.assembled, None
-        self.has_assembly = self.has_post_assembly = False
+        assembled = self.assembled
+        self.assembled = None
+        self.has_assembly = False
+        self.has_post_assembly = False
         if self.post_handler is _nothing_behind:
             self.post_handler = None
         return assembled
@@ -438,7 +439,8 @@ class AggrKprobe(Kprobe):
         optimization, disabled or not.
         """
         self._pre_handlers = None
-        self.has_assembly, self.has_post_assembly = self._with_assembly > 0, self._with_post_assembly > 0
+        self.has_assembly = self._with_assembly > 0
+        self.has_post_assembly = self._with_post_assembly > 0
         self.pre_handler = _run_pre_handlers
         self.post_handler = _run_post_handlers if self._with_post_handler else None
 

@@ -59,7 +59,8 @@ class Kprobes:
         self._bits = arch.bits
         self.table = table = ProbeTable(arch.bits)
         """The probes by address, and whether they are armed."""
-        self._assembler, self._records = arch.assembler, machine.records
+        self._assembler = arch.assembler
+        self._records = machine.records
         self._slot_size = arch.max_insn_size
         strategy = arch.strategy(profile.strategies) if profile.optimizer else None
         self.probe_checker = verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace)
@@ -121,7 +122,9 @@ class Kprobes:
         self._check_handlers(kprobe)
         kprobe.place = "" if where.module else kprobe.line_head(addr, where, self._bits)
         given = kprobe.addr
-        kprobe.addr, kprobe.nmissed, kprobe.raised = addr, 0, 0
+        kprobe.addr = addr
+        kprobe.nmissed = 0
+        kprobe.raised = 0
         kprobe.takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
@@ -167,7 +170,8 @@ class Kprobes:
     def _insert(self, kprobe: Kprobe) -> None:
         if isinstance(self.optimizer, Djprobes):
             self.optimizer.check_conflicts(kprobe)
-        addr, by_call = kprobe.address, kprobe.is_ftrace
+        addr = kprobe.address
+        by_call = kprobe.is_ftrace
         old = self.table.get(addr)
         if old is not None:
             self._register_aggregate(old, kprobe)
@@ -250,7 +254,9 @@ class Kprobes:
             self.optimizer.optimize(head)
         if head.is_gone:
             self._arming.revive(head)
-        kprobe.insn, kprobe.cost, kprobe.rejection = head.insn, head.cost, head.rejection
+        kprobe.insn = head.insn
+        kprobe.cost = head.cost
+        kprobe.rejection = head.rejection
         if kprobe.needs_breakpoint and self.optimizer is not None:
             self.optimizer.unoptimize(head, force=True)
         head.add(kprobe)
@@ -277,7 +283,8 @@ class Kprobes:
         # Compiled, it leads to the handlers of that probe alone.
         self.routes.drop_code(first)
         head.flags = first.flags
-        head.insn, head.cost = first.insn, first.cost
+        head.insn = first.insn
+        head.cost = first.cost
         head.add(first)
         self.table.add(head)
         self._refresh(head)
@@ -305,7 +312,8 @@ class Kprobes:
 
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
         """
-        name, addr = kprobe.symbol_name, kprobe.addr
+        name = kprobe.symbol_name
+        addr = kprobe.addr
         if (name is None) == (addr is None):
             raise KernelError(errno.EINVAL, "give a symbol name or an address, not both and not neither")
         if name is not None:
@@ -319,7 +327,8 @@ class Kprobes:
             raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
         entry = self.probe_checker.function_entry(where, addr)
         if entry is not None and entry != addr:
-            where, addr = replace(where, offset=where.offset + entry - addr), entry
+            where = replace(where, offset=where.offset + entry - addr)
+            addr = entry
         return GuestAddr(addr), where, entry is not None
 
     def function_entry(self, kprobe: Kprobe) -> GuestAddr:

@@ -38,7 +38,8 @@ def per_cpu_base(image: KernelImage) -> int:
 
 def per_cpu_bases(memory: Memory, image: KernelImage, cpus: int) -> list[int]:
     """Where the per-CPU area of each CPU is, once the kernel has booted."""
-    first, table = per_cpu_base(image), image.abi.get("__per_cpu_offset")
+    first = per_cpu_base(image)
+    table = image.abi.get("__per_cpu_offset")
     if table is None:
         return [first] * cpus
     others = [memory.read_word(table + number * memory.word_size) for number in range(1, cpus)]

@@ -83,8 +83,11 @@ class HostCalls:
         It runs with interrupts off; as many arguments as there are registers for. What has hooked the guest's
         traps takes them there too. Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (no stack).
         """
-        regs, hooks, cpu = self._regs, self._hooks, self._cpu
-        saved, usual = regs.snapshot(), hooks.dispatch
+        regs = self._regs
+        hooks = self._hooks
+        cpu = self._cpu
+        saved = regs.snapshot()
+        usual = hooks.dispatch
         values = dict(zip(cpu.arguments, args, strict=False))
         flags = saved.flags & ~(cpu.interrupt_flag | cpu.cleared_flags)
         start = cpu.as_called(
@@ -114,9 +117,11 @@ class HostCalls:
     def _run(
         self, start: Any, dispatch: Callable[[Trap], None], tick: bool, leaves: bool = True
     ) -> tuple[Trap, Any]:
-        regs, hooks = self._regs, self._hooks
+        regs = self._regs
+        hooks = self._hooks
         self._runner.check_stopped()
-        saved, usual = regs.snapshot(), hooks.dispatch
+        saved = regs.snapshot()
+        usual = hooks.dispatch
         regs.restore(start)
         hooks.dispatch = dispatch
         try:

@@ -10,7 +10,8 @@ from typing import Any
 
 KINDS = ("virtual", "real")
 _U64 = (1 << 64) - 1
-_NOW, _STEP = 0, 1
+_NOW = 0
+_STEP = 1
 
 
 _CMPXCHG8B = b"\xf0\x0f\xc7\x0d"
@@ -137,7 +138,9 @@ class MachineClock(GuestClock):
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")
-        self.kind, self.seed, self.is_virtual = kind, seed, kind == "virtual"
+        self.kind = kind
+        self.seed = seed
+        self.is_virtual = kind == "virtual"
         self._source = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
         self._cells[_STEP] = self.step_ns = self._source.step_ns
         self.tick = self._source.tick

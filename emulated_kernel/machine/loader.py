@@ -27,11 +27,13 @@ def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
     limit = memory.host_pages.base
     if len(memory.ram) > layout.direct_map_size:
         raise HardwareError(f"{len(memory.ram)} bytes of RAM; at most {layout.direct_map_size} can be mapped")
-    free, placed = 0, []
+    free = 0
+    placed = []
     for va, data, mem_size, rights in image.segments:
         pa = va - layout.kernel_map
         size = page_up(va % PAGE_SIZE + mem_size)
-        page, pa_page = va - va % PAGE_SIZE, pa - pa % PAGE_SIZE
+        page = va - va % PAGE_SIZE
+        pa_page = pa - pa % PAGE_SIZE
         if pa_page < 0 or pa_page + size > limit:
             raise HardwareError(
                 f"a segment of {mem_size} bytes at {va:#x} does not fit in {limit} bytes of RAM"

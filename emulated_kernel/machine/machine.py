@@ -93,7 +93,8 @@ class Machine(ProbedMachine):
 
     def _build_cpu(self) -> None:
         """Registers and hooks, the quick way if the self-test finds it."""
-        cpu, engine = self.model, self._engine
+        cpu = self.model
+        engine = self._engine
         found = quirks.find_cpu_state(engine, cpu) if self.config.fast_registers else None
         self.regs: Regs = api_regs(cpu, engine) if found is None else fast_regs(cpu, engine, found)
         self._resources.callback(self.regs.close)
@@ -107,7 +108,8 @@ class Machine(ProbedMachine):
         """Number of the CPU that runs, and that `regs` and `deliver` are about; see `switch_to`."""
 
     def _build_devices(self) -> None:
-        image, memory = self.image, self.memory
+        image = self.image
+        memory = self.memory
         lookup = image.kallsyms.lookup_name
         self.text = Text(self._engine, self.model, memory, self.config.cpus)
         cells = lookup("host_clock")
@@ -126,7 +128,8 @@ class Machine(ProbedMachine):
         )
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
-        handler, cr2_cell = lookup("asm_host_interrupt"), boot_params.per_cpu_address(image, "host_cr2")
+        handler = lookup("asm_host_interrupt")
+        cr2_cell = boot_params.per_cpu_address(image, "host_cr2")
         self._delivery = self._parts.delivery(self.hooks, memory, handler, cr2_cell)
         self.hooks.dispatch = self._deliver_or_stop
         self._runner = Runner(self.hooks, memory, self.clock, self._stop_run, self.config.run_budget)
@@ -138,7 +141,9 @@ class Machine(ProbedMachine):
             return_pad=self._pad,
             stack_top=self._stack - self.model.room_above_call,
         )
-        self.call, self.execute, self.trap_of = self.calls.call, self.calls.execute, self.calls.trap_of
+        self.call = self.calls.call
+        self.execute = self.calls.execute
+        self.trap_of = self.calls.trap_of
 
     def _boot(self) -> None:
         self._stale: StaleFetch | None = None
@@ -265,7 +270,8 @@ class Machine(ProbedMachine):
 
     def start_cpu(self, number: int, entry: int, stack: int) -> None:
         """Let another CPU begin at `entry`, interrupts off, with its per-CPU area, when it is switched to."""
-        here, cpu = self.cpus[self.cpu], self.cpus[number]
+        here = self.cpus[self.cpu]
+        cpu = self.cpus[number]
         here.save()
         self.model.power_on(self._engine, self.memory, self.per_cpu_bases[number])
         area = {self.model.boot_argument: self.per_cpu_bases[number]}

@@ -44,7 +44,8 @@ class Quantum:
 
     def disarm(self) -> None:
         """Runs of the host's own are left alone."""
-        self._left, self._within = 0, None
+        self._left = 0
+        self._within = None
 
     def arm_behind(self, within: Callable[[int], bool]) -> None:
         """The run that follows is ended at the first instruction that isn't within."""

@@ -44,7 +44,8 @@ class HandlerTime:
 
     def keep(self) -> None:
         """Measure from now on, in all runs until `is_kept` is taken back."""
-        self.is_kept = self.is_measured = True
+        self.is_kept = True
+        self.is_measured = True
         self._kept_from = self.seconds
 
     @property
@@ -59,7 +60,8 @@ class HandlerTime:
             return callback(*args)
         finally:
             self.seconds += thread_time() - self.since
-            self.is_measured, self.since = True, 0.0
+            self.is_measured = True
+            self.since = 0.0
 
     def until(self, now: float) -> float:
         """All that was measured up to `now` of the running thread's CPU time."""
@@ -84,7 +86,8 @@ class Watchdog:
     def __init__(self, stop: Callable[[], None], handler_time: HandlerTime, budget: float) -> None:
         self._stop = stop
         self._handler_time = handler_time
-        self._budget = self._allowed = budget
+        self._budget = budget
+        self._allowed = budget
         self._started = 0.0
         self._runner = get_native_id()
         self._ident = get_ident()
@@ -138,7 +141,8 @@ class Watchdog:
 
     def disarm(self) -> bool:
         """The run ended; whether it was stopped for its budget. No stop comes after this returns."""
-        started, self._started = self._started, 0.0
+        started = self._started
+        self._started = 0.0
         # Order matters, as in _expire: the thread sees that the run is over, or is seen stopping it.
         while self._stopping == started:
             sleep(0)
@@ -168,7 +172,8 @@ class Watchdog:
                 sleep(self._budget / 10)
 
     def _watch_runs(self) -> None:
-        self._sleeps_long, self._parked = False, True
+        self._sleeps_long = False
+        self._parked = True
         if not self._started:
             self._wake.wait()
         self._parked = False
@@ -179,7 +184,8 @@ class Watchdog:
     def _guard(self, started: float) -> None:
         """Sleep until the run that began at `started` is due, then stop it if it is still the same."""
         self._sleeps_long = True
-        is_unwanted, remaining = self._is_unwanted, self._remaining(started)
+        is_unwanted = self._is_unwanted
+        remaining = self._remaining(started)
         self._sleeps_long = is_unwanted is None
         was_unwanted = is_unwanted is not None and is_unwanted()
         if remaining > 0 and not was_unwanted:
@@ -191,7 +197,8 @@ class Watchdog:
 
     def _remaining(self, started: float) -> float:
         """Seconds that the run may still take at least."""
-        half, handlers = self._allowed / 2, self._handler_time
+        half = self._allowed / 2
+        handlers = self._handler_time
         cpu = self._cpu_of_run(started)
         used = cpu - self._seen_cpu
         if self._half is None:
@@ -215,7 +222,9 @@ class Watchdog:
         with suppress(OSError):
             cpu = clock_gettime(~self._runner << 3 | _THREAD_CPU_CLOCK)
         if self._seen != started:
-            self._seen, self._seen_cpu, self._half = started, cpu, None
+            self._seen = started
+            self._seen_cpu = cpu
+            self._half = None
         return cpu
 
     def _expire(self, started: float, *, was_unwanted: bool) -> None:
@@ -223,7 +232,8 @@ class Watchdog:
         try:
             if self._started == started:
                 self._stop()
-                self._expired, self.was_unwanted = started, was_unwanted
+                self._expired = started
+                self.was_unwanted = was_unwanted
         finally:
             # Else disarm() would wait for ever.
             self._stopping = -1.0

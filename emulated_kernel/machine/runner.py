@@ -20,7 +20,10 @@ class Runner:
         self, hooks: TrapHooks, memory: Memory, clock: MachineClock, stop: Callable[[], None], budget: float
     ) -> None:
         """`stop`: ends a run from the watchdog's thread, `budget`: seconds that one may take."""
-        self._engine, self.cpu, self.regs, self.hooks = hooks.engine, hooks.cpu, hooks.regs, hooks
+        self._engine = hooks.engine
+        self.cpu = hooks.cpu
+        self.regs = hooks.regs
+        self.hooks = hooks
         self._asked: Callable[[Regs], tuple[int, ...]] = attrgetter(*self.cpu.hypercall_arguments)
         self.memory = memory
         self._clock = clock
@@ -66,7 +69,8 @@ class Runner:
             raise HardwareError("the guest runs already: this was called from a hook")
 
     def _why_stopped(self, error: int, expired: bool) -> Trap:
-        hooks, regs = self.hooks, self.regs
+        hooks = self.hooks
+        regs = self.regs
         stopped = hooks.stopped_by
         if expired:
             self._drain_stop(regs.ip)

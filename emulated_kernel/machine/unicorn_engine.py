@@ -128,7 +128,8 @@ class Engine(CodeCache):
 
     def _bind(self) -> None:
         """Fix the argument types once: a call with bare ints is then both right and quickest."""
-        u64, ptr = ctypes.c_uint64, ctypes.c_void_p
+        u64 = ctypes.c_uint64
+        ptr = ctypes.c_void_p
         self._reg_read = self._held.uc_reg_read
         self._reg_write = self._held.uc_reg_write
         self._cell = ctypes.c_uint64()
@@ -335,9 +336,11 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     Most come while the library runs, and would be raised at the next callback's entry, in front of its `try`:
     ctypes would print them, and the guest run on without that trap.
     """
-    callback, at = None, frame
+    callback = None
+    at = frame
     while at is not None and at.f_code is not Engine.start.__code__:
-        callback, at = at, at.f_back
+        callback = at
+        at = at.f_back
     engine = None if at is None else at.f_locals["self"]
     if engine is None:
         signal.default_int_handler(number, frame)

@@ -65,11 +65,9 @@ class TraceArrays(TaskObserver):
         self.top = self._tracing(TraceArray(system), None)
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
-        system, errors, pids = (
-            self._system,
-            ErrorLog(self._clock),
-            EventPids(array.rewire_tracer, FunctionPids),
-        )
+        system = self._system
+        errors = ErrorLog(self._clock)
+        pids = EventPids(array.rewire_tracer, FunctionPids)
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry, top or array)
         functions = FunctionTracer(

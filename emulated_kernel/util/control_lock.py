@@ -26,7 +26,8 @@ class ControlLock:
     def __init__(self) -> None:
         # An RLock: an interrupt between two bytecodes can't leave it held by nobody.
         lock = threading.RLock()
-        self._acquire, self._release = lock.acquire, lock.release
+        self._acquire = lock.acquire
+        self._release = lock.release
         self._owner = 0
         """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
         self._depth = 0
@@ -65,7 +66,8 @@ class ControlLock:
 
     def yield_lock(self) -> None:
         """Let all have it who wait for it now; for a thread that has just released it, and wants it again."""
-        waiters, end = self._waiters.copy(), monotonic() + GIVING_WAY
+        waiters = self._waiters.copy()
+        end = monotonic() + GIVING_WAY
         while not waiters.isdisjoint(self._waiters) and monotonic() < end:
             sleep(GIVING_WAY / 50)
 

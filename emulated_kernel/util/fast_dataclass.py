@@ -28,7 +28,8 @@ else:
 
         def make(plain):
             own = vars(plain)
-            has_repr, has_eq = "__repr__" in own, "__eq__" in own
+            has_repr = "__repr__" in own
+            has_eq = "__eq__" in own
             # With an __eq__ of its own Python gives a class no hash: that isn't the class's word.
             has_hash = own.get("__hash__") is not None or ("__hash__" in own and not has_eq)
             made = dataclasses.dataclass(plain, repr=False, eq=False, **options)

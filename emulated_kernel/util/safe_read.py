@@ -159,7 +159,8 @@ def _reads(descriptor: int, file: os.stat_result) -> bool:
 
 def read_given(descriptor: int, limit: int) -> bytes:
     """All that comes until its end. Raises: OSError, EFBIG (more bytes than `limit`)."""
-    data, readable = bytearray(), poll()
+    data = bytearray()
+    readable = poll()
     readable.register(descriptor, POLLIN)
     while len(data) <= limit:
         try:

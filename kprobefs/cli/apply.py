@@ -48,7 +48,8 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
     from kprobefs.definitions import loader as definitions
     from kprobefs.definitions.tracefs_files import HostFiles
 
-    loader, failed = definitions.Loader(HostFiles(directory)), []
+    loader = definitions.Loader(HostFiles(directory))
+    failed = []
     for file in chosen:
         try:
             text = _read(file) if files else dropins.read(Path(file))

@@ -36,7 +36,8 @@ def enter_namespace() -> None:
 
     An ordinary user becomes root of a user namespace. Raises: CliError.
     """
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     flags = CLONE_NEWNS | (CLONE_NEWUSER if uid else 0)
     _call("unshare", "a mount namespace", flags)
     if uid:
@@ -69,7 +70,8 @@ def lay_over(directory: str, work: Path) -> dict[str, str]:
     if os.path.exists(f"{SYSCTL}/kernel/ftrace_enabled"):
         _lay_file(f"{SYSCTL}/kernel/ftrace_enabled", work / "ftrace_enabled", "1\n")
     for switch in SWITCHES:
-        ours, place = f"{directory}/sysctl/{switch}", os.path.dirname(f"{SYSCTL}/{switch}")
+        ours = f"{directory}/sysctl/{switch}"
+        place = os.path.dirname(f"{SYSCTL}/{switch}")
         if os.path.exists(ours) and os.path.isdir(place):
             _lay_switch(ours, switch, work)
     return _pretend_type(work)
@@ -108,7 +110,8 @@ def _pretend_type(work: Path) -> dict[str, str]:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return {}
-    source, library = resources.files("kprobefs") / "mounts_shim.c", work / "mounts_shim.so"
+    source = resources.files("kprobefs") / "mounts_shim.c"
+    library = work / "mounts_shim.so"
     with resources.as_file(source) as file:
         built = subprocess.run(
             [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(file), "-ldl"],

@@ -113,6 +113,7 @@ def _terminate(daemon: Running, *, force: bool) -> None:
         daemon.send(signal.SIGKILL)
         if daemon.ends(END_TIMEOUT):
             return
-    directory, pid = daemon.daemon.directory, daemon.daemon.pid
+    directory = daemon.daemon.directory
+    pid = daemon.daemon.pid
     why = f"is stopped, and ends once it goes on (kill -CONT {pid})" if daemon.is_stopped else "doesn't end"
     raise CliError(f"{directory}: its daemon, pid {pid}, {why}; or kprobefs umount --force", ExitStatus.HUNG)

@@ -176,10 +176,8 @@ def _images(parsed: argparse.Namespace) -> int:
         print(json.dumps([{name: getattr(kernel, name) for name in IMAGE} for kernel in found], indent=2))
         return ExitStatus.OK
     for kernel in found:
-        release, source = (
-            escape_for_terminal(kernel.release or "not usable"),
-            escape_for_terminal(kernel.source or "?"),
-        )
+        release = escape_for_terminal(kernel.release or "not usable")
+        source = escape_for_terminal(kernel.source or "?")
         print(f"{kernel.size >> 20} MiB  {release}  {source}")
     return ExitStatus.OK
 
@@ -344,8 +342,10 @@ def _bench(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import bench
 
     _check_bench(parsed)
-    parsed.arch, parsed.hits = parsed.arch or bench.ARCHITECTURES[0], parsed.hits or 20000
-    parsed.rounds, parsed.count = parsed.rounds or 9, parsed.count or 10000
+    parsed.arch = parsed.arch or bench.ARCHITECTURES[0]
+    parsed.hits = parsed.hits or 20000
+    parsed.rounds = parsed.rounds or 9
+    parsed.count = parsed.count or 10000
     hits = parsed.arch, parsed.hits, parsed.rounds
     if parsed.what == "hit" and parsed.cpus:
         from kprobefs.measure.bench_cpus import hits_on
@@ -364,7 +364,8 @@ def _bench(parsed: argparse.Namespace) -> int:
     elif parsed.what == "return":
         from kprobefs.measure import bench_return
 
-        tasks, cpus = parsed.tasks or bench_return.TASKS, parsed.cpus or bench_return.CPUS
+        tasks = parsed.tasks or bench_return.TASKS
+        cpus = parsed.cpus or bench_return.CPUS
         bench_return.returns(*hits, tasks, cpus, parsed.profile, as_json=parsed.json)
     else:
         from kprobefs.measure.bench_probes import probes

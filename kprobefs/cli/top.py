@@ -126,9 +126,11 @@ class Probes:
                 f"{self.directory}: no {PROBES} with --kprobes kernel; mount with --kprobes kprobefs"
             ) from None
         now = self._clock()
-        passed, self._looked = now - self._looked, now
+        passed = now - self._looked
+        self._looked = now
         found = [Probe(**json.loads(line)) for line in lines]
-        before, self._before = self._before, {probe.event: probe.hits for probe in found}
+        before = self._before
+        self._before = {probe.event: probe.hits for probe in found}
         self._last = [
             replace(probe, rate=_rate_since(before.get(probe.event), probe.hits, passed)) for probe in found
         ]
@@ -389,7 +391,8 @@ def marked_bytes(text: str) -> list[Text]:
     """Lines of a `bytes` file; in those of now, each byte that isn't the original is marked."""
     from rich.text import Text
 
-    found, original = [], []
+    found = []
+    original = []
     for line in text.splitlines():
         kind, _, rest = line.partition(" ")
         marked = Text(f"{kind:<8}")
@@ -437,7 +440,8 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
     """Show the probes until `q`, or `count` times; as text where there is no terminal. Raises: CliError."""
-    probes, view = Probes(directory), View()
+    probes = Probes(directory)
+    view = View()
     if as_json or not terminal.is_interactive(sys.stdout) or not sys.stdin.isatty():
         for number in range(count or 1):
             if number:
@@ -486,7 +490,8 @@ def _live(probes: Probes, view: View, delay: float, count: int | None) -> None:
             view.show(probes.look())
             live.update(picture(view, probes, console), refresh=True)
             shown_times += 1
-            until, size = time.monotonic() + delay, os.get_terminal_size()
+            until = time.monotonic() + delay
+            size = os.get_terminal_size()
             while (left := until - time.monotonic()) > 0:
                 pressed = terminal.key(min(left, 0.25))
                 if not view.press(pressed, probes):

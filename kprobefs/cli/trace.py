@@ -102,7 +102,8 @@ class TraceSession:
 
         files = HostFiles(directory)
         tracefs = Path(directory, files.tracefs())
-        instance, scratch = tracefs / "instances" / self._name, Path(directory, "scratch")
+        instance = tracefs / "instances" / self._name
+        scratch = Path(directory, "scratch")
         with _copies(command, scratch) if scratch.is_dir() else nullcontext(os.getcwd()) as place:
             sweep(files, tracefs)
             try:
@@ -191,7 +192,8 @@ class TraceSession:
             waiting = select.poll()
             for descriptor in (pipe, command):
                 waiting.register(descriptor, select.POLLIN)
-            has_ended, is_empty = False, True
+            has_ended = False
+            is_empty = True
             while not has_ended:
                 has_ended = command in dict(waiting.poll())
                 with suppress(BlockingIOError):
@@ -286,7 +288,8 @@ def layout(text: str) -> Layout:
     *parts, rest = CONVERSION.split(re.sub(r"\\(.)", r"\1", found[1]))
     entry = re.findall(r"REC->(\w+)", found[2])
     is_plain = len(entry) == len(parts) // 2 and "{" not in found[1]
-    pattern, fields = "", []
+    pattern = ""
+    fields = []
     for number, (literal, conversion) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
         if number and not literal:
             continue
@@ -367,7 +370,8 @@ def _copies(command: Sequence[str], scratch: Path) -> Iterator[str]:
     made: list[Path] = []
     try:
         for word in command[1:]:
-            source, target = Path(word), scratch / word
+            source = Path(word)
+            target = scratch / word
             if source.is_absolute() or ".." in source.parts:
                 continue
             # A script that a shell is given may be longer than any name.

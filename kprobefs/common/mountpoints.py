@@ -98,7 +98,8 @@ def resolve(path: str) -> str:
         found = "/" if path.startswith("/") else os.getcwd()
     except FileNotFoundError:
         raise CliError("the working directory is gone: give an absolute path") from None
-    pending, links = path.split("/")[::-1], 0
+    pending = path.split("/")[::-1]
+    links = 0
     while pending:
         name = pending.pop()
         if name in ("", "."):
@@ -289,7 +290,8 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
 
 def _make(directory: str, made: list[str]) -> None:
     """Make what of the path isn't there, and note it in `made`. Raises: CliError."""
-    missing, place = [], directory
+    missing = []
+    place = directory
     while not os.path.lexists(place):
         missing.append(place)
         place = os.path.dirname(place)
@@ -302,7 +304,8 @@ def _make(directory: str, made: list[str]) -> None:
 
 
 def _remove_stale(point: MountPoint) -> None:
-    directory, found = point.directory, condition(point.directory)
+    directory = point.directory
+    found = condition(point.directory)
     if found is MountState.HUNG:
         raise CliError(
             f"{directory}: kprobefs is mounted there, and hangs (kprobefs umount --force {directory})",

@@ -53,7 +53,8 @@ def build_kernel(options: MountOptions) -> ServedMount:
         layout = RootLayout(options.layout)
         return RebootableKernel(options.machine, layout, owner, watch, _state(options)).mount
     except OSError as error:
-        image, why = options.machine.image, resource_hint(error) or error.strerror or str(error)
+        image = options.machine.image
+        why = resource_hint(error) or error.strerror or str(error)
         raise (CliError(f"{image}: {why}", ExitStatus.USAGE) if image else CliError(why)) from error
 
 

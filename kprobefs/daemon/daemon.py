@@ -147,9 +147,12 @@ class Service:
 
         The start is over when the definitions are applied, or have taken too long; they go on then.
         """
-        directory, condition = escape_for_terminal(self._options.directory), "serving"
+        directory = escape_for_terminal(self._options.directory)
+        condition = "serving"
         deadline = time.monotonic() + APPLY_TIMEOUT
-        remark, told, is_ready = "" if applying is None else "applying definitions", "", False
+        remark = "" if applying is None else "applying definitions"
+        told = ""
+        is_ready = False
         if heartbeat is not None:
             heartbeat.start()
         while True:
@@ -171,7 +174,8 @@ class Service:
             if applying is not None and applying.descriptor in found:
                 ended = applying.read()
                 if ended is not None:
-                    remark, applying = ended, None
+                    remark = ended
+                    applying = None
             if heartbeat is not None and heartbeat.descriptor in found:
                 answer = heartbeat.answer()
                 if not answer:

@@ -17,7 +17,8 @@ from kprobefs.mount_options import MountOptions
 
 def prepare(options: MountOptions) -> None:
     """Have the kernel booted, for whoever watches; the mount starts from that. Raises: CliError."""
-    image, seed = str(options.machine.image), options.machine.seed
+    image = str(options.machine.image)
+    seed = options.machine.seed
     bar: Progress | None = None
     shown = 0
 

@@ -130,13 +130,15 @@ class RebootableKernel:
         Raises: KernelError.
         """
         with self._kernel.lock:
-            old, clock = self._kernel, self._kernel.machine.clock
+            old = self._kernel
+            clock = self._kernel.machine.clock
             config = replace(old.config, clock=clock.kind, seed=clock.seed, run_budget=old.machine.run_budget)
             with ExitStack() as undo:
                 try:
                     processes = self._watch()
                     undo.callback(processes.close)
-                    definitions, loads = self._definitions(old), old.loads.orders()
+                    definitions = self._definitions(old)
+                    loads = old.loads.orders()
                     new = Kernel(config, processes, lock=old.lock)
                     undo.callback(new.close)
                     tree = self._files(new)
@@ -145,7 +147,8 @@ class RebootableKernel:
                     raise KernelError(error.errno or errno.EIO, str(error)) from error
                 undo.pop_all()
             new.adopt_mount(self.mount, tree)
-            self._kernel, self._boots = new, self._boots + 1
+            self._kernel = new
+            self._boots = self._boots + 1
             with suppress(KernelError):
                 new.loads.start(*loads)
             old.close()

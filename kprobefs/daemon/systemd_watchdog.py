@@ -96,7 +96,8 @@ class _Condition:
         is_busy = self._asking.is_alive()
         used = self._stat.read_bytes().rpartition(b")")[2].split()[CPU_TIMES]
         is_working = used != self._used and time.monotonic() < self._since + BUSY_LIMIT
-        self._used, self.is_alive = used, is_working or not is_busy
+        self._used = used
+        self.is_alive = is_working or not is_busy
         self.told = MountState.BUSY.value if is_busy else self._answer
         return self.told
 

@@ -133,7 +133,9 @@ class Loader:
         told: list[str] = []
         later = list(lines)
         while later:
-            now, later, told = later, [], []
+            now = later
+            later = []
+            told = []
             for line in now:
                 try:
                     self._do(line.text)
@@ -266,7 +268,8 @@ class Loader:
             self._files.write(self._path(name), f"{value}\n")
         except OSError as error:
             array = "/".join([*name.split("/")[:2], ""]) if name.startswith("instances/") else ""
-            before, now = self._error_logs.get(array), self._read(f"{array}error_log")
+            before = self._error_logs.get(array)
+            now = self._read(f"{array}error_log")
             self._error_logs[array] = now
             told, cursor = _last_error(now, value) if now != before else ("", None)
             reason = f"{told}: {error.strerror}" if told else str(error.strerror)
@@ -290,7 +293,8 @@ def _definition(text: str) -> _Definition | None:
     found = DEFINITION.match(text)
     if found is None or SETTING.match(text):
         return None
-    kind, name = found["kind"], found["name"] or ""
+    kind = found["kind"]
+    name = found["name"] or ""
     if kind == "p" and found["rest"].startswith("/"):
         event = name if "/" in name or not name else f"uprobes/{name}"
     else:

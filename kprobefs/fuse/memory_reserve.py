@@ -22,7 +22,8 @@ LOOK = 0.01
 """Seconds between two looks: what is asked meanwhile takes less than the headroom."""
 _PIECE = 100_000
 """Bytes; from 128 KiB on malloc(3) would map each piece by itself, and unmap it when it is freed."""
-_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
+_M_ARENA_MAX = -8
+_M_MMAP_THRESHOLD = -3
 _MAPPED = 128 << 10
 """Bytes from which on a piece is mapped by itself, as long as nothing that was freed has room for it."""
 
@@ -51,8 +52,10 @@ class MemoryReserve:
 
     def __init__(self) -> None:
         self._libc = ctypes.PyDLL(None)
-        self._libc.malloc.argtypes, self._libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
-        self._libc.free.argtypes, self._libc.free.restype = (ctypes.c_void_p,), None
+        self._libc.malloc.argtypes = (ctypes.c_size_t,)
+        self._libc.malloc.restype = ctypes.c_void_p
+        self._libc.free.argtypes = (ctypes.c_void_p,)
+        self._libc.free.restype = None
         self._pieces: list[int] = []
         self.next_check = 0.0
         """The monotonic time from which on a request begins with look(); 0.0: each one does."""
@@ -87,7 +90,8 @@ class MemoryReserve:
             self.is_spent = not floor
             return
         if self.is_scarce:
-            self.is_scarce = self.is_spent = False
+            self.is_scarce = False
+            self.is_spent = False
             log.warning("there is memory again")
 
     def give_back(self) -> None:
@@ -102,7 +106,8 @@ class MemoryReserve:
         while len(self._pieces) > 1:
             self._libc.free(self._pieces.pop(0))
         if not self.is_scarce:
-            self.is_scarce, self.next_check = True, 0.0
+            self.is_scarce = True
+            self.next_check = 0.0
             log.warning("no memory: files can be read and things ended, but not made, until there is again")
 
     def allows(self, data: bytes) -> bool:

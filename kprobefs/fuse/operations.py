@@ -142,7 +142,8 @@ class Server:
 
     def _main(self, argc: int, argv: Any, operations: Any, size: int, data: Any) -> int:
         """What libfuse's main does, with loops of ours between set-up and end."""
-        mountpoint, threaded = ctypes.c_void_p(), ctypes.c_int()
+        mountpoint = ctypes.c_void_p()
+        threaded = ctypes.c_int()
         session = _libfuse.fuse_setup(
             argc, argv, operations, size, ctypes.byref(mountpoint), ctypes.byref(threaded), data
         )
@@ -152,7 +153,8 @@ class Server:
         # in any order.
         free = 1 if self._options.is_ordered else FREE_LOOPS
         ours = self._operations
-        read, release = partial(_guarded, ours, ours.read_at_once), partial(_guarded, ours, ours.release)
+        read = partial(_guarded, ours, ours.read_at_once)
+        release = partial(_guarded, ours, ours.release)
         walks = None if self._options.is_ordered else ours.walks
         loop = SessionLoop(
             _libfuse, _libfuse.fuse_get_session(session), read, release, walks, ours.clients_own
@@ -217,13 +219,15 @@ class _PollStructure(ctypes.Structure):
 _fuse.fuse_operations = _PollStructure
 _libfuse.fuse_setup.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
 _libfuse.fuse_setup.restype = ctypes.c_void_p
-_libfuse.fuse_get_session.argtypes, _libfuse.fuse_get_session.restype = [ctypes.c_void_p], ctypes.c_void_p
+_libfuse.fuse_get_session.argtypes = [ctypes.c_void_p]
+_libfuse.fuse_get_session.restype = ctypes.c_void_p
 _libfuse.fuse_session_next_chan.argtypes = [ctypes.c_void_p] * 2
 _libfuse.fuse_session_next_chan.restype = ctypes.c_void_p
 _libfuse.fuse_session_process.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libfuse.fuse_session_process.restype = None
 _libfuse.fuse_chan_fd.argtypes = [ctypes.c_void_p]
-_libfuse.fuse_chan_bufsize.argtypes, _libfuse.fuse_chan_bufsize.restype = [ctypes.c_void_p], ctypes.c_size_t
+_libfuse.fuse_chan_bufsize.argtypes = [ctypes.c_void_p]
+_libfuse.fuse_chan_bufsize.restype = ctypes.c_size_t
 _libfuse.fuse_chan_new.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
 _libfuse.fuse_chan_new.restype = ctypes.c_void_p
 _libfuse.fuse_teardown.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -525,7 +529,9 @@ class _Operations:
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
         self._needs_memory(data)
-        client, handle, flags = _client(), info.fh, info.flags
+        client = _client()
+        handle = info.fh
+        flags = info.flags
         if flags & STATUS_FLAGS != self._status.get(handle, 0):
             self._set_status_flags(handle, flags)
         if self._mount.reads_host(handle):
@@ -695,7 +701,8 @@ class _FuseContext(ctypes.Structure):
 _get_context = ctypes.PyDLL(_libfuse._name).fuse_get_context
 _get_context.restype = ctypes.c_void_p
 _copy = ctypes.PyDLL(None).memmove
-_copy.argtypes, _copy.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t), None
+_copy.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
+_copy.restype = None
 _file_info = _fuse.fuse_file_info.from_address
 _known_client = lru_cache(_KEPT)(Client)
 
@@ -739,7 +746,8 @@ def _stat_layout() -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int
     for time in (whole.st_atimespec, whole.st_mtimespec, whole.st_ctimespec):
         half = time.size // 2
         found += [(time.offset, _FORMS[half]), (time.offset + half, _FORMS[half])]
-    form, end = "=", 0
+    form = "="
+    end = 0
     for at, code in sorted(found):
         form += f"{at - end}x{code}"
         end = at + struct.calcsize(f"={code}")

@@ -21,8 +21,18 @@ _AGE = 3600
 
 Their attributes have none: each stat(2) is a request, as it is where the name is looked up.
 """
-_LOOKUP, _FORGET, _GETATTR, _SETATTR, _READLINK, _RENAME, _OPEN, _READ = 1, 2, 3, 4, 5, 12, 14, 15
-_RELEASE, _OPENDIR, _BATCH_FORGET, _RENAME2 = 18, 27, 42, 45
+_LOOKUP = 1
+_FORGET = 2
+_GETATTR = 3
+_SETATTR = 4
+_READLINK = 5
+_RENAME = 12
+_OPEN = 14
+_READ = 15
+_RELEASE = 18
+_OPENDIR = 27
+_BATCH_FORGET = 42
+_RENAME2 = 45
 _ROOT = 1
 _HEADER = struct.Struct("=4xIQQIII4x")
 """struct fuse_in_header: opcode, unique, nodeid, uid, gid, pid."""
@@ -97,7 +107,10 @@ class SessionLoop:
         `clients_own`: lasting directories in which clients alone change names, so that all below lasts, too.
         An open(2) of what is gone all the same ends in ESTALE, for which the host's kernel looks names up.
         """
-        self._libfuse, self._session, self._read, self._release = libfuse, session, read, release
+        self._libfuse = libfuse
+        self._session = session
+        self._read = read
+        self._release = release
         self._walks = walks
         self._channel: int = libfuse.fuse_session_next_chan(session, None)
         self._device: int = libfuse.fuse_chan_fd(self._channel)

@@ -28,15 +28,16 @@ from kprobefs.common.progress import counted
 ARCHITECTURES = tuple(config.ARCHITECTURES)
 _RISCV = tuple(name for name, elf in config.ARCHITECTURES.items() if elf is ElfMachine.RISCV)
 FUNCTION = "int_sqrt"
-STEPPED, TRAP_FLAG, BOOSTED, OPTIMIZED, SAVE_ALL, FTRACE = (
-    "stepped",
-    "trap-flag",
-    "boosted",
-    "optimized",
-    "optimized-save-all",
-    "ftrace",
-)
-RECORDING, EVENT, EMPTY, PYTHON = "kprobe", "kprobe-event", "kprobe-empty", "kprobe-python"
+STEPPED = "stepped"
+TRAP_FLAG = "trap-flag"
+BOOSTED = "boosted"
+OPTIMIZED = "optimized"
+SAVE_ALL = "optimized-save-all"
+FTRACE = "ftrace"
+RECORDING = "kprobe"
+EVENT = "kprobe-event"
+EMPTY = "kprobe-empty"
+PYTHON = "kprobe-python"
 RETURNING = "kretprobe"
 HANDLERS = {
     RECORDING: "a handler that records number, address and two registers",
@@ -181,7 +182,8 @@ def built(mode: str, profile: str | None) -> Profile:
     """What a mode is measured with; of a preset, without the ways that would be taken instead."""
     if profile is None:
         return MODES[mode]
-    preset, jumps = PROFILES[profile], mode in (OPTIMIZED, SAVE_ALL)
+    preset = PROFILES[profile]
+    jumps = mode in (OPTIMIZED, SAVE_ALL)
     return replace(preset, ftrace=preset.ftrace and mode == FTRACE, optimizer=preset.optimizer and jumps)
 
 
@@ -217,7 +219,8 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
     """Raises: AssertionError (hits came by another way than the one that the figure is told of)."""
-    found, wanted = kernel.kprobes.mode(probe), _SHOWN.get(mode, mode)
+    found = kernel.kprobes.mode(probe)
+    wanted = _SHOWN.get(mode, mode)
     if found != wanted:
         raise AssertionError(f"{mode}: hits come as {found}: {kernel.kprobes.reason(probe)}")
 
@@ -228,7 +231,8 @@ _SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
 
 def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
     """Bytes of the buffer that an optimized probe's jump leads to; None where there is no jump."""
-    head, detour = kernel.kprobes.table.valid(probe), kernel.kprobes.detour(probe)
+    head = kernel.kprobes.table.valid(probe)
+    detour = kernel.kprobes.detour(probe)
     if detour is None or not isinstance(head, AggrKprobe) or not head.is_optimized:
         return None
     return detour.size if head.compiled is None else head.compiled.size
@@ -255,7 +259,8 @@ Loop = tuple[int, Callable[[], None]]
 
 def _loop(kernel: Kernel, hits: int) -> Loop:
     """The function's result is its next argument, and 0 is 0 again."""
-    machine, arch = kernel.machine, kernel.arch
+    machine = kernel.machine
+    arch = kernel.arch
     turns, code = machine.alloc_pages(1), machine.text.alloc_text(arch.max_repetition)
     machine.text.poke(code, arch.repetition(code, _target(kernel), turns))
     return code, lambda: machine.memory.write(turns, hits.to_bytes(8, "little"))
@@ -269,7 +274,8 @@ def _target(kernel: Kernel) -> int:
 
 def _x86_loop(kernel: Kernel, hits: int) -> Loop:
     text = kernel.machine.text
-    code, target = text.alloc_text(64), _target(kernel)
+    code = text.alloc_text(64)
+    target = _target(kernel)
     head = b"\x53\xbb" + hits.to_bytes(4, "little")  # push rbx; mov ebx, hits
     call_at = code + len(head) + 2
     argument = b"\x31\xff" if kernel.arch.bits == 64 else b"\x31\xc0"  # xor edi, edi; xor eax, eax
@@ -436,7 +442,8 @@ def cost(figure: float) -> str:
 
 
 def _row(figure: HitFigure, base: float | None) -> str:
-    net, case = figure.net, figure.case
+    net = figure.net
+    case = figure.case
     target = TARGETS.get((case.probe, case.mode)) if case.arch == "x86_64" else None
     median = measured(net)
     ratio = f"{median / base:.1f}" if base and median else "-"

@@ -82,7 +82,9 @@ class CpusFigure:
         return statistics.median(self.net)
 
     def as_dict(self) -> dict[str, object]:
-        net, case, median = sorted(self.net), self.case, measured(self.net)
+        net = sorted(self.net)
+        case = self.case
+        median = measured(self.net)
         return {
             "arch": case.arch,
             "probe": case.probe,
@@ -178,7 +180,8 @@ def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
 
 
 def _row(figure: CpusFigure) -> str:
-    case, net = figure.case, figure.net
+    case = figure.case
+    net = figure.net
     median = measured(net)
     rate = NOISE if median is None else f"{1e9 / median:.0f}"
     count = "-" if figure.instructions is None else f"{figure.instructions:.1f}"

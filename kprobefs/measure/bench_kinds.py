@@ -61,7 +61,8 @@ class KindFigure:
         return statistics.median(self.net)
 
     def as_dict(self) -> dict[str, object]:
-        net, case = sorted(self.net), self.case
+        net = sorted(self.net)
+        case = self.case
         return {
             "arch": case.arch,
             "profile": case.profile,
@@ -115,7 +116,8 @@ def _kprobe(kernel: Kernel) -> Count:
 
 def _jprobe(kernel: Kernel) -> Count:
     """Its mirror function does nothing but return."""
-    text, arch = kernel.machine.text, kernel.arch
+    text = kernel.machine.text
+    arch = kernel.arch
     entry = text.alloc_text(arch.jump_size)
     text.poke(entry, arch.relative_jump(entry, kernel.jprobes.jprobe_return))
     kernel.register_jprobe(Jprobe(entry, symbol_name=FUNCTION))

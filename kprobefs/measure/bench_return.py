@@ -44,7 +44,8 @@ from kprobefs.measure.bench import (
 )
 from kprobefs.measure.contention import instructions_a_call
 
-FPROBE, FPROBE_REGS = "fprobe", "fprobe-pt_regs"
+FPROBE = "fprobe"
+FPROBE_REGS = "fprobe-pt_regs"
 FPROBES = (FPROBE, FPROBE_REGS)
 HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=RegisterSaving.ALL)}
 """The modes, and an fprobe's exit: with what the handler needs, as by ftrace_regs, or with pt_regs."""
@@ -54,7 +55,8 @@ TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, FPROBE: 60.0, SAVE_ALL: 250.0}
 """Nanoseconds net that the project wants to stay under, on x86_64."""
 NEEDS_FENTRY = "unified"
 _QUICKEST = (OPTIMIZED, SAVE_ALL, FTRACE, BOOSTED, STEPPED, TRAP_FLAG)
-TASKS, CPUS = (1, 100, 500), (1, 2, 4, 8)
+TASKS = (1, 100, 500)
+CPUS = (1, 2, 4, 8)
 
 _FIRST_PID = 10_000
 
@@ -95,7 +97,8 @@ class ReturnFigure:
         return statistics.median(self.net)
 
     def as_dict(self) -> dict[str, object]:
-        net, case = sorted(self.net), self.case
+        net = sorted(self.net)
+        case = self.case
         return {
             "arch": case.arch,
             "backend": case.backend,
@@ -124,7 +127,8 @@ def cases(
 
     Of a preset, its own shadow stack and modes.
     """
-    found, known = [], modes(arch, profile)
+    found = []
+    known = modes(arch, profile)
     if FTRACE in known:
         known += FPROBES
     for backend in backends if profile is None else (PROFILES[profile].return_hook,):
@@ -231,7 +235,8 @@ def _hooked(
 @contextmanager
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
     """Other tasks, each with one call of the hooked function pending."""
-    stack, place = kernel.kretprobes.hooks.stack, hook.address
+    stack = kernel.kretprobes.hooks.stack
+    place = hook.address
     with kernel.lock:
         tasks = [kernel.guest.processes.task_of(_FIRST_PID + n, 0, 0).addr for n in range(number)]
     for task in tasks:
@@ -266,7 +271,8 @@ def returns(
 
 def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
     """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
-    title, first = "a return probe that records number, address and two registers", figures[0].case
+    title = "a return probe that records number, address and two registers"
+    first = figures[0].case
     yield from subject(first.arch, first.profile, title)
     yield "traps, guest instructions and those that are locked are of one call;"
     yield "target: net nanoseconds that the project wants to stay under, and whether it did"
@@ -283,7 +289,8 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
 
 
 def _row(figure: ReturnFigure) -> str:
-    case, net = figure.case, figure.net
+    case = figure.case
+    net = figure.net
     target = TARGETS.get(case.mode) if case.arch == "x86_64" and figure.traps < 1 else None
     counts = ["-" if count is None else f"{count:.1f}" for count in (figure.instructions, figure.locked)]
     return (

@@ -31,8 +31,11 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
     """What a call of `function` takes; each CPU runs a task of its own. The turns are the same every time."""
     address = kernel.image.kallsyms.lookup_name(function)
     assert address is not None
-    taken, locked, rng = 0, 0, Random(_SEED)
-    read, locks = kernel.machine.memory.read_word, kernel.kretprobes.hooks.stack.lock_words()
+    taken = 0
+    locked = 0
+    rng = Random(_SEED)
+    read = kernel.machine.memory.read_word
+    locks = kernel.kretprobes.hooks.stack.lock_words()
     with kernel.lock, _contexts(kernel, address, cpus) as contexts:
         left = [context for context in contexts for _ in range(calls)]
         while left:
@@ -49,7 +52,8 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
     """CPUs about to call; afterwards all is as before."""
-    machine, abi = kernel.machine, kernel.image.abi
+    machine = kernel.machine
+    abi = kernel.image.abi
     word = kernel.arch.word_size
     tasks = [kernel.guest.processes.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
     area = machine.per_cpu_bases[machine.cpu]
@@ -72,7 +76,8 @@ class _CpuContext:
         machine = kernel.machine
         self._machine = machine
         self._identity = task, cpu
-        self._current, self._number = current, number
+        self._current = current
+        self._number = number
         self._pad = machine.model.layout.host_text
         self._start = RegisterSet(
             ip=address, sp=machine.calls.stack_top - (cpu + 1) * _STACK, flags=_INTERRUPT_FLAG

@@ -107,7 +107,8 @@ class FunctionCoverage:
         """Zeros at the end fill space, and on x86 int3, which boot puts behind returns too."""
         filler = _X86_FILLER if self._is_x86 else b"\0"
         code = self._subject.tables.read(symbol.address, symbol.size).rstrip(filler)
-        start, end = symbol.address, symbol.address + len(code)
+        start = symbol.address
+        end = symbol.address + len(code)
         if self._is_x86 and _INT3 in code:
             return [reason for addr, reason in found.items() if addr < end and code[addr - start] != _INT3]
         if len(code) == symbol.size:
@@ -235,7 +236,8 @@ def _tables(found: Coverage) -> Iterator[str]:
     total = found.total
     counted = total.total()
     rate = counted / found.seconds if found.seconds else 0
-    title, arch = found.subject.title, found.subject.arch
+    title = found.subject.title
+    arch = found.subject.arch
     yield f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}"
     yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
     yield ""

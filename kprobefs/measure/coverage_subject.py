@@ -144,7 +144,8 @@ class RecordedTables:
 
 def _symbols(spans: dict[str, tuple[int, int]], ranges: dict[str, int], text: tuple[int, int]) -> Kallsyms:
     """The functions, what lies between them, and where ranges begin and end."""
-    starts, ends = {start for start, _ in spans.values()}, {sum(span) for span in spans.values()}
+    starts = {start for start, _ in spans.values()}
+    ends = {sum(span) for span in spans.values()}
     known = [Symbol(name, start, "t") for name, (start, _) in spans.items()]
     gaps = [Symbol(_UNKNOWN, at, "t") for at in {*text, *ends} - starts]
     borders = [Symbol(name, at, "t") for name, at in ranges.items() if at not in starts]
@@ -175,5 +176,6 @@ def _sections(kallsyms: Kallsyms) -> tuple[tuple[range, str], ...]:
 
 
 def _between(kallsyms: Kallsyms, start: str, end: str) -> range:
-    first, last = kallsyms.lookup_name(start), kallsyms.lookup_name(end)
+    first = kallsyms.lookup_name(start)
+    last = kallsyms.lookup_name(end)
     return range(0) if first is None or last is None else range(first, last)

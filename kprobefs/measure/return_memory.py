@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from emulated_kernel.kprobes.return_hook.memory_use import Footprint, memory_table
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 
-CPUS, TASKS = 10, 500
+CPUS = 10
+TASKS = 500
 SLIDES = {
     "rethook": ("480B", "48KB", "24KB", "2.4MB"),
     "objpool": ("1.6KB", "160KB", "65KB", "6.5MB"),

@@ -30,7 +30,9 @@ class RejectReason(Enum):
 
     def __new__(cls, text: str, errno: int = 0, about: RejectSubject | None = None) -> Self:
         reason = object.__new__(cls)
-        reason._value_, reason.errno, reason.about = text, errno, about
+        reason._value_ = text
+        reason.errno = errno
+        reason.about = about
         return reason
 
     NO_SYMBOL = "no symbol contains the address", ENOENT

@@ -52,7 +52,8 @@ class Frame:
         regs = dict(self.regs.items() & other.regs.items())
         slots = dict(self.slots.items() & other.slots.items())
         changed = len(regs) != len(self.regs) or len(slots) != len(self.slots)
-        self.regs, self.slots = regs, slots
+        self.regs = regs
+        self.slots = slots
         return changed
 
     def at(self, register: str, offset: int = 0) -> Value | None:

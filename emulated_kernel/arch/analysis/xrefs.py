@@ -50,7 +50,8 @@ class XrefIndex:
         for part in range(region.start >> _PART_BITS, (region.stop >> _PART_BITS) + 1):
             base = part << _PART_BITS
             targets, sources = self._sorted_part(part)
-            first, last = bisect_left(targets, region.start - base), bisect_left(targets, region.stop - base)
+            first = bisect_left(targets, region.start - base)
+            last = bisect_left(targets, region.stop - base)
             ways = zip(targets[first:last], sources[first:last], strict=True)
             found += [(base + target, base + target + way) for target, way in ways]
         return found

@@ -67,12 +67,14 @@ class SourceText:
         statements: list[Statement] = []
         labels: dict[str, int] = {}
         for statement in _pieces(text, name):
-            rest, column = statement.text, statement.column
+            rest = statement.text
+            column = statement.column
             while found := _LABEL.match(rest):
                 if found[1] in labels:
                     raise statement.refused(f"there is a label {found[1]} already")
                 labels[found[1]] = len(statements)
-                rest, column = rest[found.end() :], column + found.end()
+                rest = rest[found.end() :]
+                column = column + found.end()
             if rest.strip():
                 column += len(rest) - len(rest.lstrip())
                 statements.append(Statement(rest.strip(), statement.line, column, name))
@@ -101,7 +103,8 @@ def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
     `effects`: of each instruction the masks of what it reads and of what it overwrites for certain, and
     whether it jumps. What is written in front of the first jump is written on all ways.
     """
-    found = written = 0
+    found = 0
+    written = 0
     straight = True
     for reads, overwrites, jumps in effects:
         found |= reads & ~written

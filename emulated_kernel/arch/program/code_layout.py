@@ -104,10 +104,13 @@ class Layout:
 
     def link(self, entry: int, slots: Mapping[int, int]) -> HandlerCode:
         """Fill in what is missing; find addresses of what else refers to labels."""
-        starts, labels, code = self.starts, self._labels, self.code
+        starts = self.starts
+        labels = self._labels
+        code = self.code
         host_calls: list[HostCall] = []
         fixups: list[Fixup] = []
-        patch_jump, patch_slot = self._encoding.patch_jump, self._encoding.patch_slot
+        patch_jump = self._encoding.patch_jump
+        patch_slot = self._encoding.patch_slot
         for at, target in self._jumps:
             patch_jump(code, at, starts[target])
         for index, start in starts.items():

@@ -74,7 +74,8 @@ def branch_long(
     builder: ProgramBuilder, condition: Condition, low: int, high: int, spare: int, value: int, label: Label
 ) -> None:
     """Go to `label` if high:low compares so with the low 64 bits of a number; `spare` is overwritten."""
-    upper, lower = value >> WORD_BITS, value
+    upper = value >> WORD_BITS
+    lower = value
     otherwise = builder.label()
     if condition in _ONE_OF_BOTH:
         deciding, holds = _ONE_OF_BOTH[condition]

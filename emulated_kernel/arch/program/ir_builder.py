@@ -55,7 +55,8 @@ class ProgramBuilder:
 
         Within such a part, another one is put behind it.
         """
-        outer, self._into = self._into, []
+        outer = self._into
+        self._into = []
         label = self.label()
         self.place(label)
         try:

@@ -42,7 +42,8 @@ _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
 """funct3 of ld."""
-_KIND, _MENTIONED = attrgetter("kind"), attrgetter("mentioned")
+_KIND = attrgetter("kind")
+_MENTIONED = attrgetter("mentioned")
 _LEADING = bytes(kind & LEADS_ELSEWHERE for kind in range(256))
 """Picks the kinds that lead elsewhere."""
 TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)))
@@ -145,7 +146,8 @@ class RiscvFunctionAnalysis:
         No set where a call may have overwritten it.
         """
         found: set[int | None] = set()
-        seen, ways = {addr}, self._before(addr)
+        seen = {addr}
+        ways = self._before(addr)
         while ways:
             at = ways.pop()
             if at in seen:
@@ -189,7 +191,8 @@ class RiscvFunctionAnalysis:
 
         It reads the register, or leads out of the function.
         """
-        ways, seen = deque([(addr, addr)]), set[int]()
+        ways = deque([(addr, addr)])
+        seen = set[int]()
         while ways:
             at, before = ways.popleft()
             effect = self._effects.get(at)
@@ -222,7 +225,8 @@ class RiscvFunctionAnalysis:
     @cached_property
     def live(self) -> dict[int, int]:
         """live_mask() of each instruction."""
-        live, relevant = solve(self._effects, ALL_REGISTERS), self._relevant
+        live = solve(self._effects, ALL_REGISTERS)
+        relevant = self._relevant
         return {addr: mask & relevant | _NEVER_DEAD for addr, mask in live.items()}
 
     @cached_property

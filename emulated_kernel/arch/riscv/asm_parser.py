@@ -91,7 +91,8 @@ class RiscvAssembler(Assembler):
             line.jump(places[number], labels) if line.name in _JUMPS else codes[number]
             for number, line in enumerate(lines)
         )
-        writes, effects = 0, list[tuple[int, int, bool]]()
+        writes = 0
+        effects = list[tuple[int, int, bool]]()
         for line, made in zip(lines, codes, strict=True):
             for _, insn in decode_all(made, 0, compressed=False):
                 line.check_effect(insn.reads, insn.writes)
@@ -123,7 +124,8 @@ class _SourceLine:
                 operands = [*rest.split(","), *operands[1:]] if table is _WITH_ZERO else rest.split(",")
         if name in _SWAPPED:
             cls(statement, name, operands).check_count(3)
-            name, operands = _SWAPPED[name], [operands[1], operands[0], operands[2]]
+            name = _SWAPPED[name]
+            operands = [operands[1], operands[0], operands[2]]
         return cls(statement, name, operands)
 
     def check_count(self, count: int) -> None:
@@ -220,7 +222,8 @@ def _shift(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
 
 def _load(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
     line.check_count(2)
-    rd, (size, sign) = line.register(0), _LOADS[line.name]
+    rd = line.register(0)
+    (size, sign) = _LOADS[line.name]
     place = line.place(size, cells)
     if place is None:
         return load(rd, *line.memory(1), size, sign=sign)
@@ -244,7 +247,8 @@ def _store(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
 
 def _address(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
     line.check_count(2)
-    place, rd = line.place(1, cells), line.register(0)
+    place = line.place(1, cells)
+    rd = line.register(0)
     if place is None:
         raise line.statement.refused("la takes a cell")
     return set_register(rd, place) + arithmetic(ArithmeticFunct3.ADD, rd, rd, GP)
@@ -270,7 +274,8 @@ def _amo(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     if offset:
         raise line.statement.refused("amo instructions take no offset")
     operation, _, size = line.name.removeprefix("amo").partition(".")
-    funct7, funct3 = _AMO[operation] << 2, 3 if size == "d" else 2
+    funct7 = _AMO[operation] << 2
+    funct3 = 3 if size == "d" else 2
     return _word(r_type(RiscvOpcode.AMO, line.register(0), funct3, base, line.register(1), funct7))
 
 

@@ -7,11 +7,21 @@ from functools import cache
 
 from emulated_kernel.arch.riscv.insn_formats import b_type, i_type, j_type, r_type, s_type, u_type
 
-_LOAD, _LOAD_FP, _STORE, _STORE_FP = 0x03, 0x07, 0x23, 0x27
-_OP_IMM, _OP_IMM_32, _OP, _OP_32 = 0x13, 0x1B, 0x33, 0x3B
-_LUI, _BRANCH, _JALR, _JAL = 0x37, 0x63, 0x67, 0x6F
+_LOAD = 0x03
+_LOAD_FP = 0x07
+_STORE = 0x23
+_STORE_FP = 0x27
+_OP_IMM = 0x13
+_OP_IMM_32 = 0x1B
+_OP = 0x33
+_OP_32 = 0x3B
+_LUI = 0x37
+_BRANCH = 0x63
+_JALR = 0x67
+_JAL = 0x6F
 _EBREAK = 0x00100073
-_RA, _SP = 1, 2
+_RA = 1
+_SP = 2
 _SUB = 0x20
 """funct7 of sub, subw and srai."""
 _WORD, _DOUBLE = 2, 3
@@ -119,7 +129,8 @@ def _lui(half: int) -> int | None:
 
 
 def _arithmetic(half: int) -> int | None:
-    rd, kind = _rs1_low(half), half >> 10 & 3
+    rd = _rs1_low(half)
+    kind = half >> 10 & 3
     if kind == 0:
         return i_type(_OP_IMM, rd, 5, rd, _shift_amount(half))
     if kind == 1:
@@ -130,7 +141,8 @@ def _arithmetic(half: int) -> int | None:
 
 
 def _register_arithmetic(half: int, rd: int) -> int | None:
-    op, rs2 = half >> 5 & 3, _rd_low(half)
+    op = half >> 5 & 3
+    rs2 = _rd_low(half)
     if half >> 12 & 1:
         return r_type(_OP_32, rd, 0, rd, rs2, _SUB if op == 0 else 0) if op < 2 else None
     funct3 = (0, 4, 6, 7)[op]
@@ -172,7 +184,9 @@ def _store_sp(opcode: int, funct3: int) -> Callable[[int], int]:
 
 def _jump_or_move(half: int) -> int | None:
     """jr, mv, ebreak, jalr and add."""
-    first, second, link = _rd(half), _rs2(half), half >> 12 & 1
+    first = _rd(half)
+    second = _rs2(half)
+    link = half >> 12 & 1
     if second:
         return r_type(_OP, first, 0, first if link else 0, second, 0)
     if first:

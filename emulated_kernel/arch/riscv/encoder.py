@@ -28,7 +28,8 @@ _LONG_LIMIT = (1 << 31) - (1 << 11)
 _LOAD_UNSIGNED = 4
 """Bit of funct3 that makes a load extend by zeros."""
 _SIZE_BITS = {1: 0, 2: 1, 4: 2, 8: 3}
-_SUB, _SRA = 0x20, 0x20
+_SUB = 0x20
+_SRA = 0x20
 _MUL = 0x01
 _LR, _SC = 0b00010 << 2, 0b00011 << 2
 """funct7 of the M extension's, and of reservations without an order."""

@@ -19,7 +19,9 @@ REGISTER_NAMES = (
 )  # fmt: skip
 """Register numbers to pt_regs names."""
 ZERO, RA, SP, GP, TP, T0, T1, T2, S0, S1, A0, A1 = range(12)
-A7, T3, T6 = 17, 28, 31
+A7 = 17
+T3 = 28
+T6 = 31
 
 RVI_SIZE, RVC_SIZE = 4, 2
 """Bytes of an instruction."""
@@ -56,7 +58,9 @@ ALL_REGISTERS = 0xFFFFFFFE
 """x1 to x31; x0 is constant."""
 
 _MASKS = tuple(1 << number & ALL_REGISTERS for number in range(32))
-_RS1, _RS2, _RD = 1, 2, 4
+_RS1 = 1
+_RS2 = 2
+_RD = 4
 _CSR_IMMEDIATE = 4
 """Bit of a system instruction's funct3: the first source is a number."""
 _FORMS: dict[int, int] = {
@@ -93,7 +97,9 @@ class Handling(Enum):
 
 
 # Without the enum, which is slow to look into: a kernel has a hundred thousand instructions that differ.
-_BRANCH, _JAL, _JALR = int(RiscvOpcode.BRANCH), int(RiscvOpcode.JAL), int(RiscvOpcode.JALR)
+_BRANCH = int(RiscvOpcode.BRANCH)
+_JAL = int(RiscvOpcode.JAL)
+_JALR = int(RiscvOpcode.JALR)
 _JUMPS = frozenset((_JAL, _JALR))
 _SYSTEM = int(RiscvOpcode.SYSTEM)
 _HANDLING = {

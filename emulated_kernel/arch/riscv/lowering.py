@@ -182,7 +182,8 @@ class RiscvLowering(Lowering):
 
     def _set_register(self, op: ir.SetRegister) -> None:
         """The program uses it for nothing else."""
-        number, src = NUMBERS[op.name], self._real[op.src]
+        number = NUMBERS[op.name]
+        src = self._real[op.src]
         self._code += store(SP, WORD * number, src, WORD) if self._in_frame else asm.move(number, src)
 
     def _compute(self, op: ir.Compute) -> None:
@@ -190,9 +191,12 @@ class RiscvLowering(Lowering):
         self._code += asm.arithmetic(_PLAIN[op.op], dst, dst, self._real[op.src])
 
     def _compute_immediate(self, op: ir.ComputeImmediate) -> None:
-        dst, kind, value = self._real[op.dst], op.op, op.value
+        dst = self._real[op.dst]
+        kind = op.op
+        value = op.value
         if kind is Arithmetic.SUB:
-            kind, value = Arithmetic.ADD, -value
+            kind = Arithmetic.ADD
+            value = -value
         if kind in _SHIFTS or fits_12(value):
             self._code += asm.arithmetic_immediate(_PLAIN[kind], dst, dst, value)
         else:
@@ -240,12 +244,15 @@ class RiscvLowering(Lowering):
         self._code += load(dst, *self._cell(op.address, dst), op.size)
 
     def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
-        address, value = self._real[_SPARE], self._real[_SECOND]
+        address = self._real[_SPARE]
+        value = self._real[_SECOND]
         self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
         self._code += asm.atomic_add(ZERO, address, value)
 
     def _add_and_fetch(self, op: ir.AddAndFetch) -> None:
-        address, value, dst = self._real[_SPARE], self._real[_SECOND], self._real[op.dst]
+        address = self._real[_SPARE]
+        value = self._real[_SECOND]
+        dst = self._real[op.dst]
         self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
         self._code += asm.atomic_add(dst, address, value) + asm.addi(dst, dst, op.value)
 
@@ -265,7 +272,8 @@ class RiscvLowering(Lowering):
         self._code += store(base, offset, value, op.size)
 
     def _increase_per_cpu(self, op: ir.IncreasePerCpu) -> None:
-        src, value = self._real[op.src], self._real[_SECOND]
+        src = self._real[op.src]
+        value = self._real[_SECOND]
         base, offset = self._operand(PER_CPU, op.offset)
         self._code += load(value, base, offset, WORD)
         self._code += asm.arithmetic(asm.ArithmeticFunct3.ADD, value, value, src) + store(
@@ -273,7 +281,8 @@ class RiscvLowering(Lowering):
         )
 
     def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
-        dst, value = self._real[op.dst], self._real[_SECOND]
+        dst = self._real[op.dst]
+        value = self._real[_SECOND]
         base, offset = self._operand(PER_CPU, op.offset)
         self._code += load(value, base, offset, WORD) + asm.arithmetic(_PLAIN[op.op], dst, dst, value)
 
@@ -295,8 +304,11 @@ class RiscvLowering(Lowering):
 
     def _compare_exchange(self, op: ir.CompareExchange) -> None:
         real = self._real
-        at, expected, new = self._atomic_place(real[op.base], op.offset), real[op.expected], real[op.new]
-        found, failed = real[_SECOND], real[_THIRD]
+        at = self._atomic_place(real[op.base], op.offset)
+        expected = real[op.expected]
+        new = real[op.new]
+        found = real[_SECOND]
+        failed = real[_THIRD]
         # Interrupts leave a reservation as it is: it is given back, lest one that they had serves here.
         differs = asm.store_conditional(failed, at, found) + asm.move(expected, found)
         again = len(self._code)
@@ -307,7 +319,8 @@ class RiscvLowering(Lowering):
         self._code += asm.branch(BranchFunct3.NE, failed, ZERO, again - len(self._code))
 
     def _fetch_add(self, op: ir.FetchAdd) -> None:
-        at, addend = self._atomic_place(self._real[op.base], op.offset), self._real[op.addend]
+        at = self._atomic_place(self._real[op.base], op.offset)
+        addend = self._real[op.addend]
         self._code += asm.atomic_add(addend, at, addend)
 
     # Control
@@ -318,11 +331,13 @@ class RiscvLowering(Lowering):
         self._start(Block(is_label=False))
 
     def _branch(self, op: ir.Branch) -> None:
-        left, right = self._real[op.left], self._real[op.right]
+        left = self._real[op.left]
+        right = self._real[op.right]
         if op.condition in BIT_TESTS:
             spare = self._real[_SPARE]
             self._code += asm.arithmetic(asm.ArithmeticFunct3.AND, spare, left, right)
-            left, right = spare, ZERO
+            left = spare
+            right = ZERO
         self._branch_if(op.condition, left, right, op.label)
 
     def _branch_immediate(self, op: ir.BranchImmediate) -> None:

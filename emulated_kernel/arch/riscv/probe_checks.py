@@ -88,7 +88,8 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
     before = ALL_REGISTERS & ~analysis.live_mask(addr)
     behind = ALL_REGISTERS & ~analysis.live_mask(addr + length)
     both = _preferred(before & behind)
-    entry, back = both or _preferred(before), both or _preferred(behind)
+    entry = both or _preferred(before)
+    back = both or _preferred(behind)
     if not entry:
         return Rejection(RejectReason.NO_FREE_REGISTER, addr)
     if not back:
@@ -155,8 +156,11 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
 
         As detoured() says it of one address.
         """
-        analysis, function = known.analysis, known.function
-        insns, kinds, end = analysis.insns, analysis.kinds + _NOTHING, analysis.end
+        analysis = known.analysis
+        function = known.function
+        insns = analysis.insns
+        kinds = analysis.kinds + _NOTHING
+        end = analysis.end
         rows = zip(kinds, kinds[1:], kinds[2:], kinds[3:], strict=False)
         found: dict[int, RejectReason | None] = dict(
             zip(insns, map(_OPTIMIZATION_BLOCKERS.__getitem__, rows), strict=False)
@@ -190,7 +194,8 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
 
     def _looked_at(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
         """Where somebody else patches, or something may lead in from elsewhere."""
-        function, found = known.function, set[int]()
+        function = known.function
+        found = set[int]()
         for target in self._entrances.targets(range(function.addr, function.end)):
             found.update(range(target - LONG_JUMP_SIZE - RVC_SIZE + 1, target))
         for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
@@ -201,7 +206,9 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         self, known: AnalyzedFunction[RiscvFunctionAnalysis], replaced: range
     ) -> RejectReason | None:
         """By the last of detoured_region()'s rules, and by the ways that lead in from elsewhere."""
-        analysis, addr, behind = known.analysis, replaced.start, replaced.stop
+        analysis = known.analysis
+        addr = replaced.start
+        behind = replaced.stop
         reserved = reserved_range(known.function, addr, behind - 1)
         if reserved is not None:
             return reserved.reason
@@ -217,7 +224,8 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
 
     def register_text(self, addr: int) -> str:
         """Of the registers, which are all needed, the one that would be taken first."""
-        analysis, register = self._analysis(addr), _PREFERENCE[0]
+        analysis = self._analysis(addr)
+        register = _PREFERENCE[0]
         at = analysis.first_need(addr, register)
         by = "" if at is None else f" by {at:#x}: {self.insn_text(at)}"
         return f"{REGISTER_NAMES[register]} may be needed{by}"
@@ -245,7 +253,8 @@ def pairs(analysis: RiscvFunctionAnalysis) -> int:
     """
     if analysis.hazard is not None:
         return 0
-    insns, jumps = analysis.insns, analysis.jump_targets
+    insns = analysis.insns
+    jumps = analysis.jump_targets
     entered: Collection[int] = jumps
     if any(analysis.function.addr <= target < analysis.end for target in jumps - insns.keys()):
         # The one that leads into an instruction leads into two pairs.

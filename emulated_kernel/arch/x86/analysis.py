@@ -106,7 +106,9 @@ class FunctionFlow:
         return [target for target, _ in self._jumps]
 
     def _scan(self, function: Function, code: bytes, bug_size: int) -> None:
-        start, end, padded = function.addr, function.addr, code.ljust(len(code) + MAX_INSN_SIZE, b"\0")
+        start = function.addr
+        end = function.addr
+        padded = code.ljust(len(code) + MAX_INSN_SIZE, b"\0")
         branches = [(addr, facts) for addr, facts in self.facts.items() if facts.branch is not None]
         for addr, facts in branches:
             behind = addr + facts.length - start

@@ -80,8 +80,11 @@ class X86Assembler(Assembler):
         )
 
     def _insn(self, statement: Statement, at: int, source: SourceText, cells: Mapping[str, int]) -> Any:
-        text, place, cell = _NUMBER.sub(_hexadecimal, statement.text), _PLACE, None
-        memory, branch = _MEMORY.search(text), _BRANCH.fullmatch(text)
+        text = _NUMBER.sub(_hexadecimal, statement.text)
+        place = _PLACE
+        cell = None
+        memory = _MEMORY.search(text)
+        branch = _BRANCH.fullmatch(text)
         leads = branch is not None and branch[2] in source.labels
         if memory is not None:
             cell = _cell(statement, memory[1])
@@ -136,7 +139,8 @@ class X86Assembler(Assembler):
 
     def _check_size(self, statement: Statement, insn: Any) -> None:
         """The memory operand is as large as was written: keystone takes for i386 what 64 bits alone have."""
-        written, size = _SIZE.search(statement.text), _memory_size(insn)
+        written = _SIZE.search(statement.text)
+        size = _memory_size(insn)
         if written is not None and size and _SIZES.get(written[1].lower()) != size:
             raise statement.refused(
                 f"{written[0]}: the instruction has {size} bytes of memory as its operand here"
@@ -241,7 +245,9 @@ def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]
     from iced_x86 import FlowControl, InstructionInfoFactory, OpAccess, RegisterExt, RflagsBits
 
     _check_kind(statement, insn)
-    reads = writes = overwrites = 0
+    reads = 0
+    writes = 0
+    overwrites = 0
     for used in InstructionInfoFactory().info(insn).used_registers():
         number = register_numbers().get(RegisterExt.full_register(used.register))
         reading = used.access not in (OpAccess.WRITE, OpAccess.COND_WRITE)

@@ -27,7 +27,8 @@ _TWO_BYTE_ROWS = (
 )  # fmt: skip
 
 _NOT_BOOSTABLE = opcodes("62 70-7f 9a c0-c1 cc-ce d0-d3 d6 d8-df e0-e3 e8-e9 eb f0-f4 f6-f7 fe")
-_GROUP_5, _JMP_INDIRECT = 0xFF, 4
+_GROUP_5 = 0xFF
+_JMP_INDIRECT = 4
 
 
 def can_boost(insn: X86Insn, *, may_fault: bool = False) -> bool:

@@ -27,7 +27,9 @@ def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
     same handler does for a call and for a breakpoint.
     Mirrors: arch/x86/kernel/ftrace_64.S, ftrace_32.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
     """
-    encoder, at, word = frame.encoder, frame.offsets, frame.encoder.word
+    encoder = frame.encoder
+    at = frame.offsets
+    word = frame.encoder.word
     # The return address: below it lie ss, sp, flags and cs.
     save = frame.save_whole(b"\xff\x74\x24" + bytes([4 * word]), 0, words=1)
     store_way_back = (

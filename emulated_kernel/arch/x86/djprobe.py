@@ -34,7 +34,8 @@ def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
             return Rejection(RejectReason.BEYOND_FUNCTION if insns else RejectReason.NOT_A_BOUNDARY, at)
         insns.append((at, decode_insn(analysis.bytes_at(at), analysis.bits)))
         at += analysis.flow.facts[at].length
-    end, (_, last) = analysis.function.end, insns[-1]
+    end = analysis.function.end
+    (_, last) = insns[-1]
     # An instruction must follow, unless the last one never falls through and ends the function.
     if at > end or (at == end and not _never_falls_through(last)):
         return Rejection(RejectReason.BEYOND_FUNCTION, at)

@@ -13,9 +13,21 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import ByteMemory, Emulation
 from emulated_kernel.util.fast_dataclass import dataclass
 
-CF, PF, AF, ZF, SF = 1 << 0, 1 << 2, 1 << 4, 1 << 6, 1 << 7
-TF, IF, DF, OF, IOPL, NT = 1 << 8, 1 << 9, 1 << 10, 1 << 11, 3 << 12, 1 << 14
-RF, VM, AC, ID = 1 << 16, 1 << 17, 1 << 18, 1 << 21
+CF = 1 << 0
+PF = 1 << 2
+AF = 1 << 4
+ZF = 1 << 6
+SF = 1 << 7
+TF = 1 << 8
+IF = 1 << 9
+DF = 1 << 10
+OF = 1 << 11
+IOPL = 3 << 12
+NT = 1 << 14
+RF = 1 << 16
+VM = 1 << 17
+AC = 1 << 18
+ID = 1 << 21
 FIXED = 1 << 1
 
 POPF_MASK = CF | PF | AF | ZF | SF | TF | IF | DF | OF | IOPL | NT | AC | ID
@@ -119,7 +131,8 @@ def ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
-    target, selector = _top(insn, regs, memory), _top(insn, regs, memory, 1)
+    target = _top(insn, regs, memory)
+    selector = _top(insn, regs, memory, 1)
     regs.sp = (regs.sp + 2 * insn.operand_size + insn.release) & insn.mask
     regs.cs = selector & 0xFFFF
     regs.ip = target

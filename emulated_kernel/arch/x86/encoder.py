@@ -18,9 +18,16 @@ ABSOLUTE, PER_CPU = -1, -2
 
 ADD, OR, ADC, SBB, AND, SUB, XOR, CMP = range(8)
 """Group 1 of arithmetic: the number in ModRM; times 8, plus 1, it is the opcode of `op r/m, r`."""
-SHL, SHR, SAR = 4, 5, 7
+SHL = 4
+SHR = 5
+SAR = 7
 
-BELOW, NOT_BELOW, EQUAL, NOT_EQUAL, NOT_ABOVE, ABOVE = 2, 3, 4, 5, 6, 7
+BELOW = 2
+NOT_BELOW = 3
+EQUAL = 4
+NOT_EQUAL = 5
+NOT_ABOVE = 6
+ABOVE = 7
 LESS, NOT_LESS, NOT_GREATER, GREATER = 12, 13, 14, 15
 """Condition codes of jcc."""
 
@@ -30,12 +37,14 @@ JUMP = b"\xe9"
 HOLE = bytes(4)
 """In place of a displacement that isn't known yet."""
 LOCK = b"\xf0"
-LAHF, SAHF = b"\x9f", b"\x9e"
+LAHF = b"\x9f"
+SAHF = b"\x9e"
 SETO_AL = b"\x0f\x90\xc0"
 ADD_AL_127 = b"\x04\x7f"
 """Overflows if al was 1, so that OF is what seto found."""
 
-_BYTE, _WORD = 1, 2
+_BYTE = 1
+_WORD = 2
 _OPERAND_SIZE = b"\x66"
 _NEEDS_REX = range(4, 8)
 """Numbers that are ah, ch, dh, bh as byte registers unless there is a REX prefix."""
@@ -106,11 +115,14 @@ def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
 def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
     """An instruction with the operand offset(base), up to its displacement."""
     if offset == 0 and base & 7 != BP:
-        mod, displacement = 0, b""
+        mod = 0
+        displacement = b""
     elif is_signed(offset, 8):
-        mod, displacement = 1, offset.to_bytes(1, "little", signed=True)
+        mod = 1
+        displacement = offset.to_bytes(1, "little", signed=True)
     else:
-        mod, displacement = 2, offset.to_bytes(4, "little", signed=True)
+        mod = 2
+        displacement = offset.to_bytes(4, "little", signed=True)
     sib = b"\x24" if base & 7 == SP else b""
     head = _head(opcode, reg, base, reg)
     return head + bytes([mod << 6 | (reg & 7) << 3 | base & 7]) + sib + displacement

@@ -114,7 +114,9 @@ class X86ReturnCode(ReturnCode):
         )
 
     def _dispatch(self, program: Program, address: int, *, saves_all: bool) -> HandlerCode:
-        own, frame, leave = push_address(address), self._frame, jump_through(LEAVING)
+        own = push_address(address)
+        frame = self._frame
+        leave = jump_through(LEAVING)
         if saves_all:
             body = X86Lowering(program, frame.encoder, None, _NO_CONSTANTS)
             return lay_out(body, own + frame.save, frame.restore, slots_of(frame), leave)

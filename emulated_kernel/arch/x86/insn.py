@@ -155,8 +155,11 @@ def opcodes(ranges: str) -> frozenset[int]:
 
 
 LEGACY_PREFIXES = frozenset(b"\x26\x2e\x36\x3e\x64\x65\x66\x67\xf0\xf2\xf3")
-OPERAND_SIZE_PREFIX, ADDRESS_SIZE_PREFIX = 0x66, 0x67
-_EVEX, _VEX3, _VEX2 = 0x62, 0xC4, 0xC5
+OPERAND_SIZE_PREFIX = 0x66
+ADDRESS_SIZE_PREFIX = 0x67
+_EVEX = 0x62
+_VEX3 = 0xC4
+_VEX2 = 0xC5
 
 _MODRM_1 = opcodes(
     "00-03 08-0b 10-13 18-1b 20-23 28-2b 30-33 38-3b 62-63 69 6b 80-8f c0-c1 c4-c7 d0-d3 d8-df f6-f7 fe-ff"
@@ -321,7 +324,8 @@ class _Decoder:
         """Offset in the instruction, and value; then where it, or an immediate, would begin."""
         if modrm is None or modrm >> 6 == 3:
             return 0, 0, self._at
-        mod, rm = modrm >> 6, modrm & 7
+        mod = modrm >> 6
+        rm = modrm & 7
         if self.address_size == 2:
             size = 2 if (mod == 0 and rm == 6) or mod == 2 else mod
         else:

@@ -17,7 +17,9 @@ from emulated_kernel.arch.x86.insn import EMULATE_PREFIX_SIZE, MAX_INSN_SIZE, X8
 from emulated_kernel.util.errors import KernelError
 
 _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
-_CALL, _JMP_FAR, _GROUP_5 = 0xE8, 0xEA, 0xFF
+_CALL = 0xE8
+_JMP_FAR = 0xEA
+_GROUP_5 = 0xFF
 _UD2 = b"\x0f\x0b"
 _BY_REG = (b"\xff", b"\x8e", b"\xf6", b"\xf7", b"\x0f\x01")
 """Opcodes whose ModRM says which instruction it is, or which segment, to some rule."""
@@ -60,7 +62,9 @@ class DecodeCache:
         `bug_size`: bytes of a BUG(), its ud2 among them.
         """
         found: dict[int, InsnAttributes] = {}
-        at, end, root = 0, len(code), self._root
+        at = 0
+        end = len(code)
+        root = self._root
         code = code.ljust(end + MAX_INSN_SIZE, b"\0")
         while at < end:
             node: Any = root

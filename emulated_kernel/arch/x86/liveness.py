@@ -90,7 +90,8 @@ def _registers(info: Any) -> tuple[int, int]:
 
     reading = (OpAccess.READ, OpAccess.COND_READ, OpAccess.READ_WRITE, OpAccess.READ_COND_WRITE)
     writing = (OpAccess.WRITE, OpAccess.READ_WRITE)
-    reads = kills = 0
+    reads = 0
+    kills = 0
     for used in info.used_registers():
         number = register_numbers().get(RegisterExt.full_register(used.register))
         if number is None:

@@ -250,7 +250,8 @@ class X86Lowering(Lowering):
 
     def _compute(self, op: ir.Compute) -> None:
         encoder = self._encoder
-        dst, src = self._real[op.dst], self._real[op.src]
+        dst = self._real[op.dst]
+        src = self._real[op.src]
         if op.op is Arithmetic.ADD:
             self._code += encoder.lea_sum(dst, dst, src)
         elif op.op in _GROUP1:
@@ -270,7 +271,9 @@ class X86Lowering(Lowering):
 
     def _compute_immediate(self, op: ir.ComputeImmediate) -> None:
         encoder = self._encoder
-        dst, value, bits = self._real[op.dst], op.value, encoder.bits
+        dst = self._real[op.dst]
+        value = op.value
+        bits = encoder.bits
         size = _BYTE_MASKS.get(value, 0)
         if op.op in _SHIFTS:
             self._code += encoder.shift_immediate(_SHIFTS[op.op], dst, value)
@@ -308,7 +311,8 @@ class X86Lowering(Lowering):
             self._code += encoder.store(base, offset, src, size)
 
     def _store_immediate(self, op: ir.StoreImmediate) -> None:
-        base, encoder = self._real[op.base], self._encoder
+        base = self._real[op.base]
+        encoder = self._encoder
         if op.size < 8 or (encoder.word == 8 and asm.is_signed(signed(op.value, 64), 32)):
             self._code += encoder.store_immediate(base, op.offset, op.value, op.size)
         else:
@@ -324,7 +328,8 @@ class X86Lowering(Lowering):
         return spare, 0
 
     def _load_absolute(self, op: ir.LoadAbsolute) -> None:
-        dst, encoder = self._real[op.dst], self._encoder
+        dst = self._real[op.dst]
+        encoder = self._encoder
         if encoder.reaches(op.address):
             self._code += encoder.load(dst, asm.ABSOLUTE, op.address, op.size)
         else:
@@ -332,7 +337,8 @@ class X86Lowering(Lowering):
 
     def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
         """In one instruction; the carry into a second one is nobody else's."""
-        encoder, value = self._encoder, op.value
+        encoder = self._encoder
+        value = op.value
         base, offset = self._cell(op.address)
         self._code += encoder.arithmetic_memory(asm.ADD, base, offset, value, encoder.word)
         if encoder.word == 4:
@@ -345,7 +351,8 @@ class X86Lowering(Lowering):
         self._store_at(PER_CPU, op.offset, self._real[op.src], op.size)
 
     def _add_to_per_cpu(self, op: ir.AddToPerCpu) -> None:
-        encoder, value = self._encoder, op.value
+        encoder = self._encoder
+        value = op.value
         if self._keeps_flags:
             spare = self._real[_SPARE]
             self._code += encoder.load(spare, PER_CPU, op.offset, op.size)
@@ -364,7 +371,8 @@ class X86Lowering(Lowering):
             self._code += encoder.arithmetic_memory(asm.ADC, PER_CPU, op.offset + 4, 0, 4)
 
     def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
-        encoder, dst = self._encoder, self._real[op.dst]
+        encoder = self._encoder
+        dst = self._real[op.dst]
         self._code += encoder.arithmetic_load(_GROUP1[op.op], dst, PER_CPU, op.offset)
         if op.high is not None:
             self._code += encoder.arithmetic_load(
@@ -372,7 +380,8 @@ class X86Lowering(Lowering):
             )
 
     def _add_and_fetch(self, op: ir.AddAndFetch) -> None:
-        encoder, dst = self._encoder, self._real[op.dst]
+        encoder = self._encoder
+        dst = self._real[op.dst]
         if op.high is not None:
             self._code += add_and_fetch_8(encoder, op.address, op.value, dst, self._real[op.high])
             return
@@ -385,12 +394,18 @@ class X86Lowering(Lowering):
 
     def _compare_exchange(self, op: ir.CompareExchange) -> None:
         """What is compared goes through ax."""
-        encoder, real = self._encoder, self._real
-        base, expected, new = real[op.base], real[op.expected], real[op.new]
-        swap, swapped = b"", {AX: AX}
+        encoder = self._encoder
+        real = self._real
+        base = real[op.base]
+        expected = real[op.expected]
+        new = real[op.new]
+        swap = b""
+        swapped = {AX: AX}
         if expected != AX:
-            swap, swapped = encoder.exchange(AX, expected), {AX: expected, expected: AX}
-        base, new = swapped.get(base, base), swapped.get(new, new)
+            swap = encoder.exchange(AX, expected)
+            swapped = {AX: expected, expected: AX}
+        base = swapped.get(base, base)
+        new = swapped.get(new, new)
         self._code += swap + encoder.compare_exchange(base, op.offset, new) + swap
         self._jump_if(Condition.NE, op.label)
 
@@ -405,7 +420,8 @@ class X86Lowering(Lowering):
         self._start(Block(is_label=False))
 
     def _branch(self, op: ir.Branch) -> None:
-        left, right = self._real[op.left], self._real[op.right]
+        left = self._real[op.left]
+        right = self._real[op.right]
         if op.condition in BIT_TESTS:
             self._code += self._encoder.test(left, right)
         else:
@@ -413,7 +429,8 @@ class X86Lowering(Lowering):
         self._jump_if(op.condition, op.label)
 
     def _branch_immediate(self, op: ir.BranchImmediate) -> None:
-        left, value = self._real[op.left], op.value
+        left = self._real[op.left]
+        value = op.value
         if op.condition in BIT_TESTS:
             self._code += self._encoder.test_immediate(left, value)
         elif value == 0:

@@ -39,8 +39,10 @@ def reasons(_verdict: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
 
     As detoured_region() says it, which is asked wherever one look backwards over the function doesn't tell.
     """
-    analysis, reserved = known.analysis, known.reserved
-    function, flow = analysis.function, analysis.flow
+    analysis = known.analysis
+    reserved = known.reserved
+    function = analysis.function
+    flow = analysis.flow
     fentry = {site.addr for site in function.fentry_sites}
     asked = {*reserved, *fentry, *range(function.end - JMP32_SIZE + 1, function.end)}
     for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
@@ -58,15 +60,19 @@ def reasons(_verdict: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
         return refusal or (found.reason if isinstance(found, Rejection) else None)
 
     hazard = None if flow.hazard is None else flow.hazard.reason
-    first_bad, its_reason = function.end + JMP32_SIZE, hazard
+    first_bad = function.end + JMP32_SIZE
+    its_reason = hazard
     targets = [0, *flow.jump_targets]
-    below, entered = targets.pop(), function.end + MAX_INSN_SIZE
+    below = targets.pop()
+    entered = function.end + MAX_INSN_SIZE
     found: list[RejectReason | None] = []
     for addr, (_, refusal, rejection, _, _, _) in reversed(flow.facts.items()):
         if rejection is not None:
-            first_bad, its_reason = addr, rejection
+            first_bad = addr
+            its_reason = rejection
         while below > addr:
-            entered, below = below, targets.pop()
+            entered = below
+            below = targets.pop()
         if addr in asked:
             found.append(ask(addr, refusal))
         elif refusal is not None:
@@ -96,7 +102,9 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | No
 
 def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1)."""
-    function, at, facts_at = analysis.function, addr, analysis.flow.facts.get
+    function = analysis.function
+    at = addr
+    facts_at = analysis.flow.facts.get
     end = addr + JMP32_SIZE
     while at < end:
         facts = facts_at(at)
@@ -141,7 +149,8 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
     """Of an image of either width."""
 
     all_live = ALL_LIVE
-    fentry_size = call_size = JMP32_SIZE
+    fentry_size = JMP32_SIZE
+    call_size = JMP32_SIZE
     max_insn_size = MAX_INSN_SIZE
     landing_pad = bytes.fromhex("f30f1efa")
 
@@ -162,7 +171,8 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         lookup = image.kallsyms.lookup_name
 
         def between(start: str, end: str) -> range:
-            first, last = lookup(start), lookup(end)
+            first = lookup(start)
+            last = lookup(end)
             return range(0) if first is None or last is None else range(first, last)
 
         return replace(
@@ -190,7 +200,8 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         """Decoding a whole kernel for the few of them that matter would take ten times as long."""
         from_bytes = int.from_bytes
         for match in _BRANCH.finditer(code):
-            insn, source = match[1], addr + match.start()
+            insn = match[1]
+            source = addr + match.start()
             displacement = insn[1:] if len(insn) == _SHORT_BRANCH else insn[-4:]
             yield source + len(insn) + from_bytes(displacement, "little", signed=True), source
 

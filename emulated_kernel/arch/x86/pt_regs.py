@@ -8,7 +8,8 @@ from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.encoder import AX, SAHF, SP, Encoder, high_byte_load, low_byte_load
 
 _PUSH_IMM8 = b"\x6a"
-PUSHF, POPF = b"\x9c", b"\x9d"
+PUSHF = b"\x9c"
+POPF = b"\x9d"
 _KEEP_OF = b"\x24\x08"
 """and $8, %al: the overflow flag in the second byte of the flags."""
 _SET_OF = b"\x04\x78"
@@ -41,7 +42,8 @@ class RegsFrame:
         general = [REGISTER_NAMES.index(name) for name in pt_regs if name in REGISTER_NAMES and name != "sp"]
         self.above_general = len(general) * encoder.word
         """Bytes of the general registers, which are the lowest."""
-        at, below = self.offsets["flags"], self.above_general
+        at = self.offsets["flags"]
+        below = self.above_general
         assert max(self.offsets[REGISTER_NAMES[number]] for number in general) < below
         pushes = b"".join(map(encoder.push, reversed(general)))
         self.pops = b"".join(map(encoder.pop, general))
@@ -60,7 +62,8 @@ class RegsFrame:
         encoder = self.encoder
         code = self._push_fixed("ss") + encoder.push(SP) + PUSHF
         # add $adjust, word(%sp)
-        wide, adjust = b"\x48" if encoder.bits == 64 else b"", encoder.word * (words + 1)
+        wide = b"\x48" if encoder.bits == 64 else b""
+        adjust = encoder.word * (words + 1)
         code += wide + bytes((0x83, 0x44, 0x24, encoder.word, adjust))
         code += self._push_fixed("cs") + push_ip + _PUSH_IMM8 + orig_ax.to_bytes(1, "little", signed=True)
         return code + self._push_the_rest

@@ -40,7 +40,8 @@ class _FrameReader:
     def read(self, insn: Any, length: int) -> FrameInsn:
         from iced_x86 import FlowControl
 
-        flow, target = insn.flow_control, insn.near_branch_target or None
+        flow = insn.flow_control
+        target = insn.near_branch_target or None
         if flow == FlowControl.CALL and target in self._inside:
             # As in retpolines: the address is pushed alone.
             return FrameInsn(length, partial(self._push, None), Flow.JUMP, target)

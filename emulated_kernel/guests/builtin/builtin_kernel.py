@@ -82,7 +82,9 @@ class BuiltinKernel(TaskStacks):
     def __init__(self, machine: Machine, image: KernelImage) -> None:
         self.machine = machine
         self.image = image
-        symbols, abi, areas = image.kallsyms, image.abi, machine.per_cpu_bases
+        symbols = image.kallsyms
+        abi = image.abi
+        areas = machine.per_cpu_bases
         self._memory = memory = machine.memory
         self._currents = [_pointer(memory, area + abi["percpu.current_task"]) for area in areas]
         self._mailboxes = [_pointer(memory, area + abi["percpu.host_mailbox"]) for area in areas]

@@ -33,7 +33,8 @@ class Guest:
         self, kernel: BuiltinKernel, executive: GuestRunner, mirror: ProcessTracker, syscalls: Syscalls
     ) -> None:
         self.kernel = kernel
-        machine, image = kernel.machine, kernel.image
+        machine = kernel.machine
+        image = kernel.image
         self._memory = machine.memory
         self._symbols = image.kallsyms
         self._argument_counts = load_argument_counts(image.path)
@@ -80,7 +81,8 @@ class Guest:
             return len(data)
 
         with self.syscalls.numbered(task, number, fd):
-            fd, size = fd if number is None else number, min(size, BUFFER_SIZE)
+            fd = fd if number is None else number
+            size = min(size, BUFFER_SIZE)
             self._transfer(task, "read", fd, size, serve)
         return data
 
@@ -201,7 +203,8 @@ class Guest:
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
-        words, at = [], buffer + _STRINGS
+        words = []
+        at = buffer + _STRINGS
         for arg in args:
             if isinstance(arg, int):
                 words.append(arg % (1 << 8 * self._memory.word_size))

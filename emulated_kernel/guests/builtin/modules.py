@@ -45,7 +45,8 @@ class Modules:
 
     def __init__(self, guest: Guest, notify: Notify) -> None:
         self._guest = guest
-        machine, image = guest.kernel.machine, guest.kernel.image
+        machine = guest.kernel.machine
+        image = guest.kernel.image
         self._memory = machine.memory
         self._region = machine.user_buffers
         self._pages = machine.modules

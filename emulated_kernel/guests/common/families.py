@@ -62,7 +62,8 @@ def _has_waited(was: _Family, now: _Family | None) -> bool:
 
 def _family(pid: int) -> _Family | None:
     """None where nobody can tell: other threads' children stand in other files."""
-    stat, children = read(f"/proc/{pid}/stat"), read(f"/proc/{pid}/task/{pid}/children")
+    stat = read(f"/proc/{pid}/stat")
+    children = read(f"/proc/{pid}/task/{pid}/children")
     if stat is None or children is None:
         return None
     fields = stat.rpartition(")")[2].split()

@@ -21,8 +21,11 @@ _EVENT = struct.Struct("=IIQIIII")
 Of what else is heard the first pid is that of who has another name.
 """
 _EVENT_AT = _HEADER.size + _CN_MSG.size
-_FORK, _EXEC, _COMM = 1, 2, 0x200
-_SO_RCVBUFFORCE, _SO_ATTACH_FILTER = 33, 26
+_FORK = 1
+_EXEC = 2
+_COMM = 0x200
+_SO_RCVBUFFORCE = 33
+_SO_ATTACH_FILTER = 26
 _ROOM = 8 << 20
 """Bytes of events that may wait: some ten thousand forks between two requests."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC

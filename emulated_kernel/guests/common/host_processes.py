@@ -149,7 +149,8 @@ class HostProcesses(ProcessWatch):
         for pid in named:
             self._names.pop(pid, None)
         if named:
-            self._is_told, self._untold = True, 0
+            self._is_told = True
+            self._untold = 0
         return bool(named)
 
     def _check(self, *, was_told: bool) -> None:
@@ -182,7 +183,9 @@ class HostProcesses(ProcessWatch):
 
     def _looked_at(self, pids: list[int]) -> list[Fork]:
         """Which of them are processes; those that may only be about to be are looked at the next time."""
-        now, before, self._beginning = monotonic(), self._beginning, {}
+        now = monotonic()
+        before = self._beginning
+        self._beginning = {}
         found = []
         for pid in pids:
             fork = self._look_at(pid)
@@ -215,7 +218,8 @@ class HostProcesses(ProcessWatch):
         known = fields(status)
         if int(known["Tgid"]) != pid or pid == self._own:
             return None
-        uid, gid = int(known["Uid"].split()[0]), int(known["Gid"].split()[0])
+        uid = int(known["Uid"].split()[0])
+        gid = int(known["Gid"].split()[0])
         alive = not known["State"].startswith(("Z", "X"))
         # Whoever lost its parent is init's child, and so says nothing.
         if parent is None and (claimed := int(known["PPid"])) > 1:
@@ -246,7 +250,8 @@ class HostProcesses(ProcessWatch):
         ended = [self._pid_of[fd] for fd, _ in events if fd in self._pid_of]
         for pid in ended:
             self._unfollow(pid)
-        lost, self._lost = self._lost, []
+        lost = self._lost
+        self._lost = []
         for pid in lost:
             self._families.forget(pid)
         return ended + lost

@@ -8,7 +8,9 @@ from struct import Struct
 
 COMM_MAX = 15
 PATH_MAX = 4095
-_ENTRY, _AT_EXECFN, _AUXV_MAX = Struct("@LL"), 31, 4096
+_ENTRY = Struct("@LL")
+_AT_EXECFN = 31
+_AUXV_MAX = 4096
 _ARGUMENTS = 2
 """A script's name is the second, behind its interpreter's."""
 

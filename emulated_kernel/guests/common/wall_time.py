@@ -34,7 +34,8 @@ class WallTime:
 
     def remember(self) -> None:
         """Call it before the guest does something that it may note the time of."""
-        wall, guest = time_ns(), min(self._guest_ns(), _LATEST_CLOCK)
+        wall = time_ns()
+        guest = min(self._guest_ns(), _LATEST_CLOCK)
         # The guest's time may also be the faster one: files of a later moment mustn't look older.
         if 0 <= wall - self._wall[-1] - guest + self._guest[-1] < GRANULARITY_NS:
             return

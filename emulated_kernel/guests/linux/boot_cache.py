@@ -103,7 +103,8 @@ def _boot_and_save(
 def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
     """The kernel with the text that it has made of its own by now."""
     start, end = kernel.text
-    running, machine = copy(kernel), tasks.machine
+    running = copy(kernel)
+    machine = tasks.machine
     text = machine.memory.read(machine.cpu.root, start, end - start)
     running.vmlinux = kernel.vmlinux.with_bytes(start, text)
     return running

@@ -45,9 +45,15 @@ BOOTED = 0x6592A940
 _NULL = 1, 3
 ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
 """Descriptors that all tasks have of them."""
-_CLASS64, _LITTLE, _EXECUTABLE, _X86_64 = 2, 1, 2, 62
-_HEADER_SIZE, _PROGRAM_SIZE = 64, 56
-_LOAD, _READ_EXEC, _READ_WRITE = 1, 5, 6
+_CLASS64 = 2
+_LITTLE = 1
+_EXECUTABLE = 2
+_X86_64 = 62
+_HEADER_SIZE = 64
+_PROGRAM_SIZE = 56
+_LOAD = 1
+_READ_EXEC = 5
+_READ_WRITE = 6
 
 
 class CpioFile(NamedTuple):

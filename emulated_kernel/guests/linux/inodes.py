@@ -77,7 +77,8 @@ class Inodes:
 
 def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int, ...]]]:
     """A structure of these members, which are forms by offset, and what puts them in the given order."""
-    form, end = "<", 0
+    form = "<"
+    end = 0
     places = sorted(members)
     for at in places:
         form += f"{at - end}x{members[at]}"

@@ -150,13 +150,16 @@ class Btf:
     def locate(self, path: str) -> tuple[int, Member]:
         """A member by its path, with its whole offset in bits; anonymous members are looked through."""
         structure, *names = path.split(".")
-        number, offset, member = self.find(Kind.STRUCT, structure), 0, None
+        number = self.find(Kind.STRUCT, structure)
+        offset = 0
+        member = None
         for name in names:
             found = self._member(self.resolve(number), name, _DEPTH, set())
             if found is None:
                 raise KernelError(ENOENT, f"this kernel's BTF has no {path}")
             member = found[1]
-            offset, number = offset + found[0], member.type
+            offset = offset + found[0]
+            number = member.type
         if member is None:
             raise KernelError(ENOENT, f"{path} names no member")
         return offset, member
@@ -267,8 +270,10 @@ class Btf:
         return Type(kind, name, info & 0xFFFF, bool(info & _BIG), size, at + _TYPE.size)
 
     def _scan(self) -> tuple[bytes, bytes]:
-        starts, names = array("I"), array("I")
-        data, at = self._types, 0
+        starts = array("I")
+        names = array("I")
+        data = self._types
+        at = 0
         while at < len(data):
             if at + _TYPE.size > len(data):
                 raise unusable("its BTF ends within a type")

@@ -9,7 +9,8 @@ from emulated_kernel.image.linux.compression import GZIP_MAGIC, unpack
 from emulated_kernel.image.linux.unusable import unusable
 
 SECTOR = 512
-_MAGIC_AT, _MAGIC = 0x202, b"HdrS"
+_MAGIC_AT = 0x202
+_MAGIC = b"HdrS"
 _PAYLOAD_PROTOCOL = 0x208
 _HEADER_END = 0x250
 VMLINUX_LIMIT = 256 << 20

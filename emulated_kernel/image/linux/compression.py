@@ -49,7 +49,8 @@ class _Rest:
         self._file = file
 
     def read(self, size: int) -> bytes:
-        start, self._start = self._start[:size], self._start[size:]
+        start = self._start[:size]
+        self._start = self._start[size:]
         return start + self._file.read(size - len(start))
 
 

@@ -20,18 +20,23 @@ FILE_LIMIT = 256 << 20
 _UNPACKED_LIMIT = 1 << 30
 """How much of a package is searched; boot/ comes first in it."""
 _KERNEL = re.compile(r"(\./)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
-_AR_HEADER, _AR_END = 60, b"`\n"
+_AR_HEADER = 60
+_AR_END = b"`\n"
 
 
 class _Part:
     """A part of a file, with something in front of it, and nothing behind it."""
 
     def __init__(self, file: BinaryIO, start: int, end: int, front: bytes = b"") -> None:
-        self._file, self._at, self._end, self._front = file, start, end, front
+        self._file = file
+        self._at = start
+        self._end = end
+        self._front = front
 
     def read(self, size: int) -> bytes:
         if self._front:
-            data, self._front = self._front[:size], self._front[size:]
+            data = self._front[:size]
+            self._front = self._front[size:]
             return data
         self._file.seek(self._at)
         data = self._file.read(max(min(size, self._end - self._at), 0))
@@ -49,7 +54,9 @@ class PackageTar:
         self._package = package
         for name, start, end in _ar_members(package):
             if name.startswith("data.tar"):
-                self._start, self._end, self._is_packed = start, end, name != "data.tar"
+                self._start = start
+                self._end = end
+                self._is_packed = name != "data.tar"
                 break
         else:
             raise unusable("a package without data.tar")
@@ -65,7 +72,8 @@ class PackageTar:
         packed, at = self._blocks[index]
         # What is unpacked comes a piece at a time: that much is skipped sooner than begun anew.
         if self._tar is None or not at - PIECE <= self._at <= offset:
-            self._tar, self._at = self._open(packed), at
+            self._tar = self._open(packed)
+            self._at = at
         _skip(self, offset - self._at)
 
     def _open(self, packed: int) -> Readable:

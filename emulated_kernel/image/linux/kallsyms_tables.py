@@ -126,8 +126,11 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
 
 def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget) -> list[bytes] | None:
     """`count` names from `start` on, if markers follow that agree; None otherwise."""
-    texts, limit = tokens.texts, tokens.start
-    names, markers, at = [], [], start
+    texts = tokens.texts
+    limit = tokens.start
+    names = []
+    markers = []
+    at = start
     join = b"".join
     for number in range(count):
         if not number % _MARKED:

@@ -169,7 +169,8 @@ class LinuxKernel:
 
     def between(self, start: str, end: str) -> Range:
         """The range between two symbols; empty where one isn't there."""
-        first, last = self._address(start), self._address(end)
+        first = self._address(start)
+        last = self._address(end)
         return Range(first, last) if first < last else Range(0, 0)
 
     def required(self, name: str) -> int:
@@ -181,7 +182,8 @@ class LinuxKernel:
 
     def per_cpu(self, name: str) -> int | None:
         """Where a variable is in a CPU's area, by its own symbol or, since 6.2, in pcpu_hot."""
-        hot, path = self.kallsyms.lookup_name("pcpu_hot"), f"pcpu_hot.{name.lstrip('_')}"
+        hot = self.kallsyms.lookup_name("pcpu_hot")
+        path = f"pcpu_hot.{name.lstrip('_')}"
         if hot is not None and self.btf.has(path):
             return hot + self.btf.offset(path)
         return self.kallsyms.lookup_name(name)
@@ -200,7 +202,8 @@ class LinuxKernel:
     def data(self) -> Iterator[tuple[int, bytes]]:
         """Address and bytes of what isn't text."""
         for segment in self.vmlinux.segments:
-            start, end = segment.va, segment.va + len(segment.data)
+            start = segment.va
+            end = segment.va + len(segment.data)
             for first, last in ((start, min(end, self.text.start)), (max(start, self.text.end), end)):
                 aligned = -(-first // 8) * 8
                 if aligned < last:

@@ -15,10 +15,15 @@ from emulated_kernel.util.safe_read import identity
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
 _NOTE = struct.Struct("<III")
-_CLASS64, _LITTLE, _ET_CORE, _X86_64 = 2, 1, 4, 62
-_PT_LOAD, _PT_NOTE = 1, 4
+_CLASS64 = 2
+_LITTLE = 1
+_ET_CORE = 4
+_X86_64 = 62
+_PT_LOAD = 1
+_PT_NOTE = 4
 _MOST_SEGMENTS = 0xFFFE
-_NOTES_LIMIT, _MOST_NOTES = 16 << 20, 4
+_NOTES_LIMIT = 16 << 20
+_MOST_NOTES = 4
 _DEVICES = range(3 << 30, 4 << 30)
 """Physical addresses of devices' memory, firmware and screens among them, wherever RAM goes on."""
 RAM_LIMIT = 64 << 30
@@ -131,7 +136,8 @@ class CoreFile:
 
     def data(self, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
         """Pages of a piece of the file that aren't holes: blocks of them, and where they are."""
-        at, end = offset, offset + size
+        at = offset
+        end = offset + size
         while at < end:
             found = self._seek(at, os.SEEK_DATA)
             # Its page may begin within a hole, which is no end of it.

@@ -31,7 +31,8 @@ _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_ET_EXEC, _ET_DYN = 2, 3
+_ET_EXEC = 2
+_ET_DYN = 3
 FILE_LIMIT = 256 << 20
 """Bytes of all segments together in the file; distributions' kernels have 30 to 70 MiB."""
 _MEMORY_LIMIT = 1 << 30
@@ -221,12 +222,15 @@ class Vmlinux(LinkedMemory):
 
     @staticmethod
     def _segments(elf: ElfReader) -> tuple[LoadSegment, ...]:
-        found, in_file, in_memory = [], 0, 0
+        found = []
+        in_file = 0
+        in_memory = 0
         for index, header in enumerate(elf.program_headers()):
             kind, flags, at, va, pa, file_size, mem_size, _ = header
             if kind != PT_LOAD or not mem_size:
                 continue
-            in_file, in_memory = in_file + file_size, in_memory + mem_size
+            in_file = in_file + file_size
+            in_memory = in_memory + mem_size
             if file_size > mem_size or in_file > FILE_LIMIT or in_memory > _MEMORY_LIMIT:
                 raise unusable(
                     f"its segments want {in_file >> 20} MiB of the file, and {in_memory >> 20} of memory"

@@ -7,7 +7,8 @@ from zlib import crc32
 
 XZ_HEADER = 12
 """Bytes of a stream's header, and of its footer."""
-_MAGIC, _END = b"\xfd7zXZ\0", b"YZ"
+_MAGIC = b"\xfd7zXZ\0"
+_END = b"YZ"
 _INDEX_LIMIT = 1 << 16
 """Bytes; a package of a gigabyte has some hundred."""
 _MOST_BITS = 56
@@ -43,7 +44,9 @@ def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int
 def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
     """Raises: IndexError."""
     count, at = _number(index, 1)
-    blocks, packed, unpacked = list[tuple[int, int]](), XZ_HEADER, 0
+    blocks = list[tuple[int, int]]()
+    packed = XZ_HEADER
+    unpacked = 0
     for _ in range(count):
         blocks.append((packed if blocks else 0, unpacked))
         size, at = _number(index, at)
@@ -55,8 +58,10 @@ def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
     """Of seven bits a byte, the lowest first; and where the next one is."""
-    value = shift = 0
+    value = 0
+    shift = 0
     while data[at] & 0x80 and shift < _MOST_BITS:
         value |= (data[at] & 0x7F) << shift
-        shift, at = shift + 7, at + 1
+        shift = shift + 7
+        at = at + 1
     return value | data[at] << shift, at + 1

@@ -71,7 +71,8 @@ class PerCpuVars(MutableMapping[str, int]):
 
     def detach(self) -> None:
         """Keep the values without the memory."""
-        self._values, self._live = {name: self.per_cpu(name) for name in self}, None
+        self._values = {name: self.per_cpu(name) for name in self}
+        self._live = None
 
 
 class HandlerPoint(Enum):
@@ -102,7 +103,9 @@ class AssembledHandlers:
             offset = records.alloc_percpu(CELL_SIZE * (1 + len(names)))
         except HardwareError as error:
             raise KernelError(ENOMEM, "no room for the cells of a handler") from error
-        self._records, self._cells, self._faults = records, cells, offset
+        self._records = records
+        self._cells = cells
+        self._faults = offset
         offsets = {name: offset + CELL_SIZE * number for number, name in enumerate(names, 1)}
         try:
             self._assemblies = {

@@ -116,7 +116,8 @@ class Compiler:
     def may_make(self, handlers: int = 1) -> bool:
         """Take so many off what may still be made in this request; False: at a later one's hit."""
         if self._turn != self._lock.turn:
-            self._turn, self._left = self._lock.turn, MOST_HANDLERS
+            self._turn = self._lock.turn
+            self._left = MOST_HANDLERS
         if handlers > self._left:
             return False
         self._left -= handlers
@@ -127,7 +128,8 @@ class Compiler:
 
         Without a target it ends in a breakpoint, `CompiledCode.tail`, which is the caller's.
         """
-        arch, breakpoint_ = self._arch, self._arch.breakpoint
+        arch = self._arch
+        breakpoint_ = self._arch.breakpoint
 
         def rest(at: int) -> bytes:
             return arch.relative_jump(at, at + arch.jump_size if target is None else target) + breakpoint_
@@ -219,7 +221,9 @@ class Compiler:
         Functions return to `own`, or right to it. With it comes where handlers in its frame go on. None where
         there is no room for it.
         """
-        program, saves_all, returns = builder.program(), self.saves_all, self._arch.returns
+        program = builder.program()
+        saves_all = self.saves_all
+        returns = self._arch.returns
         assert returns is not None, "there is a trampoline for Python alone"
         size = len(returns.dispatch(program, 0, own, saves_all=saves_all).code)
         try:

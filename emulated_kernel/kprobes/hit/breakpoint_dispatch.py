@@ -53,7 +53,8 @@ class BreakpointDispatch:
             if self._sites is not None:
                 self._sites.install(kprobe)
             return
-        breakpoints, address = self.breakpoints, kprobe.address
+        breakpoints = self.breakpoints
+        address = kprobe.address
         if kprobe.stub is not None and kprobe.stub.target != self._leads_to(kprobe):
             self._drop_stub(kprobe)
         in_clock_loop = self._in_clock_loop(address)
@@ -101,7 +102,8 @@ class BreakpointDispatch:
     def _first_by_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
         hits, insn, leads_to = self.hits, kprobe.insn, self._leads_to(kprobe)
         assert insn is not None
-        breakpoints, address = self.breakpoints, kprobe.address
+        breakpoints = self.breakpoints
+        address = kprobe.address
         may_compile = not kprobe.is_disabled and kprobe.may_compile
         route = hits.by_breakpoint(kprobe)
         if may_compile and not self._compiler.may_make(kprobe.nr_handlers):
@@ -142,7 +144,8 @@ class BreakpointDispatch:
 
     def compile_detour(self, kprobe: AggrKprobe) -> None:
         """Point the jump to a detour with the handlers compiled in, where they can be."""
-        code, detour = self._compiler.detour(kprobe), kprobe.detour
+        code = self._compiler.detour(kprobe)
+        detour = kprobe.detour
         kprobe.compiled = code
         kprobe.is_python = code is None
         if code is not None:
@@ -160,7 +163,8 @@ class BreakpointDispatch:
         self._drop_stub(kprobe)
         if kprobe.compiled is None:
             return
-        code, kprobe.compiled = kprobe.compiled, None
+        code = kprobe.compiled
+        kprobe.compiled = None
         if isinstance(kprobe, AggrKprobe) and kprobe.is_patched:
             assert kprobe.detour is not None
             if not self._poker.is_patching(kprobe.address):

@@ -103,7 +103,9 @@ class FtraceSites:
 
     def _make_on_call(self) -> Callable[[Any], None]:
         """In the trampoline: the saved ip is behind the site, and is where it returns to."""
-        find, frame_at, ctlblk = self._calls.get, self._hits.frame_at, self._hits.ctlblk
+        find = self._calls.get
+        frame_at = self._hits.frame_at
+        ctlblk = self._hits.ctlblk
         call_size = self._arch.call_size
 
         def call(regs: Any) -> None:
@@ -156,7 +158,8 @@ class FtraceSites:
 
     def _run_aside(self, owners: tuple[AssemblyOwner, ...], call: Called, site: int, frame: Any) -> None:
         """Let the guest run the users' handlers in assembly, and then do the rest."""
-        hits, regs = self._hits, self._machine.regs
+        hits = self._hits
+        regs = self._machine.regs
         if not hits.asm_thunks.run(
             owners, HandlerPoint.PRE, regs, lambda _regs: call(site, frame), in_frame=True
         ):
@@ -215,7 +218,8 @@ class FtraceSites:
     def drop_code(self, kprobe: Kprobe) -> None:
         """Let Python take the hits again, until the next one: what the handlers do has changed."""
         kprobe.is_python = False
-        code, kprobe.compiled = kprobe.compiled, None
+        code = kprobe.compiled
+        kprobe.compiled = None
         if code is not None:
             if self._poker.is_patching(kprobe.address):
                 self._put_off.add(kprobe.address)
@@ -315,7 +319,9 @@ class FtraceSites:
 
     def _update(self, sites: Iterable[int]) -> None:
         """Users are known before the text calls them, and until it has stopped."""
-        sites, routed, calling = set(sites), len(self._calls), len(self._calling)
+        sites = set(sites)
+        routed = len(self._calls)
+        calling = len(self._calling)
         calls = {site for site in sites if any(site in ops.sites for ops in self._ops)}
         for site in calls:
             self._route(site)
@@ -355,7 +361,8 @@ class FtraceSites:
     def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:
         """What a site's breakpoint does while its call is written: one for all, a kernel has so many."""
         word, call_size, trap_size = self._arch.word_size, self._arch.call_size, len(self._arch.breakpoint)
-        memory, link = self._memory, self._arch.call_link
+        memory = self._memory
+        link = self._arch.call_link
 
         def push_and_go(regs: Any) -> None:
             site = regs.ip - trap_size

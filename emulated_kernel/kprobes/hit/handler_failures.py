@@ -28,7 +28,8 @@ class HandlerFailures:
         """
         if isinstance(error, MemoryFault) and kprobe.fault_handler is not None:
             kprobe.nmissed += 1
-            regs, model = self._machine.regs, self._machine.model
+            regs = self._machine.regs
+            model = self._machine.model
             trap = model.access_fault(regs.ip, error.address, write=error.write, present=False)
             if kprobe.run_fault_handler(regs, model.trap_number(trap)):
                 return
@@ -53,5 +54,6 @@ class HandlerFailures:
 
     def take(self) -> BaseException | None:
         """What the first handler raised that failed since the last call, for a caller to raise."""
-        failure, self._first = self._first, None
+        failure = self._first
+        self._first = None
         return failure

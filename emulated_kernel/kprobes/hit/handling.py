@@ -114,7 +114,9 @@ class HitHandling:
 
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
-        begin, handle, singlestep = self._begin, self._call_pre_handler, self.singlestep
+        begin = self._begin
+        handle = self._call_pre_handler
+        singlestep = self.singlestep
 
         def hit(regs: Regs) -> None:
             if not begin(kprobe, regs, handle, True):
@@ -124,7 +126,8 @@ class HitHandling:
         return hit
 
     def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
-        insn, pre_handler = kprobe.insn, kprobe.pre_handler
+        insn = kprobe.insn
+        pre_handler = kprobe.pre_handler
         assert insn is not None
         if pre_handler is not None:
             if self._rewinds:
@@ -263,7 +266,9 @@ class HitHandling:
 
     def by_detour(self, kprobe: AggrKprobe) -> Callable[[Regs], bool]:
         """The same in its detour buffer, which restores what they change but ip and sp; False: missed."""
-        begin, handle, frame_at = self._begin, self._in_detour, self.frame_at
+        begin = self._begin
+        handle = self._in_detour
+        frame_at = self.frame_at
 
         def hit(regs: Regs) -> bool:
             return begin(kprobe, frame_at(regs.sp), handle, False)
@@ -279,7 +284,8 @@ class HitHandling:
 
     def by_call(self, kprobe: Kprobe) -> Callable[[int, Regs], bool]:
         """The same in ftrace's trampoline, which returns to the frame's ip behind the site; False: missed."""
-        begin, handle = self._begin, self._called
+        begin = self._begin
+        handle = self._called
 
         def hit(_site: int, frame: Regs) -> bool:
             return begin(kprobe, frame, handle, False)

@@ -143,7 +143,8 @@ class InsnCopier:
     def release(self, kprobe: Kprobe) -> None:
         """Give the slot back and forget the ways into the probe."""
         self._routes.remove(kprobe)
-        insn, kprobe.insn = kprobe.insn, None
+        insn = kprobe.insn
+        kprobe.insn = None
         if insn is not None and insn.slot is not None:
             # A boosted copy is left without a trap; a stepped one by the end of a hit.
             dirty = insn.boosted or self._routes.hits.ctlblk.is_underway

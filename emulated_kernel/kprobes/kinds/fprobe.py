@@ -100,8 +100,10 @@ class Fprobe(AssemblyOwner):
 
     def leave_hook(self) -> ReturnHook | None:
         """Keep the count without it; returns it."""
-        hook, missed = self.hook, self.nmissed
-        self.hook, self._missed = None, missed
+        hook = self.hook
+        missed = self.nmissed
+        self.hook = None
+        self._missed = missed
         return hook
 
 
@@ -184,7 +186,8 @@ class Fprobes:
             raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
         texts = fp.texts
         fp.assembled = self._kprobes.assemble(texts, fp.cells) if texts else None
-        fp.raised = fp._missed = 0
+        fp.raised = 0
+        fp._missed = 0
         try:
             registered = self._prepare(fp)
         except KernelError:
@@ -218,7 +221,8 @@ class Fprobes:
         fp.functions = ()
 
     def _forget_assembly(self, fp: Fprobe) -> None:
-        assembled, fp.assembled = fp.assembled, None
+        assembled = fp.assembled
+        fp.assembled = None
         if assembled is not None:
             fp.raised += assembled.faults
             self._kprobes.forget(assembled)
@@ -316,7 +320,8 @@ class Fprobes:
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
         """What hits are to be from now on."""
-        sites, builder = self._kprobes.sites, ProgramBuilder()
+        sites = self._kprobes.sites
+        builder = ProgramBuilder()
         assert sites is not None
         try:
             if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
@@ -346,7 +351,9 @@ class Fprobes:
 
     def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Called:
         """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
-        hook_call, hook, word = self._hooks.hook_call, fp.hook, self._arch.word_size
+        hook_call = self._hooks.hook_call
+        hook = fp.hook
+        word = self._arch.word_size
         nothing = memoryview(bytearray(fp.entry_data_size))
 
         def entered(site: int, regs: Any) -> None:
@@ -368,7 +375,8 @@ class Fprobes:
 
     def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[RethookNode, Any], None]:
         """Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
-        word, ctlblk = self._arch.word_size, self._kprobes.hits.ctlblk
+        word = self._arch.word_size
+        ctlblk = self._kprobes.hits.ctlblk
 
         def returned(instance: RethookNode, regs: Any) -> None:
             if fp.is_disabled:

@@ -85,12 +85,18 @@ class GuestProbes:
         log: Callable[[str], None],
     ) -> None:
         """`note` keeps a line for the kernel log while the guest can't write it, `log` writes one."""
-        self._kprobes, self._kretprobes, self._jprobes = kprobes, kretprobes, jprobes
-        self._machine, self._memory, self._note, self._log = machine, machine.memory, note, log
+        self._kprobes = kprobes
+        self._kretprobes = kretprobes
+        self._jprobes = jprobes
+        self._machine = machine
+        self._memory = machine.memory
+        self._note = note
+        self._log = log
         self._abi: Mapping[str, int] = machine.image.abi
         self._word = arch.word_size
         self._mask = (1 << arch.bits) - 1
-        self._names, self._fixed = arch.pt_regs, arch.fixed_registers
+        self._names = arch.pt_regs
+        self._fixed = arch.fixed_registers
         self._sp = arch.registers.sp
         self._found: dict[int, _GuestProbe] = {}
         self._given_up: set[int] = set()
@@ -178,7 +184,8 @@ class GuestProbes:
 
     def _register_return(self, probe: int) -> _GuestProbe:
         entry, leave = (self._read(probe, f"kretprobe.{name}") for name in ("entry_handler", "handler"))
-        header, size = self._abi["kretprobe_instance.data"], self._read(probe, "kretprobe.data_size")
+        header = self._abi["kretprobe_instance.data"]
+        size = self._read(probe, "kretprobe.data_size")
         if size > KRETPROBE_MAX_DATA_SIZE - header:
             # Linux: of all of them the data may have as many bytes.
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE - header} bytes of data")
@@ -214,7 +221,8 @@ class GuestProbes:
     def _register_jprobe(self, probe: int) -> _GuestProbe:
         if self._jprobes is None:
             raise KernelError(errno.EOPNOTSUPP, f"{self._kprobes.profile.name} has no jprobes")
-        place, entry = self._place(probe), self._read(probe, "jprobe.entry")
+        place = self._place(probe)
+        entry = self._read(probe, "jprobe.entry")
         jprobe = Jprobe(entry, symbol_name=place["symbol_name"], addr=place["addr"])
         jprobe.kp.offset, jprobe.kp.disabled = place["offset"], self._is_disabled(probe)
         self._jprobes.register_jprobe(jprobe)
@@ -271,7 +279,9 @@ class GuestProbes:
         """
         if handler in self._given_up:
             return 0
-        machine, memory, word = self._machine, self._memory, self._word
+        machine = self._machine
+        memory = self._memory
+        word = self._word
         size = len(self._names) * word
         frame = (machine.regs.sp - size) // _STACK_ALIGNMENT * _STACK_ALIGNMENT
         values = [getattr(regs, name, self._fixed.get(name, 0)) & self._mask for name in self._names]

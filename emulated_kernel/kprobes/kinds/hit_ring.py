@@ -25,7 +25,9 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.util.fast_dataclass import dataclass
 
-_COUNT, _AT, _VALUE = 0, 1, 2
+_COUNT = 0
+_AT = 1
+_VALUE = 2
 _FIXED = 2
 """Words of an entry before the registers: the hit's number and the probe's address."""
 

@@ -53,7 +53,8 @@ class Jprobes:
     def __init__(self, kprobes: Kprobes, machine: Machine, arch: Arch) -> None:
         self._kprobes = kprobes
         self._memory = machine.memory
-        self._registers, self._word = arch.registers, arch.word_size
+        self._registers = arch.registers
+        self._word = arch.word_size
         self.jprobe_return = machine.text.alloc_text(len(arch.breakpoint))
         """Address that a mirror function jumps to or calls at its end."""
         machine.text.poke(self.jprobe_return, arch.breakpoint)
@@ -72,13 +73,16 @@ class Jprobes:
             become_jprobe(kp)
         else:
             mirror = _Mirror(jprobe.entry, self._registers, self._memory, self._kprobes.hits.ctlblk)
-            kp.pre_handler, kp.break_handler = mirror.enter, mirror.leave
+            kp.pre_handler = mirror.enter
+            kp.break_handler = mirror.leave
         self._kprobes.register_kprobe(kp)
 
     def _calling(self, handler: JprobeHandler) -> PreHandler:
         """Arguments beyond the registers lie on the stack, behind the return address if that is there."""
         count = len(signature(handler).parameters)
-        names, memory, word = self._registers.arguments[:count], self._memory, self._word
+        names = self._registers.arguments[:count]
+        memory = self._memory
+        word = self._word
         first = 0 if self._registers.link is not None else word
 
         def enter(_kprobe: Kprobe, regs: Regs) -> None:
@@ -95,7 +99,8 @@ class Jprobes:
 
 def become_jprobe(kprobe: Kprobe) -> None:
     """Let a kprobe on a function's entry, whose handler is no function of the guest's, count as a jprobe."""
-    kprobe.kind, kprobe.break_handler = "j", _never_left_open
+    kprobe.kind = "j"
+    kprobe.break_handler = _never_left_open
 
 
 def _never_left_open(_kprobe: Kprobe, _regs: Regs) -> int:

@@ -80,8 +80,10 @@ class Kretprobe(Kprobe):
 
     def leave_hook(self) -> ReturnHook | None:
         """Keep the counts without it; returns it."""
-        hook, counts = self.hook, (self.instances_missed, self.returns)
-        self.hook, self._ended = None, counts
+        hook = self.hook
+        counts = (self.instances_missed, self.returns)
+        self.hook = None
+        self._ended = counts
         return hook
 
 
@@ -133,7 +135,8 @@ class Kretprobes:
         hook = self.hooks.add(self._return_handler(rp), rp.maxactive, rp.data_size, program)
         # What has a site for fentry is C; with it the compiler relies on no more (-fipa-ra is off).
         hook.follows_convention = address in self._kprobes.probe_checker.mcount
-        rp.hook, hook.probe = hook, rp
+        rp.hook = hook
+        hook.probe = rp
         rp.pre_handler = self._entry(rp, hook)
         rp.program = self._entry_program(rp, hook)
 
@@ -168,7 +171,8 @@ class Kretprobes:
 
     def _entry(self, rp: Kretprobe, hook: ReturnHook) -> Callable[[Kprobe, Any], None]:
         """Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
-        hook_call, entry_handler = self.hooks.hook_call, rp.entry_handler
+        hook_call = self.hooks.hook_call
+        entry_handler = rp.entry_handler
 
         def wants(instance: RethookNode, regs: Any) -> bool:
             assert entry_handler is not None
@@ -191,7 +195,9 @@ class Kretprobes:
         def returned(instance: RethookNode, regs: Any) -> None:
             if rp.handler is None:
                 return
-            ctlblk.running, ctlblk.status, ctlblk.by_breakpoint = rp, HitStatus.ACTIVE, by_breakpoint
+            ctlblk.running = rp
+            ctlblk.status = HitStatus.ACTIVE
+            ctlblk.by_breakpoint = by_breakpoint
             try:
                 rp.handler(instance, regs)
             except BaseException as error:

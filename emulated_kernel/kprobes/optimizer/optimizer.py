@@ -108,7 +108,8 @@ class Optimizer:
         Linux: nobody is left in a detour when it goes, for it goes by the worker alone. Deviates: one whose
         probe was unoptimized earlier goes with its probe.
         """
-        detour, head.detour = head.detour, None
+        detour = head.detour
+        head.detour = None
         if detour is None:
             return
         if not head.has_used_detour:
@@ -340,7 +341,8 @@ class Optimizer:
             return
         for head in self.optimizing:
             assert head.detour is not None
-            size, jump = len(self._breakpoint(head)), head.detour.jump
+            size = len(self._breakpoint(head))
+            jump = head.detour.jump
             head.saved_tail = self._text.current(head.address + size, len(jump) - size)
             self._poker.replace(head.address, jump)
             head.is_patched = True
@@ -348,7 +350,8 @@ class Optimizer:
 
     def _expose_breakpoint(self, head: AggrKprobe) -> None:
         """Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
-        breakpoint_, poker = self._breakpoint(head), self._poker
+        breakpoint_ = self._breakpoint(head)
+        poker = self._poker
         # The poker's own breakpoint, the shortest, ends only shorter instructions.
         is_own = breakpoint_ == self._arch.breakpoint
         write = poker.expose_breakpoint if is_own else poker.replace

@@ -100,7 +100,8 @@ class NativeReturns:
 
     def emit_graph_entry(self, builder: ProgramBuilder, hook: ReturnHook, keep: Keep) -> None:
         """The same at the fentry sites of the function graph, whose calls aren't all awaited."""
-        code, words = self.graph_code, self._data_words(hook)
+        code = self.graph_code
+        words = self._data_words(hook)
         done = self._enter(builder, EntryKind.CALL, hook)
         with builder.out_of_line() as unwanted:
             code.put_back(builder, hook.address, words)

@@ -129,7 +129,8 @@ class TaskFields:
         self._current: memoryview | None = None
         self.cpu = 0
         """Number of the CPU that is the current one."""
-        self._size, self._step = 2 * word_size, 1
+        self._size = 2 * word_size
+        self._step = 1
         if rethooks is not None:
             offsets = [rethooks, *(abi[name] for name in ("task_struct.ret_stack",) if name in abi)]
             self._offset, self._size = min(offsets), word_size * len(offsets)

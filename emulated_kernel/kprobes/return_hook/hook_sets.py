@@ -16,7 +16,8 @@ from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.task_events import TaskObserver
 
-RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE = "arch_rethook_trampoline", "return_to_handler"
+RETHOOK_TRAMPOLINE = "arch_rethook_trampoline"
+GRAPH_TRAMPOLINE = "return_to_handler"
 _COLD = r"\.cold(\.\d+)?"
 COLD_PART = re.compile(f"{_COLD}$")
 

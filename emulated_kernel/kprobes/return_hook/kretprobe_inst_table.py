@@ -87,9 +87,11 @@ class KretprobeInstTable(RethookListStack):
             self._recycle(hook, node)
 
     def _count_free(self, hook: int) -> int:
-        node, count = self.words[hook + POOL * self.words.word_size], 0
+        node = self.words[hook + POOL * self.words.word_size]
+        count = 0
         while node:
-            node, count = self.words[node + NEXT * self.words.word_size], count + 1
+            node = self.words[node + NEXT * self.words.word_size]
+            count = count + 1
         return count
 
     def _take(self, hook: int) -> int:
@@ -103,7 +105,8 @@ class KretprobeInstTable(RethookListStack):
 
     def _link(self, head: int, node: int) -> None:
         """Mirrors: include/linux/list.h:hlist_add_head."""
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         first = words[head]
         words[node + NEXT * word] = first
         words[node + PPREV * word] = head
@@ -113,14 +116,17 @@ class KretprobeInstTable(RethookListStack):
 
     def _unlink(self, node: int) -> None:
         """Mirrors: include/linux/list.h:__hlist_del."""
-        words, word = self.words, self.words.word_size
-        following, before = words[node + NEXT * word], words[node + PPREV * word]
+        words = self.words
+        word = self.words.word_size
+        following = words[node + NEXT * word]
+        before = words[node + PPREV * word]
         words[before] = following
         if following:
             words[following + PPREV * word] = before
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:  # noqa: ARG002
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         words[node + RET_ADDR * word] = ret_addr
         words[node + OWNER * word] = task
         words[node + FRAME * word] = frame
@@ -129,7 +135,8 @@ class KretprobeInstTable(RethookListStack):
         self.tasks.of(task)[RETHOOKS] += 1
 
     def pending(self, task: int) -> Iterator[Pending]:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         node = words[self._bucket(task)] if self.table else 0
         while node:
             following = words[node + NEXT * word]
@@ -175,7 +182,8 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         )
 
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:  # noqa: ARG002
-        word, head = self.word, POOL * self.word
+        word = self.word
+        head = POOL * self.word
         builder.emit(set_to(SECOND, hook))
         self._lock(builder, SECOND, LOCK * word, FIRST, TASK)
         with builder.out_of_line() as none:
@@ -195,7 +203,8 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         self._count(builder, 1)
 
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        word, never = self.word, builder.label()
+        word = self.word
+        never = builder.label()
         self._own_list(builder)
         self._lock(builder, SECOND, self._to_lock, FIRST, RET)
         self._newest(builder, never)
@@ -236,7 +245,8 @@ class InstancesCode(StackCode[KretprobeInstTable]):
 
     def _newest(self, builder: ProgramBuilder, none: Label) -> None:
         """NODE = the first one of TASK in the list SECOND."""
-        again, found = builder.label(), builder.label()
+        again = builder.label()
+        found = builder.label()
         builder.emit(self.load(NODE, SECOND, 0))
         builder.place(again)
         builder.emit(
@@ -250,7 +260,8 @@ class InstancesCode(StackCode[KretprobeInstTable]):
 
     def _unlink(self, builder: ProgramBuilder, following: int, before: int) -> None:
         """NODE isn't in its list any more. Mirrors: include/linux/list.h:__hlist_del."""
-        word, last = self.word, builder.label()
+        word = self.word
+        last = builder.label()
         builder.emit(
             self.load(following, NODE, NEXT * word),
             self.load(before, NODE, PPREV * word),
@@ -262,7 +273,8 @@ class InstancesCode(StackCode[KretprobeInstTable]):
 
     def _link(self, builder: ProgramBuilder, first: int) -> None:
         """NODE is the first one of the list SECOND. Mirrors: include/linux/list.h:hlist_add_head."""
-        word, alone = self.word, builder.label()
+        word = self.word
+        alone = builder.label()
         builder.emit(
             self.load(first, SECOND, 0),
             self.store(NODE, NEXT * word, first),

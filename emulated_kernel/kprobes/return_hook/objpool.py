@@ -45,7 +45,8 @@ class ObjpoolStack(RethookListStack):
         self._counter = (1 << 8 * words.word_size) - 1
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         slots = words[hook + POOL * word] = words.alloc(self.cpus * word)
         stride = self.stride(hook)
         rings = words.alloc(self.cpus * stride)
@@ -74,13 +75,15 @@ class ObjpoolStack(RethookListStack):
         return ring + (ENTRIES + (counter & self.capacity(hook) - 1)) * self.words.word_size
 
     def _put(self, hook: int, ring: int, node: int) -> None:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         tail = words[ring + TAIL * word]
         words[self._entry(hook, ring, tail)] = node
         words[ring + TAIL * word] = tail + 1 & self._counter
 
     def _count_free(self, hook: int) -> int:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         rings = [self.ring(hook, cpu) for cpu in range(self.cpus)]
         return sum(words[ring + TAIL * word] - words[ring + HEAD * word] & self._counter for ring in rings)
 
@@ -98,7 +101,8 @@ class ObjpoolStack(RethookListStack):
         super().put_back(hook, node)
 
     def _take(self, hook: int) -> int:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         first = self.tasks.cpu
         for number in range(self.cpus):
             ring = self.ring(hook, (first + number) % self.cpus)
@@ -138,7 +142,8 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
     """
 
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
-        again, word = builder.label(), self.word
+        again = builder.label()
+        word = self.word
         self._own_ring(builder, hook, SECOND, FIRST)
         with builder.out_of_line() as empty:
             self._next_ring(builder, hook, missed, again)
@@ -194,11 +199,13 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
 
     def _next_ring(self, builder: ProgramBuilder, hook: int, missed: Label, found: Label) -> None:
         """SECOND = the ring behind it; the search ends at the CPU's own."""
-        rings, stride = self.stack, self.stack.stride(hook)
+        rings = self.stack
+        stride = self.stack.stride(hook)
         if rings.cpus == 1:
             builder.emit(Jump(missed))
             return
-        first, other = rings.ring(hook, 0), builder.label()
+        first = rings.ring(hook, 0)
+        other = builder.label()
         builder.emit(
             compute(Arithmetic.ADD, SECOND, stride),
             set_to(FIRST, first + rings.cpus * stride),

@@ -120,7 +120,9 @@ class RetStack(ShadowStack):
                 self._allocate(task)
             except KernelError:
                 return 0
-        array, word, size = self._array(task), self.words.word_size, self._entry_words[hook]
+        array = self._array(task)
+        word = self.words.word_size
+        size = self._entry_words[hook]
         used = self.words[array + self.used_at]
         if (used + size) * word > SHADOW_STACK_SIZE:
             self.words[array + self.overruns_at] += 1
@@ -132,7 +134,8 @@ class RetStack(ShadowStack):
 
     def _fill(self, node: int, size: int, hook: int) -> None:
         """Its data are zeroed: the words may have been another call's."""
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         for at in range(node, node + size * word, word):
             words[at] = 0
         end = node + size * word
@@ -147,14 +150,18 @@ class RetStack(ShadowStack):
         self._release_if_unused(hook)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
-        words, word, array = self.words, self.words.word_size, self._array(task)
+        words = self.words
+        word = self.words.word_size
+        array = self._array(task)
         end = node + self._entry_words[hook] * word
         words[end - (TRAILER - RET_ADDR) * word] = ret_addr
         words[end - (TRAILER - FRAME) * word] = frame
         words[array + self.used_at] = (end - array) // word
 
     def pending(self, task: int) -> Iterator[Pending]:
-        words, word, array = self.words, self.words.word_size, self._array(task)
+        words = self.words
+        word = self.words.word_size
+        array = self._array(task)
         end = array + words[array + self.used_at] * word if array else 0
         while end > array:
             hook, ret_addr, frame, size = (words[end - number * word] for number in range(TRAILER, 0, -1))
@@ -225,8 +232,11 @@ class RetStackCode(StackCode[RetStack]):
         )
 
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
-        word, again, size = self.word, builder.label(), TRAILER + data
-        used_at, overruns_at = self.stack.used_at, self.stack.overruns_at
+        word = self.word
+        again = builder.label()
+        size = TRAILER + data
+        used_at = self.stack.used_at
+        overruns_at = self.stack.overruns_at
         with builder.out_of_line() as young:
             builder.call_host(self.stack.give_current, missed)
             builder.emit(Jump(again))
@@ -259,7 +269,8 @@ class RetStackCode(StackCode[RetStack]):
         count_one_more(builder, hook, word)
 
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        word, used_at = self.word, self.stack.used_at
+        word = self.word
+        used_at = self.stack.used_at
         builder.emit(
             self.current_task(TASK),
             self.load(TASK, TASK, self.offsets.ret_stack),
@@ -294,7 +305,9 @@ class RetStackCode(StackCode[RetStack]):
 
         `spare` are registers to overwrite.
         """
-        word, again, (bottom, first, second) = self.word, builder.label(), spare
+        word = self.word
+        again = builder.label()
+        (bottom, first, second) = spare
         builder.emit(self.current_task(bottom), self.load(bottom, bottom, self.offsets.ret_stack))
         builder.place(again)
         builder.emit(

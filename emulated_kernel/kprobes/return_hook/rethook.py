@@ -38,7 +38,9 @@ class RethookStack(RethookListStack):
 
     def _change(self, hook: int, number: int) -> None:
         """Another node is the first free one."""
-        words, at, mask = self.words, hook + POOL * self.words.word_size, self.number_mask
+        words = self.words
+        at = hook + POOL * self.words.word_size
+        mask = self.number_mask
         words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
 
     def origin(self, hook: int) -> int:
@@ -52,15 +54,18 @@ class RethookStack(RethookListStack):
         return (node - self.origin(hook)) // self.words.word_size
 
     def _count_free(self, hook: int) -> int:
-        words, word = self.words, self.words.word_size
-        count, number = 0, words[hook + POOL * word] & self.number_mask
+        words = self.words
+        word = self.words.word_size
+        count = 0
+        number = words[hook + POOL * word] & self.number_mask
         while number:
             number = words[self._node(hook, number) + NEXT_FREE * word]
             count += 1
         return count
 
     def _take(self, hook: int) -> int:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         number = words[hook + POOL * word] & self.number_mask
         if not number:
             return 0
@@ -69,7 +74,8 @@ class RethookStack(RethookListStack):
         return node
 
     def _recycle(self, hook: int, node: int) -> None:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         words[node + NEXT_FREE * word] = words[hook + POOL * word] & self.number_mask
         self._change(hook, self._number(hook, node))
 
@@ -78,7 +84,9 @@ class RethookCode(RethookListCode[RethookStack]):
     """The free list's head changes as a whole, its count with it: see RethookStack."""
 
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
-        head, mask, again = hook + POOL * self.word, self.stack.number_mask, builder.label()
+        head = hook + POOL * self.word
+        mask = self.stack.number_mask
+        again = builder.label()
         builder.emit(LoadAbsolute(FIRST, head, self.word))
         builder.place(again)
         builder.emit(
@@ -93,7 +101,8 @@ class RethookCode(RethookListCode[RethookStack]):
         self._change(builder, hook, again)
 
     def _put(self, builder: ProgramBuilder, hook: int) -> None:
-        head, again = hook + POOL * self.word, builder.label()
+        head = hook + POOL * self.word
+        again = builder.label()
         builder.emit(LoadAbsolute(FIRST, head, self.word))
         builder.place(again)
         builder.emit(

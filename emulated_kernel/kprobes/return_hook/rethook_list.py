@@ -38,7 +38,8 @@ class RethookListStack(ShadowStack):
         """Hook to its nodes, which lie in one array."""
 
     def add_hook(self, nodes: int, data_size: int) -> int:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         hook = self._add_control(nodes)
         size = self._node_size(data_size)
         try:
@@ -68,7 +69,8 @@ class RethookListStack(ShadowStack):
 
     def high_water(self, hook: int) -> int:
         """The one put back last is taken first: so many are in use at most as ever were."""
-        words, at = self.words, self.ret_addr_word * self.words.word_size
+        words = self.words
+        at = self.ret_addr_word * self.words.word_size
         return sum(1 for node in self._nodes(hook) if words[node + at])
 
     def _node_size(self, data_size: int) -> int:
@@ -95,7 +97,8 @@ class RethookListStack(ShadowStack):
         self._release_if_unused(hook)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:  # noqa: ARG002
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         fields = self.tasks.of(task)
         words[node + RET_ADDR * word] = ret_addr
         words[node + FRAME * word] = frame
@@ -103,7 +106,8 @@ class RethookListStack(ShadowStack):
         fields[RETHOOKS] = node
 
     def pending(self, task: int) -> Iterator[Pending]:
-        words, word = self.words, self.words.word_size
+        words = self.words
+        word = self.words.word_size
         node = int(self.tasks.of(task)[RETHOOKS])
         while node:
             yield Pending(
@@ -147,7 +151,8 @@ class RethookListCode(StackCode[RethookListStackT]):
         )
 
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:  # noqa: ARG002
-        word, rethooks = self.word, self.offsets.rethooks
+        word = self.word
+        rethooks = self.offsets.rethooks
         self._take(builder, hook, missed)
         builder.emit(
             self.current_task(TASK),
@@ -159,7 +164,8 @@ class RethookListCode(StackCode[RethookListStackT]):
         )
 
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        word, rethooks = self.word, self.offsets.rethooks
+        word = self.word
+        rethooks = self.offsets.rethooks
         builder.emit(
             self.current_task(TASK),
             self.load(NODE, TASK, rethooks),

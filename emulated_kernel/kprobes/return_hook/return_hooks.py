@@ -193,7 +193,8 @@ class ReturnHooks:
 
     def _install_traps(self) -> None:
         """What guest code asks the host; see the image's kernel/rethook.c."""
-        abi, breakpoints = self._abi, self._breakpoints
+        abi = self._abi
+        breakpoints = self._breakpoints
         if "rethook_flush_trap" not in abi or self._has_traps:
             return
         self._has_traps = True
@@ -221,7 +222,8 @@ class ReturnHooks:
         Where `wants(instance, regs)` is false the call isn't of interest, and isn't missed.
         Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook (v6.1).
         """
-        stack, task = self.stack, self._tasks.current()
+        stack = self.stack
+        task = self._tasks.current()
         node = stack.try_get(hook.address, task)
         if not node:
             hook.miss()

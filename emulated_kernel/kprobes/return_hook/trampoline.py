@@ -62,7 +62,8 @@ class Trampoline:
         """Make it, once. Raises: HardwareError (no executable memory is left)."""
         if self.address:
             return
-        text, arch = self._machine.text, self._arch
+        text = self._machine.text
+        arch = self._arch
         stub = arch.return_trampoline(0) if self.form is TrampolineForm.ASSEMBLY else None
         size = len(arch.breakpoint if stub is None else stub.code)
         address = text.alloc_text(2 * size if stub is None else size)
@@ -75,7 +76,8 @@ class Trampoline:
             text.poke(address, stub.code)
             self._machine.breakpoints[address + stub.trap] = self._on_saved
             self.filled_in = address + stub.trap + len(arch.breakpoint)
-        self.address, self.size = address, size
+        self.address = address
+        self.size = size
 
     def tell_guest(self) -> None:
         """Let the guest ask for the caller where it finds this one on a stack; see kernel/rethook.c."""
@@ -142,7 +144,8 @@ class Trampoline:
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
         """The registers, the slot of the return address, and where the real one is to be put."""
-        saved, behind = self._frames.at(regs.sp), regs.sp + len(self._arch.pt_regs) * self._word
+        saved = self._frames.at(regs.sp)
+        behind = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, behind if self._arch.registers.link is None else saved.sp, behind
 
     def _handle_saved(self, regs: Any) -> None:

@@ -11,7 +11,10 @@ from emulated_kernel.machine.memory.paging import PaePageTables
 from emulated_kernel.machine.memory_layout import MemoryLayout
 from emulated_kernel.machine.unicorn_engine import ARCH_X86, MODE_32, Engine
 
-KERNEL_CS, KERNEL_DS, USER_DS, PER_CPU = 0x60, 0x68, 0x7B, 0xD8
+KERNEL_CS = 0x60
+KERNEL_DS = 0x68
+USER_DS = 0x7B
+PER_CPU = 0xD8
 _GDT_ENTRIES = 32
 _FLAT = {
     KERNEL_CS: 0x00CF9B000000FFFF,

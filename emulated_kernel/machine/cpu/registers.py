@@ -130,7 +130,8 @@ class FastRegs(Regs):
 
     def step(self, on: bool) -> None:
         """See Regs: no call, since it is done twice for each instruction that is stepped."""
-        stored, flag = self._stored_flags, self._trap_flag
+        stored = self._stored_flags
+        flag = self._trap_flag
         self._stored_flags = stored | flag if on else stored & ~flag
 
     def snapshot(self) -> Any:

@@ -13,11 +13,28 @@ from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
-EFLAGS, CS, SS, DS, ES, FS, GS = 25, 11, 49, 17, 28, 32, 33
-CR0, CR2, CR3, CR4 = 50, 52, 53, 54
-IDTR, GDTR, MSR, FS_BASE, GS_BASE = 242, 243, 248, 250, 251
+EFLAGS = 25
+CS = 11
+SS = 49
+DS = 17
+ES = 28
+FS = 32
+GS = 33
+CR0 = 50
+CR2 = 52
+CR3 = 53
+CR4 = 54
+IDTR = 242
+GDTR = 243
+MSR = 248
+FS_BASE = 250
+GS_BASE = 251
 
-FLAG_FIXED, FLAG_TF, FLAG_IF, FLAG_NT, FLAG_RF = 1 << 1, 1 << 8, 1 << 9, 1 << 14, 1 << 16
+FLAG_FIXED = 1 << 1
+FLAG_TF = 1 << 8
+FLAG_IF = 1 << 9
+FLAG_NT = 1 << 14
+FLAG_RF = 1 << 16
 HLT = b"\xf4"
 INT3 = b"\xcc"
 

@@ -13,7 +13,8 @@ from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import ARCH_X86, MODE_64, Engine
 from emulated_kernel.util.abi import Vector
 
-KERNEL_CS, KERNEL_DS = 0x10, 0x18
+KERNEL_CS = 0x10
+KERNEL_DS = 0x18
 _EFER_LONG = 0x501
 _CANONICAL_BITS = 47
 _GDT = struct.pack(

@@ -21,7 +21,8 @@ class Delivery:
 
     def __init__(self, hooks: TrapHooks, memory: Memory, handler: int | None, cr2_cell: int | None) -> None:
         """`handler`: where the image takes interrupts, `cr2_cell`: that of the boot CPU, if it has them."""
-        self._engine, self._regs = hooks.engine, hooks.regs
+        self._engine = hooks.engine
+        self._regs = hooks.regs
         self._frame = struct.Struct("<4Q" if hooks.cpu.bits == 64 else "<4I")
         self._cleared = hooks.cpu.cleared_flags
         self._mask = (1 << hooks.cpu.bits) - 1

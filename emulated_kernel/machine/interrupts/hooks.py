@@ -91,7 +91,8 @@ class TrapHooks:
         """Raise what a callback raised during the run."""
         engine = self.engine
         if engine.parked is not None:
-            parked, engine.parked = engine.parked, None
+            parked = engine.parked
+            engine.parked = None
             raise parked
 
     def _park(self, error: BaseException) -> None:
@@ -100,7 +101,9 @@ class TrapHooks:
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
         """A closure over little: each lookup of an attribute, and each variable, is a part of every hit."""
-        find, regs, guest_callers = self.breakpoints.get, self.regs, self.guest_callers
+        find = self.breakpoints.get
+        regs = self.regs
+        guest_callers = self.guest_callers
         handler_time, breakpoint_vector = self.handler_time, int(Vector.BREAKPOINT)
 
         def interrupt(engine: int, vector: int, data: int) -> None:
@@ -122,7 +125,8 @@ class TrapHooks:
 
     def _interrupted(self, vector: int) -> None:
         """What the quick way doesn't take."""
-        ip, handler = self.regs.ip, None
+        ip = self.regs.ip
+        handler = None
         if vector == Vector.BREAKPOINT:
             handler = self.breakpoints.get(ip - 1)
         elif vector == Vector.DEBUG:

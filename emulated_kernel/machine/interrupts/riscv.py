@@ -55,7 +55,8 @@ class RiscvDelivery(Delivery):
 
         Raises: MemoryFault (its stack can't take the registers; nothing was changed that counts).
         """
-        regs, write = self._regs, self._engine.reg_write
+        regs = self._regs
+        write = self._engine.reg_write
         for place in (regs.sp - 8, regs.sp - _FRAME_SIZE):
             self._memory.write(place, bytes(8))
         status = regs.flags
@@ -100,7 +101,8 @@ class RiscvTrapHooks(TrapHooks):
     def _make_invalid_callback(self) -> Callable[..., object]:
         handler_time = self.handler_time
         find = self.breakpoints.get
-        guest_callers, put_off = self.guest_callers, self.put_off
+        guest_callers = self.guest_callers
+        put_off = self.put_off
         regs = self.regs
         size = self._size
 

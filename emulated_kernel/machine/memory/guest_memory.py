@@ -11,7 +11,8 @@ from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
 """Bytes that allocations walk through until freed ones are used again; what is full is extended."""

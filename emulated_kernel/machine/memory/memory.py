@@ -90,9 +90,11 @@ class Memory(GuestMemory):
 
     def _cut(self, start: int, end: int) -> list[MappedRange]:
         """Take [start, end) out of the ranges; returns the pieces taken."""
-        taken, kept = [], []
+        taken = []
+        kept = []
         for r in self.ranges:
-            low, high = max(r.start, start), min(r.end, end)
+            low = max(r.start, start)
+            high = min(r.end, end)
             if low >= high:
                 kept.append(r)
                 continue

@@ -63,7 +63,8 @@ class PageTables(ABC):
         end = va + size
         while va < end:
             step = min(end - va, LARGE_PAGE_SIZE - va % LARGE_PAGE_SIZE)
-            first, length = self._slot(va, PAGE_SIZE), step // PAGE_SIZE * _ENTRY.size
+            first = self._slot(va, PAGE_SIZE)
+            length = step // PAGE_SIZE * _ENTRY.size
             self._ram[first : first + length] = bytes(length)
             va += step
 
@@ -75,7 +76,8 @@ class PageTables(ABC):
         first = self._slot(va, LARGE_PAGE_SIZE)
         there = struct.unpack_from(f"<{count}Q", self._ram, first)
         count = next((n for n, entry in enumerate(there) if entry and not self.is_leaf(entry, 21)), count)
-        entry, step = self.leaf(pa, prot, True), 512 * self.page_step
+        entry = self.leaf(pa, prot, True)
+        step = 512 * self.page_step
         struct.pack_into(f"<{count}Q", self._ram, first, *range(entry, entry + count * step, step))
         return count * LARGE_PAGE_SIZE
 
@@ -110,7 +112,8 @@ class PageTables(ABC):
     def _split(self, slot: int, shift: int, entry: int) -> int:
         """Replace a 2 MiB leaf by a table of 4 KiB leaves with the same rights."""
         table = self._new_table()
-        small, step = self.shrink(entry), self.page_step
+        small = self.shrink(entry)
+        step = self.page_step
         struct.pack_into("<512Q", self._ram, table, *range(small, small + 512 * step, step))
         branch = self.branch(table, shift)
         self._put(slot, branch)
@@ -136,7 +139,12 @@ class X86PageTables(PageTables):
     """4-level paging with NX. Accessed and dirty are preset: the walker then never writes entries."""
 
     shifts: tuple[int, ...] = (39, 30, 21, 12)
-    _PRESENT, _WRITE, _USER, _ACCESSED_DIRTY, _LARGE, _NX = 1, 2, 4, 0x60, 0x80, 1 << 63
+    _PRESENT = 1
+    _WRITE = 2
+    _USER = 4
+    _ACCESSED_DIRTY = 0x60
+    _LARGE = 0x80
+    _NX = 1 << 63
     _TARGET = 0x000FFFFFFFFFF000
 
     def leaf(self, pa: int, prot: Prot, large: bool) -> int:
@@ -176,7 +184,12 @@ class Sv39PageTables(PageTables):
 
     shifts = (30, 21, 12)
     page_step = 1 << 10
-    _VALID, _READ, _WRITE, _EXEC, _USER, _ACCESSED_DIRTY = 1, 2, 4, 8, 16, 0xC0
+    _VALID = 1
+    _READ = 2
+    _WRITE = 4
+    _EXEC = 8
+    _USER = 16
+    _ACCESSED_DIRTY = 0xC0
     _RIGHTS = _READ | _WRITE | _EXEC
 
     def leaf(self, pa: int, prot: Prot, large: bool) -> int:  # noqa: ARG002 - the level says it

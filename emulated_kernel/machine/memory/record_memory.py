@@ -44,10 +44,12 @@ class RecordMemory:
         """
         self._memory = memory
         self._bases = bases
-        pages, pages_size = layout.record_pages, layout.record_pages_size
+        pages = layout.record_pages
+        pages_size = layout.record_pages_size
         memory.map(pages, memory.ram_size, pages_size, Prot.READ | Prot.WRITE)
         self._pages = UnitPool(pages, pages_size, PAGE_SIZE)
-        reserved, self._size = abi.get("percpu.reserved", 0), abi.get("percpu.reserved_size", 0)
+        reserved = abi.get("percpu.reserved", 0)
+        self._size = abi.get("percpu.reserved_size", 0)
         self._cells = UnitPool(reserved, self._size, CELL_UNIT)
         self._file: BinaryIO | None = None
 
@@ -128,7 +130,8 @@ class RecordMemory:
 
     def _span(self, base: int) -> tuple[int, int]:
         """Address and size of the pages that the cells of a CPU lie in."""
-        start, end = base + self._cells.base, base + self._cells.base + self._size
+        start = base + self._cells.base
+        end = base + self._cells.base + self._size
         va = start - start % PAGE_SIZE
         return va, -(-end // PAGE_SIZE) * PAGE_SIZE - va
 
@@ -137,7 +140,9 @@ class RecordMemory:
 
         Raises: OSError (after which all of them have what they had, some in the file that they were in).
         """
-        layout, memory, descriptor = self.persistent_layout, self._memory, file.fileno()
+        layout = self.persistent_layout
+        memory = self._memory
+        descriptor = file.fileno()
         os.ftruncate(descriptor, layout.size)
         ranges = [(memory.translate(layout.pages_base), layout.pages_size, layout.pages_at)]
         for address, size in self._pages.extents():

@@ -45,7 +45,10 @@ class Bench:
     """Runs a few bytes of code on a stopped machine and keeps what it trapped with."""
 
     def __init__(self, hooks: TrapHooks, memory: Memory, stack: int) -> None:
-        self.engine, self.cpu, self.regs, self.hooks = hooks.engine, hooks.cpu, hooks.regs, hooks
+        self.engine = hooks.engine
+        self.cpu = hooks.cpu
+        self.regs = hooks.regs
+        self.hooks = hooks
         self.memory = memory
         self._stack = stack
         self.va = self.cpu.layout.host_text + CODE_OFFSET

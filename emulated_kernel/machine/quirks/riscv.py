@@ -81,7 +81,8 @@ class ContextBadAddress:
 def find_bad_address(bench: Bench) -> tuple[int, int] | None:
     """Offsets in a saved context: first register, address of the last page fault; None if it isn't found."""
     engine = bench.engine
-    clean, context = engine.context_alloc(), engine.context_alloc()
+    clean = engine.context_alloc()
+    context = engine.context_alloc()
     pattern = mark_registers(engine, bench.cpu)
     first = context_words(engine, clean, "Q").tobytes().find(pattern)
     left = None
@@ -131,7 +132,8 @@ def check_breakpoints_in_a_row(bench: Bench) -> None:
         bench.hooks.breakpoints[place] = lambda regs: met.append(regs.ip)
     try:
         bench.run(bench.cpu.filler * 3 + _ONE)
-        end, error = bench.regs.get("a0"), bench.error
+        end = bench.regs.get("a0")
+        error = bench.error
         bench.run(bench.cpu.filler * 3 + _LOAD, a0=0x1000)
     finally:
         for place in places:
@@ -144,7 +146,8 @@ def check_breakpoints_in_a_row(bench: Bench) -> None:
 
 def check_faults(bench: Bench) -> None:
     """Unicorn reports each exception four bytes behind the instruction, of whatever length that is."""
-    unmapped, text = 0x1000, bench.cpu.layout.host_text
+    unmapped = 0x1000
+    text = bench.cpu.layout.host_text
     for code, address, cause, place in (
         (_LOAD, unmapped, CAUSE_LOAD_FAULT, bench.va),
         (_STORE, text, CAUSE_STORE_FAULT, bench.va),

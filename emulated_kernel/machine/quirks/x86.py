@@ -44,7 +44,8 @@ def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
     Four faults with known codes are compared with a clean state; None if that leaves no single cell.
     """
     engine = bench.engine
-    clean, context = engine.context_alloc(), engine.context_alloc()
+    clean = engine.context_alloc()
+    context = engine.context_alloc()
     pattern = mark_registers(engine, bench.cpu)
     start = context_words(engine, clean, "i")
     first = start.tobytes().find(pattern)
@@ -122,7 +123,8 @@ def check_trap_flag(bench: Bench) -> None:
     """The trap comes behind one instruction, popf's own flags behind the next; cleared, no more comes."""
     bench.regs.step(True)
     bench.run(b"\x90\x90")
-    once, ends = [(trap.vector, trap.address) for trap in bench.traps], [(Vector.DEBUG, bench.va + 1)]
+    once = [(trap.vector, trap.address) for trap in bench.traps]
+    ends = [(Vector.DEBUG, bench.va + 1)]
     bench.regs.step(False)
     bench.resume(bench.va + 1)
     more = list(bench.traps)

@@ -126,14 +126,16 @@ class StaleFetch:
 
     def stopped(self, cpu: int, ip: int, is_preempted: bool) -> None:
         """A CPU's run has ended at `ip`."""
-        traps, self._traps = self._traps, False
+        traps = self._traps
+        self._traps = False
         if traps or not is_preempted:
             self.serialise(cpu)
         if not is_preempted:
             return
         start, prefetch = self._fetched.get(cpu, (0, None))
         if prefetch is None or not start <= ip < start + WINDOW:
-            start, prefetch = ip, Prefetch(self._text, self._unit)
+            start = ip
+            prefetch = Prefetch(self._text, self._unit)
         self._fetched[cpu] = start, prefetch
 
     def show(self, cpu: int, ip: int) -> range | None:
@@ -156,5 +158,6 @@ class StaleFetch:
     def hide(self) -> None:
         """Text is as it should be again."""
         if self._shown is not None:
-            shown, self._shown = self._shown, None
+            shown = self._shown
+            self._shown = None
             self._text.substitute(shown.start, bytes(self._true))

@@ -69,8 +69,10 @@ class OriginalBytes(Mapping[int, int]):
         done = 0
         while done < len(data):
             word, at = divmod(va + done, 8)
-            now, new = before[done : done + 8 - at], data[done : done + 8 - at]
-            span, shift = (1 << 8 * len(new)) - 1, at * 8
+            now = before[done : done + 8 - at]
+            new = data[done : done + 8 - at]
+            span = (1 << 8 * len(new)) - 1
+            shift = at * 8
             kept = self.words.get(word, 0)
             differed = kept >> 64 + shift & span
             original = int.from_bytes(now, "little") & ~differed | kept >> shift & differed
@@ -155,7 +157,8 @@ class Text:
         Raises: MemoryFault (as `poke`; the pokes before the bad one are done).
         """
         done: list[tuple[int, bytes]] = []
-        words, pages = self.ledger.words, set[int]()
+        words = self.ledger.words
+        pages = set[int]()
         before = len(words)
         try:
             for va, data in pokes:
@@ -217,7 +220,8 @@ class Text:
 
     def original(self, va: int, size: int) -> bytes:
         """Text as it was before any poke. Raises: MemoryFault."""
-        data, words = self._memory.read(va, size), self.ledger.words
+        data = self._memory.read(va, size)
+        words = self.ledger.words
         if not words:
             return data
         found = bytearray(data)

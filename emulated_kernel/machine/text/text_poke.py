@@ -31,7 +31,9 @@ class TextPoker:
     """
 
     def __init__(self, text: Text, breakpoint_: bytes, lock: ControlLock) -> None:
-        self._text, self._breakpoint, self._lock = text, breakpoint_, lock
+        self._text = text
+        self._breakpoint = breakpoint_
+        self._lock = lock
         self._patched: frozenset[int] = frozenset()
 
     @property
@@ -69,7 +71,8 @@ class TextPoker:
     def _patching(self, places: Iterable[int]) -> Iterator[None]:
         self._lock.assert_held()
         # A hit in between, of another place, may take its code away.
-        before, self._patched = self._patched, self._patched.union(places)
+        before = self._patched
+        self._patched = self._patched.union(places)
         try:
             yield
         finally:

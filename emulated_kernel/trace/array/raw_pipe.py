@@ -44,7 +44,8 @@ class RawPipe(PipeReader):
             if page is None:
                 raise WouldBlock
             self._page = page
-        data, self._page = self._page[:size], self._page[size:]
+        data = self._page[:size]
+        self._page = self._page[size:]
         return data
 
     def splice_page(self) -> bytes:

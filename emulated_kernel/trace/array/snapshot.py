@@ -45,7 +45,8 @@ class Snapshot:
     def _mark(self) -> None:
         """Let the memory itself tell what is set aside."""
         for mine, theirs in zip(self.buffers, self._array.buffers, strict=True):
-            mine.is_aside, theirs.is_aside = True, False
+            mine.is_aside = True
+            theirs.is_aside = False
 
     def usage(self, tracer: str, cpu: int | None = None) -> str:
         """What the file says while no events are set aside: how to set some aside."""

@@ -86,7 +86,8 @@ class TraceArray(ArrayRings, Recorder):
         """The longest latency so far, or what was written to tracing_max_latency."""
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
-        self._records_comm, self._records_tgid = True, False
+        self._records_comm = True
+        self._records_tgid = False
         self._past: PreviousBootNames | None = None
         """Of records that another run has made."""
         try:
@@ -109,11 +110,13 @@ class TraceArray(ArrayRings, Recorder):
 
     def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
         """Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)."""
-        system, flags = self.system, self.options.flags
+        system = self.system
+        flags = self.options.flags
         if TraceOption.STACKTRACE in flags:
             self.record_stack(hit, place)
         if TraceOption.USERSTACKTRACE in flags and not hit.context[0] & EntryFlag.NMI:
-            tasks, word = system.tasks, system.arch.word_size
+            tasks = system.tasks
+            word = system.arch.word_size
             callers = system.stack.user_callers(tasks.current())
             self.record_at(EntryType.USER_STACK, user_stack_entry(tasks.pid(), callers, word), hit, place)
 
@@ -274,7 +277,8 @@ class TraceArray(ArrayRings, Recorder):
                 place.release()
                 mine[cpu] = buffer
         self.snapshot.is_allocated = past.has_snapshot
-        self._time_start, self.max_latency_ns = past.time_start, past.max_latency_ns
+        self._time_start = past.time_start
+        self.max_latency_ns = past.max_latency_ns
         self._past = past.names
         self.apply_switches()
         self.notify_rewired()
@@ -377,7 +381,9 @@ class TraceArray(ArrayRings, Recorder):
 
     def formatter(self) -> LineFormatter:
         """A printer of records under the options as they are now."""
-        system, flags, past = self.system, self.options.flags, self._past
+        system = self.system
+        flags = self.options.flags
+        past = self._past
         by_id = system.events.by_id
         return LineFormatter(
             flags,

@@ -54,7 +54,8 @@ class PipeReader:
             return True
         if self._cpu is None:
             return not self._is_empty()
-        buffer, percent = self._buffers[self._cpu], self._array.buffer_percent
+        buffer = self._buffers[self._cpu]
+        percent = self._array.buffer_percent
         if not percent:
             return not self._is_empty()
         return bool(len(buffer)) and (buffer.dirty_pages + 1) * 100 >= percent * buffer.nr_pages
@@ -79,7 +80,8 @@ class PipeReader:
             self._tell()
 
     def _tell(self) -> None:
-        subscribers, self._subscribers = self._subscribers, []
+        subscribers = self._subscribers
+        self._subscribers = []
         for notify in subscribers:
             notify()
 
@@ -134,7 +136,8 @@ class TracePipe(PipeReader):
                 raise WouldBlock
             self._has_read = True
             self._tail = self._take_lines(min(size, PAGE_SIZE - 1))
-        data, self._tail = self._tail[:size], self._tail[size:]
+        data = self._tail[:size]
+        self._tail = self._tail[size:]
         return data
 
     def _take_lines(self, wanted: int) -> bytes:

@@ -166,7 +166,8 @@ class FetchEmitter:
 
     def numbers(self, arg: ProbeArg, at: int, _too_large: Label) -> None:
         """Store the numbers of an argument from BASE + at on; 0 for those that can't be read."""
-        stages, builder = arg.stages, self._builder
+        stages = arg.stages
+        builder = self._builder
         size = stages.store.size
         places = range(at, at + size * (stages.count or 1), size)
         done = builder.label()
@@ -181,7 +182,8 @@ class FetchEmitter:
         builder.place(done)
 
     def _element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
-        builder, size = self._builder, insn.size
+        builder = self._builder
+        size = insn.size
         if insn.op is FetchOp.ST_RAW:
             if bitfield is None:
                 self._emit(Store(BASE, place, VALUE, size))
@@ -199,7 +201,9 @@ class FetchEmitter:
 
     def _long_element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
         """One of two words."""
-        builder, emit, word = self._builder, self._emit, self._word
+        builder = self._builder
+        emit = self._emit
+        word = self._word
         if insn.op is FetchOp.ST_RAW:
             emit(Move(TEMP, VALUE), SetImmediate(HIGH, 0))
         else:
@@ -233,7 +237,8 @@ class FetchEmitter:
 
     def strings(self, arg: ProbeArg, at: int, too_large: Label) -> None:
         """Append the strings of an argument, and store their __data_loc from BASE + at on."""
-        stages, builder = arg.stages, self._builder
+        stages = arg.stages
+        builder = self._builder
         for number in range(stages.count or 1):
             stored = builder.label()
             place = at + number * arg.type.size
@@ -270,8 +275,11 @@ class FetchEmitter:
 
         An empty string of user memory goes on at `fault`, as String._string_at() has it.
         """
-        builder, emit = self._builder, self._emit
-        again, done, stored = builder.label(), builder.label(), builder.label()
+        builder = self._builder
+        emit = self._emit
+        again = builder.label()
+        done = builder.label()
+        stored = builder.label()
         with builder.out_of_line() as is_empty:
             if insn.op is not FetchOp.ST_USTRING:
                 emit(SetImmediate(TEMP, self._arch.task_size), Branch(Condition.ABOVE, VALUE, TEMP, stored))

@@ -59,7 +59,8 @@ def emit_filter(
 
     for label, step in zip(labels, program.steps, strict=True):
         builder.place(label)
-        predicate, on_true = step.predicate, target(step.on_true)
+        predicate = step.predicate
+        on_true = target(step.on_true)
         if isinstance(predicate, ComparePredicate):
             compare = _compare if predicate.size <= word_size else _compare_long
             compare(builder, predicate, on_true)
@@ -82,6 +83,7 @@ def _compare(builder: ProgramBuilder, predicate: ComparePredicate, on_true: Labe
 
 
 def _compare_long(builder: ProgramBuilder, predicate: ComparePredicate, on_true: Label) -> None:
-    condition, at = _CONDITIONS[predicate.op][predicate.is_signed], predicate.offset
+    condition = _CONDITIONS[predicate.op][predicate.is_signed]
+    at = predicate.offset
     builder.emit(Load(VALUE, BASE, at, 4), Load(HIGH, BASE, at + 4, 4))
     branch_long(builder, condition, VALUE, HIGH, TEMP, predicate.value, on_true)

@@ -39,10 +39,13 @@ FRAME = Struct("<QQiI")
 """What a task's array keeps of a call: the function, when it was called (ns), its depth, and a CallFlag."""
 CALLED = 8
 """Where all users of the function graph keep that time; bytes."""
-_FUNC, _DEPTH, _FLAGS = 0, 16, 20
+_FUNC = 0
+_DEPTH = 16
+_FLAGS = 20
 _CALL, _CALL_DEPTH, _CALL_FLAGS = POSITION, LIMIT, HIGH
 """Virtual registers while a call begins or ends; HIGH takes parts of times when the flags are stored."""
-_CELL, _HALF = 8, 4
+_CELL = 8
+_HALF = 4
 _INT_MAX = (1 << 31) - 1
 MAX_PIDS = 64
 """In lists of tasks; more would be too much code."""
@@ -129,7 +132,10 @@ class GraphEmitter:
         self._native.emit_graph_entry(self._builder, self._hook, lambda unwanted: self._keep(kind, unwanted))
 
     def _keep(self, kind: CallKind, unwanted: Label) -> None:
-        builder, emit, compiled, places = self._builder, self._emit, self._compiled, self._places
+        builder = self._builder
+        emit = self._emit
+        compiled = self._compiled
+        places = self._places
         emit(Move(_CALL, NODE))
         self._look_at_caller(kind, unwanted)
         if kind is CallKind.HIDDEN:
@@ -143,7 +149,8 @@ class GraphEmitter:
                 if kind is CallKind.PLAIN and not compiled.takes_irqs:
                     emit(BranchImmediate(Condition.NO_BIT, _CALL_FLAGS, CallFlag.IN_IRQ, unwanted))
                 emit(SetImmediate(_CALL_FLAGS, CallFlag.IN_IRQ), Jump(known))
-            mask, count = places.hardirq_mask, places.preempt_count
+            mask = places.hardirq_mask
+            count = places.preempt_count
             emit(
                 BranchPerCpu(Condition.ANY_BIT, count, 4, mask, in_irq),
                 SetImmediate(_CALL_FLAGS, 0),
@@ -167,7 +174,8 @@ class GraphEmitter:
 
     def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
         """Depth and flags by the newest call that is awaited, be it by way of others."""
-        builder, emit = self._builder, self._emit
+        builder = self._builder
+        emit = self._emit
         none = unwanted if kind is CallKind.PLAIN and self._compiled.chosen else builder.label()
         emit(Move(VALUE, _CALL), SetImmediate(_CALL_DEPTH, 0), SetImmediate(_CALL_FLAGS, 0))
         self._native.graph_code.older(builder, self._hook.address, VALUE, (BASE, TEMP, OTHER), none)
@@ -182,7 +190,8 @@ class GraphEmitter:
 
     def _check_task(self, unwanted: Label) -> None:
         """Mirrors: ftrace_trace_task (v6.1)."""
-        compiled, emit = self._compiled, self._emit
+        compiled = self._compiled
+        emit = self._emit
         if not compiled.traced and not compiled.untraced:
             return
         emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, self._places.pid, 4))
@@ -197,7 +206,8 @@ class GraphEmitter:
 
     def ends(self) -> None:
         """A call that was awaited ends. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
-        builder, emit = self._builder, self._emit
+        builder = self._builder
+        emit = self._emit
         done = builder.label()
         # Taken off the array, its words are still those of the call: no other begins before this ends.
         emit(
@@ -214,7 +224,9 @@ class GraphEmitter:
 
     def _check_duration(self, shorter: Label) -> None:
         """VALUE and HIGH are the time."""
-        builder, emit, threshold = self._builder, self._emit, self._compiled.threshold_ns
+        builder = self._builder
+        emit = self._emit
+        threshold = self._compiled.threshold_ns
         emit(Move(OTHER, VALUE), Load(TEMP, _CALL, CALLED, self._word))
         if self._word == _CELL:
             emit(
@@ -241,8 +253,12 @@ class GraphEmitter:
 
     def _record(self, record: RecordEmitter, kind: EntryType, size: int) -> None:
         """An entry of the call, `size` bytes behind the common fields, at the time in VALUE and HIGH."""
-        builder, emit, word, target = self._builder, self._emit, self._word, self._compiled.target
-        dropped, space = builder.label(), EventSpace(ENTRY_HEADER_SIZE + size)
+        builder = self._builder
+        emit = self._emit
+        word = self._word
+        target = self._compiled.target
+        dropped = builder.label()
+        space = EventSpace(ENTRY_HEADER_SIZE + size)
         record.reserve_then(BASE, space.length, target, dropped)
         record.header(BASE, space)
         more_count = self._compiled.entry_count if kind is EntryType.GRAPH_ENT else 0

@@ -93,7 +93,8 @@ class EventEmitter:
 
     def _record_in_place(self, target: RecordTarget) -> None:
         """An entry of known size that nobody may reject is made where it stays."""
-        builder, record = self._builder, self._record
+        builder = self._builder
+        record = self._record
         space = EventSpace(self._fixed)
         done = builder.label()
         record.reserve(BASE, space.length, target, done)
@@ -105,7 +106,8 @@ class EventEmitter:
 
     def _record_copies(self, recordings: Sequence[Recording]) -> None:
         """The entry is made in scratch memory, and copied to each recorder whose filter takes it."""
-        builder, record = self._builder, self._record
+        builder = self._builder
+        record = self._record
         done = builder.label()
         record.scratch()
         if self._is_dynamic:

@@ -45,7 +45,8 @@ ENTRY_HEADER_SIZE = 8
 _CELL = 8
 """Bytes of a word of a control block, and of the other per-CPU words."""
 _LAST_OF_PAGE = 4095
-_FLAGS_SHIFT, _COUNT_SHIFT = 16, 24
+_FLAGS_SHIFT = 16
+_COUNT_SHIFT = 24
 _PID_AT = 4
 _SOFTIRQ_SERVED = 1 << 8
 _COUNT_MASK = 0xFF
@@ -97,7 +98,8 @@ class RecordEmitter:
 
         `more_count` is added to the preempt count, but at a breakpoint.
         """
-        places, emit = self._places, self._emit
+        places = self._places
+        emit = self._emit
         emit(LoadPerCpu(VALUE, places.current_task, self._word), Load(VALUE, VALUE, places.pid, 4))
         if target is not None and target.saves_comm:
             self._remember_comm()
@@ -112,7 +114,8 @@ class RecordEmitter:
 
     def _remember_comm(self) -> None:
         """Of the task whose pid VALUE is."""
-        builder, places = self._builder, self._places
+        builder = self._builder
+        places = self._places
         known = builder.label()
         with builder.out_of_line() as unknown:
             builder.call_host(places.save_comm, known)
@@ -125,7 +128,9 @@ class RecordEmitter:
 
     def _context(self) -> None:
         """Put flags and count into VALUE, as hit_context.py. Mirrors: tracing_gen_ctx_irq_test (v6.1)."""
-        builder, emit, places = self._builder, self._emit, self._places
+        builder = self._builder
+        emit = self._emit
+        places = self._places
         flags, interrupts_on = places.interrupt_flag
         known = builder.label()
         with builder.out_of_line() as unusual:
@@ -152,7 +157,9 @@ class RecordEmitter:
 
     def _add_resched_flags(self) -> None:
         """Mirrors: HitContext.resched_flags, and LinuxContext's."""
-        emit, places, resched = self._emit, self._places, self._places.resched
+        emit = self._emit
+        places = self._places
+        resched = self._places.resched
         emit(LoadPerCpu(TEMP, places.need_resched, 4))
         if resched.task_flag is None:
             self._add_flag(Condition.NE, 0, EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED)
@@ -188,7 +195,8 @@ class RecordEmitter:
     def _add_flag(self, condition: Condition, value: int, flags: EntryFlag) -> None:
         """Set flags in VALUE if TEMP compares so."""
         builder = self._builder
-        skip, add = builder.label(), builder.label()
+        skip = builder.label()
+        add = builder.label()
         self._emit(BranchImmediate(condition, TEMP, value, add), Jump(skip))
         builder.place(add)
         self._emit(ComputeImmediate(Arithmetic.OR, VALUE, int(flags) << _FLAGS_SHIFT))
@@ -211,7 +219,8 @@ class RecordEmitter:
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """As reserve(), for an event of the time that was read."""
-        builder, emit = self._builder, self._emit
+        builder = self._builder
+        emit = self._emit
         stamp = target.control_at + WRITE_STAMP
         again = builder.label()
         with builder.out_of_line() as long_delta:
@@ -245,7 +254,8 @@ class RecordEmitter:
         self._emit(BranchImmediate(Condition.ABOVE, TEMP, limit, no_room))
 
     def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        emit, request = self._emit, self._places.event_time
+        emit = self._emit
+        request = self._places.event_time
         emit(
             BranchPerCpu(Condition.ANY_BIT, target.control_at + FLAGS, 4, RingFlag.DISABLED, dropped),
             StorePerCpu(request, VALUE, self._word),
@@ -303,7 +313,8 @@ class RecordEmitter:
 
     def _measure(self) -> None:
         """_LENGTH = bytes of the event; the entry is padded by zeros. Mirrors: event_size."""
-        builder, emit = self._builder, self._emit
+        builder = self._builder
+        emit = self._emit
         small = builder.label()
         emit(
             StoreImmediate(POSITION, 0, 0, 4),
@@ -320,8 +331,10 @@ class RecordEmitter:
 
     def _dynamic_header(self) -> None:
         """Store what describes the event at OTHER; VALUE is its delta, and its data's place afterwards."""
-        builder, emit = self._builder, self._emit
-        small, done = builder.label(), builder.label()
+        builder = self._builder
+        emit = self._emit
+        small = builder.label()
+        done = builder.label()
         emit(
             ComputeImmediate(Arithmetic.SHL, VALUE, 5),
             Move(TEMP, _LENGTH),
@@ -345,8 +358,10 @@ class RecordEmitter:
 
     def _copy_all(self, fixed: int) -> None:
         """From BASE, which moves, to VALUE: the fixed part straight, the strings in a loop."""
-        builder, emit = self._builder, self._emit
-        again, copied = builder.label(), builder.label()
+        builder = self._builder
+        emit = self._emit
+        again = builder.label()
+        copied = builder.label()
         word = self._word
         straight = fixed & -word
         for at in range(0, straight, word):

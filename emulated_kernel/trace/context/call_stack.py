@@ -95,7 +95,8 @@ class CallStack:
         Linux goes on by frame pointers, of which the guest's user mode has none.
         Mirrors: arch/x86/kernel/stacktrace.c:arch_stack_walk_user (v6.1).
         """
-        abi, arch = self._abi, self._arch
+        abi = self._abi
+        arch = self._arch
         top = self._memory.read_word(task + abi["task_struct.stack"]) + abi["thread.size"]
         below = len(arch.pt_regs) - arch.pt_regs.index(arch.registers.ip)
         ip = self._memory.read_word(top - below * arch.word_size)
@@ -112,13 +113,15 @@ class CallStack:
 
     def _step(self, place: _CallSite) -> tuple[Caller, _CallSite] | None:
         """One frame up; None where the chain ends."""
-        address, arch = place.ip - place.is_behind_call, self._arch
+        address = place.ip - place.is_behind_call
+        arch = self._arch
         where = self._symbols.lookup(address)
         frames = None if where is None else self._tables.of(where.symbol)
         found = None if frames is None else self._left(frames, place, address)
         if frames is None or found is None or IP not in found.regs:
             return None
-        regs, cfa = dict(found.regs), found.cfa
+        regs = dict(found.regs)
+        cfa = found.cfa
         hooked = cfa if arch.registers.link is not None else cfa - arch.word_size
         above = _CallSite(regs, self._real(hooked, regs.pop(IP)), not frames.by_interrupt)
         if above.is_behind_call:

@@ -43,7 +43,8 @@ class FrameTables:
     def of(self, symbol: Symbol) -> FunctionFrames | None:
         """None for what nobody calls, and for data."""
         if self._version != self._symbols.version:
-            self._version, self._found = self._symbols.version, {}
+            self._version = self._symbols.version
+            self._found = {}
             self.__dict__.pop("_ways", None)
         if symbol not in self._found:
             if len(self._found) >= _MOST:
@@ -58,7 +59,9 @@ class FrameTables:
         return self._solve(span.start, code, {entry: self._arch.detour_entry()}, True)
 
     def _find(self, symbol: Symbol) -> FunctionFrames | None:
-        arch, start, size = self._arch, symbol.address, symbol.size
+        arch = self._arch
+        start = symbol.address
+        size = symbol.size
         if symbol.name in arch.unwind_roots or not symbol.is_text:
             return None
         if symbol.name == FTRACE_TRAMPOLINE:
@@ -73,7 +76,8 @@ class FrameTables:
             exits = {} if frames is None else frames.exits
             inside = {at: frame for at, frame in exits.items() if start <= at < start + size}
             if frames is not None and inside:
-                entries, by_interrupt = inside, frames.by_interrupt
+                entries = inside
+                by_interrupt = frames.by_interrupt
         return self._solve(
             start,
             self._text.original(start, size),

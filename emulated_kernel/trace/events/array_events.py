@@ -137,8 +137,10 @@ class EventPidsFile:
     """set_event_pid or set_event_notrace_pid. Mirrors: kernel/trace/trace_events.c:event_pid_write (v6.1)."""
 
     def __init__(self, events: ArrayEvents, pids: PidList) -> None:
-        self.records, self.clear = pids.records, pids.clear
-        self._events, self._pids = events, pids
+        self.records = pids.records
+        self.clear = pids.clear
+        self._events = events
+        self._pids = pids
 
     def write(self, data: bytes) -> int:
         """See PidList.write(); the buffers grow before."""

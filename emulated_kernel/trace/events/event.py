@@ -307,7 +307,8 @@ class EventFile:
             try:
                 self.event.enable(self.recorder)
             except KernelError:
-                self._soft_references, self.soft_disabled = 0, False
+                self._soft_references = 0
+                self.soft_disabled = False
                 raise
         self._changed()
 
@@ -383,7 +384,8 @@ class EventFile:
             if len(entry.data) > MAX_DATA_SIZE:
                 # No page takes it, so nobody sees it.
                 return
-            others_wait, waits = hit.entry_waits, self._may_wait() and not hit.entry_waits
+            others_wait = hit.entry_waits
+            waits = self._may_wait() and not hit.entry_waits
             is_first = place is not None and not waits and self._is_recorded(payload, hit)
             if is_first and not any(trigger.kind is TriggerKind.EVENT_ENABLE for trigger in self.triggers):
                 # Linux: what a trigger disables meanwhile is discarded. So that isn't written first here.

@@ -34,7 +34,8 @@ class PidList:
 
         Raises: KernelError EINVAL (no number), EPERM (too big). Mirrors: trace_pid_write (v6.1).
         """
-        pids, done = set(self.pids), 0
+        pids = set(self.pids)
+        done = 0
         while done < len(data):
             word, size = take_word(data[done:])
             done += size
@@ -88,7 +89,8 @@ class EventPids:
 
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
         """
-        traced, untraced = self.traced.pids, self.untraced.pids
+        traced = self.traced.pids
+        untraced = self.untraced.pids
         both = {before, after}
         return (bool(traced) and not both & traced) or both <= untraced
 

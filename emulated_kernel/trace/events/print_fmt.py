@@ -321,7 +321,8 @@ def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Express
     """Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1)."""
 
     def text(context: PrintContext) -> str:
-        rest, found = unsigned(value(context)), []
+        rest = unsigned(value(context))
+        found = []
         for mask_of, name in names:
             mask = unsigned(mask_of(context)) if rest else 0
             if rest and rest & mask == mask:

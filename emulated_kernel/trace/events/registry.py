@@ -46,7 +46,8 @@ class EventRegistry:
     """All trace events of a kernel, by name and by id."""
 
     def __init__(self, first_id: int = FIRST_EVENT_ID) -> None:
-        self._first_id = self._next_id = first_id
+        self._first_id = first_id
+        self._next_id = first_id
         self._by_id: dict[int, TraceEvent] = {}
         self._free_ids: list[int] = []
         """A heap of those that were given back."""
@@ -91,7 +92,8 @@ class EventRegistry:
 
         Later ones come first, the newest of them before all; then the older ones as they came.
         """
-        events, newer = [*(self if among is None else among)], 0
+        events = [*(self if among is None else among)]
+        newer = 0
         while newer < len(events) and self._numbers[events[-1 - newer]] >= older:
             newer += 1
         return chain(reversed(events[len(events) - newer :]), events[: len(events) - newer])

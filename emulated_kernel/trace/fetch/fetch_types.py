@@ -51,7 +51,8 @@ class StringArea:
 
         `overlaps`: its length counts all that is left, and its NUL's place is the next string's.
         """
-        used, room = self._used, len(self.data)
+        used = self._used
+        room = len(self.data)
         at = self._position + used & 0xFFFF
         if text is None:
             return _DATA_LOC.pack(at, 0)
@@ -132,13 +133,16 @@ class Number(FetchType):
         elif insn.op is FetchOp.ST_RAW:
             raw = [(value & (1 << 8 * size) - 1).to_bytes(size, "little")]
         else:
-            start, user = value + insn.value, insn.op is FetchOp.ST_UMEM
+            start = value + insn.value
+            user = insn.op is FetchOp.ST_UMEM
             places = range(start, start + size * (stages.count or 1), size)
             raw = [environment.read(place, size, user) or bytes(size) for place in places]
         shift = stages.bitfield
         if shift is None:
             return raw
-        mask, left, right = (1 << 8 * size) - 1, shift.lshift, shift.rshift
+        mask = (1 << 8 * size) - 1
+        left = shift.lshift
+        right = shift.rshift
         numbers = [(int.from_bytes(data, "little") << left & mask) >> right for data in raw]
         return [number.to_bytes(size, "little") for number in numbers]
 
@@ -189,7 +193,8 @@ class String(FetchType):
 
     def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
         value = environment.follow(environment.load(stages.load), stages.derefs)
-        pointer, store = stages.pointer, stages.store
+        pointer = stages.pointer
+        store = stages.store
         if not stages.count:
             return [self._string(value, store, environment)]
         if pointer is None or not isinstance(value, int):
@@ -305,5 +310,6 @@ def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> Fetch
     used = (width + first) & (1 << word_bits) - 1
     if not well_formed or used > bits:
         raise ValueError(name)
-    lshift, rshift = (bits - used) & 0xFF, (bits - width) & 0xFF
+    lshift = (bits - used) & 0xFF
+    rshift = (bits - width) & 0xFF
     return FetchInsn(FetchOp.MOD_BF, size=container.size, lshift=lshift, rshift=rshift)

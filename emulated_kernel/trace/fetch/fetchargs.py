@@ -111,7 +111,8 @@ def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProb
     """Name, expression, and the expression's offset in the word."""
     name, equals, body = word.partition("=")
     if not equals:
-        name, body = f"arg{number + 1}", word
+        name = f"arg{number + 1}"
+        body = word
     elif len(name) > MAX_ARG_NAME_LEN:
         raise log.error(0, ProbeError.ARG_NAME_TOO_LONG)
     elif not name:

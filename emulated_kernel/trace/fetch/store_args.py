@@ -16,7 +16,8 @@ def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment
     Deviates: an unreadable string has length 0; Linux leaves what was in the buffer.
     Mirrors: kernel/trace/trace_probe_tmpl.h:store_trace_args (v6.1).
     """
-    room, end = 0, COMMON_SIZE + len(header)
+    room = 0
+    end = COMMON_SIZE + len(header)
     fetched = []
     for arg in args:
         kind = arg.type

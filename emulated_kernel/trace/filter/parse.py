@@ -64,7 +64,9 @@ def _check_nesting(text: str) -> None:
     Mirrors: kernel/trace/trace_events_filter.c:calc_stack (v6.1).
     """
     opened: list[int] = []
-    quote, quote_at, is_empty = "", 0, True
+    quote = ""
+    quote_at = 0
+    is_empty = True
     for at, char in enumerate(text):
         if quote:
             quote = "" if char == quote else quote
@@ -77,7 +79,8 @@ def _check_nesting(text: str) -> None:
         elif char not in SPACES:
             is_empty = False
             if char in _QUOTES:
-                quote, quote_at = char, at
+                quote = char
+                quote_at = at
     if quote:
         raise FilterParseError(FilterError.MISSING_QUOTE, quote_at, errno.ESRCH)
     if opened:
@@ -130,7 +133,8 @@ class _FilterParser:
         return self._builder.finish(whole)
 
     def _take_negation(self) -> bool:
-        negated, self._negated = self._negated, False
+        negated = self._negated
+        self._negated = False
         return negated
 
     def _after_operand(self) -> None:
@@ -159,7 +163,8 @@ class _FilterParser:
     def _operator(self, char: str) -> None:
         level = self._levels[-1]
         if char == "|":
-            level.any_of, level.all_of = self._close(level), None
+            level.any_of = self._close(level)
+            level.all_of = None
         level.wants_operand = True
 
     def _close(self, level: _Level) -> Fragment | None:
@@ -182,7 +187,8 @@ class _FilterParser:
         self._at = found.end()
         if found["op"] is None:
             raise _error(FilterError.INVALID_OP, self._at)
-        op, first = FilterOp(found["op"]), self._text[self._at : self._at + 1]
+        op = FilterOp(found["op"])
+        first = self._text[self._at : self._at + 1]
         if first and first in _QUOTES:
             # Linux: `.ustring` is without a meaning for other fields, and taken.
             by_user = found["user"] is not None and field.type is FilterType.PTR_STRING
@@ -202,7 +208,8 @@ class _FilterParser:
         if len(value) >= MAX_FILTER_STR_VAL:
             raise _error(FilterError.OPERAND_TOO_LONG, end)
         self._at = end + 1
-        pattern, negated = literal_pattern(value), op is FilterOp.NE
+        pattern = literal_pattern(value)
+        negated = op is FilterOp.NE
         if op is FilterOp.GLOB:
             pattern, negated = parse_pattern(value)
         return StringPredicate(source, field.declared.offset, field.declared.size, pattern, negated)
@@ -226,7 +233,8 @@ class _FilterParser:
 
 def _compare(field: FilterField, op: FilterOp, value: int) -> Predicate:
     """Linux: only the value's low bytes count, as many as the field has."""
-    declared, is_cpu = field.declared, field.type is FilterType.CPU
+    declared = field.declared
+    is_cpu = field.type is FilterType.CPU
     size = _CPU_SIZE if is_cpu else declared.size
     if size not in _NUMBER_SIZES or (is_cpu and op is FilterOp.BAND):
         return NeverPredicate()

@@ -70,7 +70,8 @@ def _classify(text: bytes) -> StringPattern:
     inner = text[1:-1] if len(text) > 1 else b""
     if any(special in text for special in (b"[", b"?", b"\\")) or b"*" in inner:
         return StringPattern(MatchType.GLOB, text, _compiled(text))
-    head, tail = text.startswith(b"*"), len(text) > 1 and text.endswith(b"*")
+    head = text.startswith(b"*")
+    tail = len(text) > 1 and text.endswith(b"*")
     types = {
         (False, False): MatchType.FULL,
         (False, True): MatchType.FRONT_ONLY,
@@ -90,7 +91,8 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
     Going back to the last `*` alone is enough: what stands between two is atomic. That keeps the time within
     the product of both lengths.
     """
-    parts, at = [b""], 0
+    parts = [b""]
+    at = 0
     while at < len(pattern):
         byte = pattern[at : at + 1]
         at += 1

@@ -107,7 +107,10 @@ class Action:
         value = taken.action.track_value(element)
         if not taken.action.passes(taken.value, value):
             return
-        taken.value, taken.key, taken.comm, taken.updated = value, key, element.comm, True
+        taken.value = value
+        taken.key = key
+        taken.comm = element.comm
+        taken.updated = True
         snapshot.take()
 
     def destroy(self) -> None:

@@ -114,11 +114,13 @@ class ActionMaker:
         if len(arguments) != len(event.synthetic_fields):
             raise self._log.error(HistError.SYNTH_COUNT_MISMATCH, event.name)
         event.hist_references += 1
-        action.synthetic, action.arguments = event, arguments
+        action.synthetic = event
+        action.arguments = arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
         """Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1)."""
-        own, is_variable = self._data.file.event, name.startswith("$")
+        own = self._data.file.event
+        is_variable = name.startswith("$")
         name = name.removeprefix("$")
         if system is None or (system, event_name) == (own.group, own.name):
             found = self._data.variable(name) if is_variable else self._argument_field(name)

@@ -53,7 +53,8 @@ class ExpressionParser:
         if operator is Operator.UNARY_MINUS:
             return self._unary(text, flags, variable)
         self._subexpressions += 1
-        left, right = text[:at], text[at + 1 :]
+        left = text[:at]
+        right = text[at + 1 :]
         if not left or not right:
             raise KernelError(errno.EINVAL, "an operand is missing")
         return self._binary(operator, left, right, flags, variable)
@@ -96,7 +97,9 @@ class ExpressionParser:
         field = HistField(
             self._owner, flags | Flag.EXPR, type=like.type, size=like.size, is_signed=like.is_signed
         )
-        field.operator, field.operands, field.variable = operator, operands, variable
+        field.operator = operator
+        field.operands = operands
+        field.variable = variable
         field.value = lambda hit: operation(*[each.number(hit) for each in operands]) & U64
         field.name = field.expression_text()
         return field
@@ -104,12 +107,15 @@ class ExpressionParser:
     def _binary(
         self, operator: Operator, left_text: str, right_text: str, flags: Flag, variable: str | None
     ) -> HistField:
-        left, right = self._operand(left_text), self._operand(right_text)
-        origin, divisor = self._variables.origin(left), self._variables.origin(right)
+        left = self._operand(left_text)
+        right = self._operand(right_text)
+        origin = self._variables.origin(left)
+        divisor = self._variables.origin(right)
         if (origin.flags ^ divisor.flags) & Flag.TIMESTAMP_USECS:
             raise self._log.error(HistError.TIMESTAMP_MISMATCH)
         flags |= left.flags & TIME_FLAGS
-        left.read_once = right.read_once = True
+        left.read_once = True
+        right.read_once = True
         operation = OPERATIONS[operator]
         if operator is Operator.DIV and divisor.flags & Flag.CONST:
             if not divisor.constant:

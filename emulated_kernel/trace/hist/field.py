@@ -275,7 +275,8 @@ def execname_value(hit: HistHit) -> Value:
 def _dynamic_string(data: bytes, place: slice) -> bytes:
     """The string that the __data_loc at `place` of an entry tells of."""
     location = int.from_bytes(data[place], "little")
-    start, length = location & 0xFFFF, location >> 16
+    start = location & 0xFFFF
+    length = location >> 16
     return data[start : start + length].partition(b"\0")[0]
 
 
@@ -312,10 +313,12 @@ def make_field(
     """
     field = HistField(owner, flags, source.declared if source else None, variable=variable)
     if flags & Flag.HITCOUNT:
-        field.size, field.type = 8, "u64"
+        field.size = 8
+        field.type = "u64"
         field.value = lambda _hit: 1
     elif flags & Flag.CONST:
-        field.size, field.type = 8, "u64"
+        field.size = 8
+        field.type = "u64"
         field.value = lambda _hit: field.constant
     elif flags & (Flag.LOG2 | Flag.BUCKET):
         operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET))
@@ -324,12 +327,16 @@ def make_field(
             field.value = lambda hit: max(operand.number(hit) - 1, 0).bit_length()
         else:
             field.value = lambda hit: operand.number(hit) // field.buckets * field.buckets
-        field.operands, field.size, field.type = (operand,), operand.size, operand.type
+        field.operands = (operand,)
+        field.size = operand.size
+        field.type = operand.type
     elif flags & Flag.TIMESTAMP:
-        field.size, field.type = 8, "u64"
+        field.size = 8
+        field.type = "u64"
         field.value = lambda hit: owner.timestamp(hit.time)
     elif flags & Flag.CPU:
-        field.size, field.type = 4, "unsigned int"
+        field.size = 4
+        field.type = "unsigned int"
         field.value = lambda hit: hit.entry.cpu
     elif source is not None:
         return _of_source(field, source)
@@ -339,7 +346,8 @@ def make_field(
 def _of_source(field: HistField, source: FilterField) -> HistField:
     declared = source.declared
     place = slice(declared.offset, declared.offset + declared.size)
-    field.type, field.size = declared.type, declared.size
+    field.type = declared.type
+    field.size = declared.size
     if source.type is FilterType.STATIC_STRING:
         field.flags |= Flag.STRING
         field.value = lambda hit: hit.entry.data[place].partition(b"\0")[0]

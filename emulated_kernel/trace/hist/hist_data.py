@@ -120,7 +120,9 @@ class HistData(Histogram):
         made = self._value(expression, Flag.VAR, name)
         if made.flags & Flag.EXECNAME:
             made.flags = Flag.STRING | Flag.VAR | Flag.EXECNAME
-            made.size, made.is_signed, made.type = MAX_STRING, False, "char[]"
+            made.size = MAX_STRING
+            made.is_signed = False
+            made.type = "char[]"
             made.value = execname_value
         self.values.append(made)
 
@@ -198,7 +200,8 @@ class HistData(Histogram):
         return self.map.sorted(*map(self._ranking, self.sort_keys))
 
     def _ranking(self, key: SortKey) -> Rank:
-        part, sign = self.sortable[key.index], -1 if key.descending else 1
+        part = self.sortable[key.index]
+        sign = -1 if key.descending else 1
         if part.flags & Flag.KEY:
             return lambda element: sign * _rank(part, element.key)
         return lambda element: sign * element.sums[key.index]

@@ -11,12 +11,14 @@ def find_operator(text: str) -> tuple[Operator, int] | None:
 
     Mirrors: kernel/trace/trace_events_hist.c:contains_operator (v6.1).
     """
-    minus, plus = text.rfind("-"), text.rfind("+")
+    minus = text.rfind("-")
+    plus = text.rfind("+")
     if minus == 0:
         return Operator.UNARY_MINUS, 0
     if plus >= 0 or minus > 0:
         return (Operator.PLUS, plus) if plus > minus else (Operator.MINUS, minus)
-    div, mult = text.rfind("/"), text.rfind("*")
+    div = text.rfind("/")
+    mult = text.rfind("*")
     if mult > div:
         return Operator.MULT, mult
     return (Operator.DIV, div) if div >= 0 else None

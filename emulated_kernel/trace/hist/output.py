@@ -112,7 +112,8 @@ class HistPrinter:
 
     @staticmethod
     def _value(index: int, column: HistField, element: Element, elements: Sequence[Element]) -> str:
-        name, value = to_text(column.full_name()), element.sums[index]
+        name = to_text(column.full_name())
+        value = element.sums[index]
         if column.flags & Flag.PERCENT:
             share = _percentage(value, sum(each.sums[index] for each in elements) & U64)
             if share is None:

@@ -85,7 +85,8 @@ class TracingMap:
     def clear(self) -> None:
         """Forget all elements and counts."""
         self._elements.clear()
-        self.hits = self.drops = 0
+        self.hits = 0
+        self.drops = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> list[Element]:
         """All elements in order. Linux: ties stay as a heap sort leaves keys that were in byte order."""

@@ -124,7 +124,8 @@ class HistCommand(TriggerCommand):
 
     def _register(self, trigger: HistTrigger, data: HistData) -> None:
         """Mirrors: hist_register_trigger (v6.1)."""
-        attrs, log = data.attrs, data.log
+        attrs = data.attrs
+        log = data.log
         shared = self._find_named(attrs.name)
         if shared is not None and not self._matches(trigger, shared, shared, ignore_filter=True):
             raise log.error(HistError.NAMED_MISMATCH, attrs.name or "")
@@ -152,7 +153,8 @@ class HistCommand(TriggerCommand):
             self.named.insert(0, trigger)
         if shared is not None:
             own = trigger.data
-            trigger.shared, trigger.data = shared, shared.data
+            trigger.shared = shared
+            trigger.data = shared.data
             shared.users += 1
             self._discard(own)
 
@@ -213,7 +215,8 @@ class HistCommand(TriggerCommand):
         self.system.remove_variables(data)
         for action in data.actions:
             action.destroy()
-        made, data.made_hists = data.made_hists, []
+        made = data.made_hists
+        data.made_hists = []
         for file, command in made:
             self._run(data.triggers, file, data.log, command, removes=True)
 
@@ -241,7 +244,8 @@ class HistCommand(TriggerCommand):
                 return False
         elif shared is not other and shared is not other.shared:
             return False
-        own, theirs = trigger.data, other.data
+        own = trigger.data
+        theirs = other.data
         if not ignore_filter and trigger.filter_text() != other.filter_text():
             return False
         return (

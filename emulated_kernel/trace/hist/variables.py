@@ -114,7 +114,8 @@ class Variables:
         if len(owner.references) >= VARS_MAX:
             return None
         reference = HistField(variable.owner, Flag.VAR_REF)
-        reference.system, reference.event_name = system, event_name
+        reference.system = system
+        reference.event_name = event_name
         self.copy(variable, reference)
         place = reference.reference = len(owner.references)
         reference.value = lambda hit: hit.references[place]
@@ -124,8 +125,11 @@ class Variables:
     @staticmethod
     def copy(variable: HistField, reference: HistField) -> None:
         """Make `reference` like what it refers to. Mirrors: init_var_ref (v6.1)."""
-        reference.index, reference.owner = variable.index, variable.owner
-        reference.size, reference.is_signed, reference.type = variable.size, variable.is_signed, variable.type
+        reference.index = variable.index
+        reference.owner = variable.owner
+        reference.size = variable.size
+        reference.is_signed = variable.is_signed
+        reference.type = variable.type
         reference.flags |= variable.flags & (TIME_FLAGS | Flag.STACKTRACE)
         reference.system = reference.system or variable.system
         reference.event_name = reference.event_name or variable.event_name

@@ -126,14 +126,16 @@ class _GraphLine:
     def entered(self, following: bytes | None) -> str:
         """Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1)."""
         func, depth = map(int, self._records.entered.unpack_from(self._entry.record, TRACE_ENTRY.size))
-        state, prologue = self._state, self._prologue()
+        state = self._state
+        prologue = self._prologue()
         leaf = self._leaf_duration(func, following)
         if leaf is None:
             state.depth = depth
             if depth < MAX_DEPTH:
                 state.functions[depth] = func
             return prologue + self._column(None) + " " * (depth * INDENT) + f"{self._name(func)}() {{\n"
-        state.depth, state.was_leaf = depth - 1, True
+        state.depth = depth - 1
+        state.was_leaf = True
         state.functions.pop(depth, None)
         return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._name(func)}();\n"
 
@@ -192,7 +194,8 @@ class _GraphLine:
 
     def _switch(self) -> str:
         """Another task runs on this CPU now. Mirrors: verif_pid (v6.1)."""
-        previous, self._state.last_pid = self._state.last_pid, self._pid
+        previous = self._state.last_pid
+        self._state.last_pid = self._pid
         if previous in (-1, self._pid):
             return ""
         return f"{_RULE}{self._cpu}{self._task(previous)} => {self._task(self._pid)}\n{_RULE}\n"

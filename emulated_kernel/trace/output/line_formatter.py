@@ -163,7 +163,8 @@ class LineFormatter:
             return self._repeats(payload, entry.time_stamp)
         event = self._event(kind)
         if event is not None:
-            style, verbose = self.style, TraceOption.VERBOSE in self.flags
+            style = self.style
+            verbose = TraceOption.VERBOSE in self.flags
             return event.print_line(payload, style.symbols, sym_addr=style.sym_addr, verbose=verbose) + "\n"
         if printer := ENTRY_PRINTERS.get(kind):
             return printer(payload, self.style)
@@ -202,7 +203,8 @@ class LineFormatter:
         return self._clip(context, self._body(entry))
 
     def _task(self, pid: int, cpu: int, flags: int, preempt: int) -> str:
-        tgid = irqs = ""
+        tgid = ""
+        irqs = ""
         if self.flags & TraceOption.RECORD_TGID:
             number = self.cmdlines.find_tgid(pid)
             tgid = f"({number:7d}) " if number else "(-------) "
@@ -228,7 +230,8 @@ class LineFormatter:
         return f" {ns_to_usecs(since):4d}us{find_mark(1000 * ns_to_usecs(next_time - now))}"
 
     def _verbose_time(self, now: int, next_time: int) -> str:
-        since, delay = now - self._time_start, next_time - now
+        since = now - self._time_start
+        delay = next_time - now
         if not self._in_ns:
             return f"[{now:016x}] {since} (+{delay})"
         ms, us = divmod(ns_to_usecs(since), 1000)

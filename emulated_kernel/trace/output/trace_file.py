@@ -58,7 +58,8 @@ def header_text(facts: TraceHeader, flags: TraceOption) -> str:
     Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1), too.
     """
     start = f"# tracer: {facts.tracer}\n#\n"
-    latency, verbose = TraceOption.LATENCY_FMT in flags, TraceOption.VERBOSE in flags
+    latency = TraceOption.LATENCY_FMT in flags
+    verbose = TraceOption.VERBOSE in flags
     if TraceOption.CONTEXT_INFO not in flags or (latency and not facts.entries):
         return start
     if latency:

@@ -94,7 +94,8 @@ def parse_definition(
     if place.symbol is not None:
         _check_symbol(place, place.symbol, found, symbols, log)
     log.index = 0
-    group, event = KPROBE_EVENT_SYSTEM, ""
+    group = KPROBE_EVENT_SYSTEM
+    event = ""
     if ":" in head:
         group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log)
     is_symbolic = place.symbol is not None
@@ -125,7 +126,8 @@ def _maxactive(head: str, log: TraceProbeLog) -> int:
 
 def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
     """Of a jprobe it is a function, whose arguments it sees."""
-    is_return, is_jprobe = letter == "r", letter == "j"
+    is_return = letter == "r"
+    is_jprobe = letter == "j"
     if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:
         with suppress(KernelError):
             return ProbePoint(None, 0, kstrtoul(word, 0, bits), is_return)
@@ -135,7 +137,8 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
     try:
         symbol, offset = split_symbol_offset(name, bits)
     except KernelError:
-        symbol, offset = "", -1
+        symbol = ""
+        offset = -1
     if not 0 <= offset <= (0 if is_jprobe else _UINT_MAX):
         raise log.error(0, ProbeError.BAD_PROBE_ADDR)
     # Many probes may be in one function.

@@ -30,11 +30,14 @@ def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[
     done = 0
     while done < len(data):
         chunk = data[done : done + WRITE_BUFSIZE - 1]
-        newline, nul = chunk.find(b"\n"), chunk.find(b"\0")
+        newline = chunk.find(b"\n")
+        nul = chunk.find(b"\0")
         if newline >= 0 and not 0 <= nul < newline:
-            line, size = chunk[:newline], newline + 1
+            line = chunk[:newline]
+            size = newline + 1
         elif nul < 0 and done + len(chunk) == len(data):
-            line, size = chunk, len(chunk)
+            line = chunk
+            size = len(chunk)
         else:
             printk(f"Line length is too long: Should be less than {WRITE_BUFSIZE - 2}")
             raise KernelError(errno.EINVAL, "line is too long")

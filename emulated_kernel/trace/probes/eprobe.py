@@ -167,7 +167,8 @@ class EventProbes(ProbeKind[Eprobe]):
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> Eprobe:
         """Mirrors: __trace_eprobe_create (v6.1)."""
-        group, event = EPROBE_EVENT_SYSTEM, ""
+        group = EPROBE_EVENT_SYSTEM
+        event = ""
         before, colon, name = argv[0].partition(":")
         if colon:
             group, event = parse_event_name(name, len(before) + 1, log, group)

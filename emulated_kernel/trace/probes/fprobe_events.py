@@ -29,7 +29,8 @@ class TraceFprobe(TraceKprobe):
 
     def __init__(self, kind: FprobeEvents, definition: ProbeDefinition, engine: ProbeEngine) -> None:
         super().__init__(kind, definition, engine)
-        handler, program = self._called, self.emit
+        handler = self._called
+        program = self.emit
         self._fprobe = Fprobe(
             self.symbol,
             entry_handler=None if self.place.is_return else handler,
@@ -96,7 +97,8 @@ class TraceFprobe(TraceKprobe):
     def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
         """Its handler. At the exit regs.ip is where the function returns to."""
         hit = self.engine.probe_ctx
-        hit.regs, hit.return_address = regs, regs.ip if self.place.is_return else 0
+        hit.regs = regs
+        hit.return_address = regs.ip if self.place.is_return else 0
         self.hit(hit)
 
 

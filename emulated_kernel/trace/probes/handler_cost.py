@@ -21,7 +21,11 @@ _HITS = {EntryKind.BREAKPOINT: 500, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
 """A round: so many that entering the guest for it is little beside them."""
 _ROUNDS = 7
 _PAGES = 4
-_CLOCK, _PID, _COUNTER, _TURNS, _CELLS_SIZE = 0, 8, 16, 24, 32
+_CLOCK = 0
+_PID = 8
+_COUNTER = 16
+_TURNS = 24
+_CELLS_SIZE = 32
 
 
 class HandlerCosts:
@@ -62,9 +66,11 @@ class HandlerCosts:
         builder = ProgramBuilder()
         if not probe.emit_apart(builder, way, self._places, self._target, self._offset + _COUNTER):
             return None
-        text, size = self._machine.text, self._arch.max_repetition
+        text = self._machine.text
+        size = self._arch.max_repetition
         empty = text.alloc_text(2 * size + len(self._arch.breakpoint))
-        loop, trap = empty + size, empty + 2 * size
+        loop = empty + size
+        trap = empty + 2 * size
         nothing = self._arch.repetition(empty, empty, self._at + _TURNS)
         ret = empty + len(nothing) - self._arch.return_size
         code = self._compiler.as_handler(builder, kprobe.address, ret)

@@ -103,5 +103,6 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             try:
                 probe.register()
             except KernelError as failure:
-                event, code = probe.event.name, -failure.errno
+                event = probe.event.name
+                code = -failure.errno
                 self.printk(f"trace_kprobe: Failed to re-register probe {event} on {module}: {code}")

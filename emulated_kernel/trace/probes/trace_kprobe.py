@@ -104,8 +104,10 @@ class KprobeTraceEvent(ProbeTraceEvent):
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Mirrors: kernel/trace/trace_kprobe.c:print_kprobe_event, print_kretprobe_event (v6.1)."""
-        word, digits = self.word_size, 2 * self.word_size if sym_addr else 0
-        first, is_return = int.from_bytes(payload[:word], "little"), self.is_return
+        word = self.word_size
+        digits = 2 * self.word_size if sym_addr else 0
+        first = int.from_bytes(payload[:word], "little")
+        is_return = self.is_return
         text = print_ip(symbols, first, offset=not is_return, digits=digits)
         if is_return:
             second = int.from_bytes(payload[word : 2 * word], "little")
@@ -180,7 +182,8 @@ class TraceKprobe(TraceProbe):
         place, doesn't exist), what the engine raises.
         Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
         """
-        symbols, found = self.engine.symbols, self.found
+        symbols = self.engine.symbols
+        found = self.found
         address = self.place.address if found is None else found.symbol.address + found.offset
         if address and self._is_notrace(address):
             self.kind.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
@@ -198,7 +201,8 @@ class TraceKprobe(TraceProbe):
         return is_trampoline or self.engine.kprobes.probe_checker.check_traced(address) is not None
 
     def _hook(self, address: int | None) -> None:
-        engine, disabled = self.engine, not self.event.is_enabled
+        engine = self.engine
+        disabled = not self.event.is_enabled
         # Linux: address 0 is a null pointer, no address.
         address = address or None
         if not self.place.is_return:
@@ -206,7 +210,8 @@ class TraceKprobe(TraceProbe):
             if self.place.is_jprobe:
                 become_jprobe(kprobe)
             engine.kprobes.register_kprobe(kprobe)
-            self.handle, self.address = kprobe, kprobe.address
+            self.handle = kprobe
+            self.address = kprobe.address
             return
         rp = Kretprobe(
             addr=address,
@@ -216,7 +221,9 @@ class TraceKprobe(TraceProbe):
             disabled=disabled,
         )
         engine.kretprobes.register_kretprobe(rp)
-        self.handle, self.address, self.maxactive = rp, rp.address, rp.maxactive
+        self.handle = rp
+        self.address = rp.address
+        self.maxactive = rp.maxactive
 
     def unregister(self) -> None:
         """Mirrors: kernel/trace/trace_kprobe.c:__unregister_trace_kprobe (v6.1)."""
@@ -308,7 +315,8 @@ class TraceKprobe(TraceProbe):
 
     def _returned(self, instance: KretprobeInstance, regs: Regs) -> None:
         hit = self.engine.probe_ctx
-        hit.regs, hit.return_address = regs, instance.ret_addr
+        hit.regs = regs
+        hit.return_address = instance.ret_addr
         self.hit(hit)
 
     def hit(self, hit: ProbeHit) -> None:

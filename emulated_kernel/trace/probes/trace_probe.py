@@ -48,7 +48,8 @@ class ProbeTraceEvent(TraceEvent):
     @property
     def fields(self) -> tuple[EventField, ...]:
         """Mirrors: kernel/trace/trace_kprobe.c:kprobe_event_define_fields (v6.1)."""
-        word, start = self.word_size, COMMON_SIZE + self.word_size * len(self.addresses)
+        word = self.word_size
+        start = COMMON_SIZE + self.word_size * len(self.addresses)
         places = zip(self.addresses, range(COMMON_SIZE, start, word), strict=True)
         return (
             *(EventField("unsigned long", name, at, word, False) for name, at in places),
@@ -61,7 +62,8 @@ class ProbeTraceEvent(TraceEvent):
     @property
     def print_fmt(self) -> str:
         """Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1)."""
-        names, args = self.addresses, self.args
+        names = self.addresses
+        args = self.args
         addresses = f"({' <- '.join('%lx' for _ in names)})" if names else ""
         arguments = "".join(f" {arg.name}={_arg_fmt(arg)}" for arg in args)
         values = [f"REC->{name}" for name in names] + [value for arg in args for value in _arg_values(arg)]

@@ -123,7 +123,8 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         log.index = 1
         place = _parse_place(argv[1], argv[0][0] == "r", self._arch.bits, log)
         log.index = 0
-        group, name = UPROBE_EVENT_SYSTEM, ""
+        group = UPROBE_EVENT_SYSTEM
+        name = ""
         if argv[0][1:2] == ":":
             group, name = parse_event_name(argv[0][2:], 2, log, UPROBE_EVENT_SYSTEM)
         args = parse_args(argv[2:], FetchContext(self._arch, log, place.is_return, in_kernel=False))

@@ -100,7 +100,8 @@ class RingBuffer(RingWriter):
     def _next_event(self) -> tuple[int, bytes, int] | None:
         control = self._control
         while self._take_reader_page():
-            page, offset = control.reader_page, control.reader_read
+            page = control.reader_page
+            offset = control.reader_read
             end = self._commit(page)
             for found in self._events(page, offset, control.read_stamp):
                 return found
@@ -114,7 +115,9 @@ class RingBuffer(RingWriter):
 
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
         """
-        control, table, count = self._control, self._table, self.nr_pages
+        control = self._control
+        table = self._table
+        count = self.nr_pages
         reader = control.reader_page
         if control.reader_read < self._commit(reader):
             return True
@@ -152,8 +155,10 @@ class RingBuffer(RingWriter):
         `stamp` is the time before the first event. A payload comes padded to four bytes, as the format has
         no finer size.
         """
-        words, memory = self._words32, self._memory
-        data, end = self._data(page), self._commit(page)
+        words = self._words32
+        memory = self._memory
+        data = self._data(page)
+        end = self._commit(page)
         while offset < end:
             at = data + offset
             header = words[at >> 2]
@@ -179,7 +184,8 @@ class RingBuffer(RingWriter):
 
     def _unread_pages(self) -> list[int]:
         """Sub-buffers of the ring that were written and not read, oldest first."""
-        control, count = self._control, self.nr_pages
+        control = self._control
+        count = self.nr_pages
         if control.tail_page == control.reader_page:
             return []
         head = control.head_slot
@@ -197,8 +203,11 @@ class RingBuffer(RingWriter):
         control = self._control
         if full and control.reader_page == control.tail_page:
             return None
-        page, offset = control.reader_page, control.reader_read
-        end, stamp, data = self._commit(page), control.read_stamp, self._data(page)
+        page = control.reader_page
+        offset = control.reader_read
+        end = self._commit(page)
+        stamp = control.read_stamp
+        data = self._data(page)
         taken = [event[0] for event in self._events(page, offset, stamp)]
         size = end - offset
         image = bytearray(PAGE_SIZE)
@@ -287,11 +296,13 @@ class RingBuffer(RingWriter):
         control = self._control
         anchor = control.anchor_slot
         control.changing = 1
-        control.head_slot = control.tail_slot = anchor
+        control.head_slot = anchor
+        control.tail_slot = anchor
         control.tail_page = self._table[SLOTS + anchor]
         self._clear_page(control.tail_page)
         self._clear_page(control.reader_page)
-        control.reader_read = control.tail_entries = 0
+        control.reader_read = 0
+        control.tail_entries = 0
         for word in COUNTERS:
             setattr(control, word, 0)
         self._park(0)
@@ -304,7 +315,9 @@ class RingBuffer(RingWriter):
         code writes to them any more.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
-        tail, old, table = self._tail(), self._control, self._table
+        tail = self._tail()
+        old = self._control
+        table = self._table
         unread = self._unread_pages()
         for page in unread[:-nr_pages]:
             self._overrun_page(page)

@@ -84,7 +84,8 @@ class _DamagedBuffer:
         self.block = memoryview(bytearray(block))
         self.control = control = RingControl.from_buffer(self.block)
         self.count = count = control.nr_pages
-        self.is_changing, control.changing = bool(control.changing), 0
+        self.is_changing = bool(control.changing)
+        control.changing = 0
         self.is_odd = False
         """Something here must not be so where the host was changing nothing."""
         if not MIN_PAGES <= count < 1 << 32:
@@ -95,16 +96,19 @@ class _DamagedBuffer:
         self._repair_slots()
 
     def _repair_slots(self) -> None:
-        control, count = self.control, self.count
+        control = self.control
+        count = self.count
         slots = self.table[SLOTS : SLOTS + count].tolist()
         self._repair_tail(slots)
         if max(control.head_slot, control.tail_slot) >= count or control.tail_page > count:
             raise ValueError("a slot that isn't there")
-        reader, head = control.reader_page, control.head_slot
+        reader = control.reader_page
+        head = control.head_slot
         missing = set(range(count + 1)).difference(slots, (reader,))
         if len(missing) == 1 and slots[head] == reader:
             # The reader was taking the head's page: it is in the ring already, and the other one not out yet.
-            control.reader_page, control.reader_read = missing.pop(), 0
+            control.reader_page = missing.pop()
+            control.reader_read = 0
             control.head_slot = (head + 1) % count
             self.is_odd = True
         elif missing:
@@ -159,7 +163,8 @@ class _DamagedBuffer:
 
     def _end_by_count(self, page: int) -> int:
         """Where as many events of a page end as were counted, if the write pointer doesn't say it."""
-        low, high = 0, PAGE_DATA_SIZE
+        low = 0
+        high = PAGE_DATA_SIZE
         while low < high:
             middle = (low + high) // 8 * 4
             if self.walk(page, 0, middle, 0).count < self.control.tail_entries:
@@ -170,7 +175,8 @@ class _DamagedBuffer:
 
     def unread(self) -> list[int]:
         """Pages of the ring that were written and not read, oldest first."""
-        control, count = self.control, self.count
+        control = self.control
+        count = self.count
         if control.tail_page == control.reader_page:
             return []
         used = (control.tail_slot - control.head_slot) % count + 1
@@ -178,11 +184,15 @@ class _DamagedBuffer:
 
     def walk(self, page: int, offset: int, end: int, stamp: int) -> _IntactEvents:
         """The sound events of a page in [offset, end), `stamp` being the time before them."""
-        words, data = self.words32, self.header(page) + PAGE_HEADER_SIZE
-        count, sound = 0, offset
+        words = self.words32
+        data = self.header(page) + PAGE_HEADER_SIZE
+        count = 0
+        sound = offset
         while offset < end:
-            header, size = words[(data + offset) >> 2], 4
-            kind, delta = header & 31, header >> 5
+            header = words[(data + offset) >> 2]
+            size = 4
+            kind = header & 31
+            delta = header >> 5
             has_more = kind == 0 or kind > PADDING or (kind == PADDING and delta)
             if has_more and offset + TIME_EVENT_SIZE > end:
                 break
@@ -195,7 +205,8 @@ class _DamagedBuffer:
             elif kind == PADDING:
                 size = size + more if delta else end - offset
             else:
-                size, value = TIME_EVENT_SIZE, delta | more << DELTA_BITS
+                size = TIME_EVENT_SIZE
+                value = delta | more << DELTA_BITS
                 stamp = stamp + value if kind == TIME_EXTEND else (stamp & ~STAMP_MASK) | value
             if size % 4 or offset + size > end:
                 break
@@ -218,10 +229,15 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
         wreck = _DamagedBuffer(block, read)
     except ValueError as error:
         raise UnreadableControlBlock(str(error), expected if 0 <= expected < _LOST_LIMIT else 0) from error
-    control, reader, tail_page = wreck.control, wreck.control.reader_page, wreck.control.tail_page
+    control = wreck.control
+    reader = wreck.control.reader_page
+    tail_page = wreck.control.tail_page
     consumed = wreck.walk(reader, 0, min(control.reader_read, wreck.end(reader)), wreck.stamp(reader))
-    control.reader_read, control.read_stamp = consumed.end, consumed.stamp
-    torn = unread = size = 0
+    control.reader_read = consumed.end
+    control.read_stamp = consumed.stamp
+    torn = 0
+    unread = 0
+    size = 0
     is_damaged = wreck.is_odd
     for page in (reader, *wreck.unread()):
         offset = consumed.end if page == reader else 0
@@ -230,7 +246,8 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
         complete = walked.count + (consumed.count if page == reader else 0)
         torn += not walked.is_whole
         is_damaged |= page != tail_page and complete != wreck.table[SLOTS + wreck.count + page]
-        unread, size = unread + walked.count, size + walked.end - offset
+        unread = unread + walked.count
+        size = size + walked.end - offset
         wreck.table[SLOTS + wreck.count + page] = walked.count
         if page != tail_page:
             wreck.table[(wreck.header(page) >> 3) + 1] = walked.end
@@ -261,7 +278,8 @@ def _count(wreck: _DamagedBuffer, unread: int, size: int) -> None:
         if getattr(control, word) >= _COUNT_LIMIT:
             setattr(control, word, 0)
     tail = wreck.end(control.tail_page)
-    control.last_overrun, control.lost_events = control.overrun, 0
+    control.last_overrun = control.overrun
+    control.lost_events = 0
     control.read = max(control.read, control.tail_entries - unread)
     control.entries = unread + control.overrun + control.read - control.tail_entries
     control.read_bytes = max(control.read_bytes, tail - size)

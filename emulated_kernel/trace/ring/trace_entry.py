@@ -198,7 +198,8 @@ def _raw_data(payload: bytes, _style: AddressStyle) -> str:
 
 def _function(payload: bytes, style: AddressStyle) -> str:
     """Mirrors: kernel/trace/trace_output.c:trace_fn_trace (v6.1)."""
-    text, parent = style.place(style.word(payload)), style.word(payload, style.word_size)
+    text = style.place(style.word(payload))
+    parent = style.word(payload, style.word_size)
     return f"{text} <-{style.place(parent)}\n" if style.print_parent and parent else f"{text}\n"
 
 

@@ -73,7 +73,8 @@ class RingWriter:
             raise ValueError(f"a ring buffer has at least {MIN_PAGES} pages")
         place.control_block[:] = bytes(CONTROL_SIZE)
         self._attach(place, nr_pages)
-        control, table = self._control, self._table
+        control = self._control
+        table = self._table
         control.nr_pages = nr_pages
         control.flags = flags
         control.base = place.address
@@ -154,7 +155,8 @@ class RingWriter:
         if tail + length + extra > PAGE_DATA_SIZE:
             if not self.move_tail():
                 return False
-            tail = extra = 0
+            tail = 0
+            extra = 0
         self._open_tail()
         if not tail:
             self._table[self._page_word(control.tail_page)] = control.write_stamp = time_stamp
@@ -165,7 +167,8 @@ class RingWriter:
         return True
 
     def _put_event(self, at: int, length: int, delta: int, payload: bytes) -> None:
-        memory, size = self._memory, len(payload)
+        memory = self._memory
+        size = len(payload)
         self._words32[(at + length - 4) >> 2] = 0
         if size > MAX_SMALL_DATA:
             _TWO_WORDS.pack_into(memory, at, delta << 5, length - 4)
@@ -196,8 +199,10 @@ class RingWriter:
 
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
-        control, count = self._control, self.nr_pages
-        page, head = control.tail_page, control.head_slot
+        control = self._control
+        count = self.nr_pages
+        page = control.tail_page
+        head = control.head_slot
         slot = (control.tail_slot + 1) % count
         target = self._table[SLOTS + slot]
         # A tail on the reader page means that the ring is empty: its head can be written at once.
@@ -221,7 +226,8 @@ class RingWriter:
 
     def _pad_tail(self) -> None:
         tail = self._tail()
-        room, at = PAGE_DATA_SIZE - tail, self._data(self._control.tail_page) + tail
+        room = PAGE_DATA_SIZE - tail
+        at = self._data(self._control.tail_page) + tail
         if room >= TIME_EVENT_SIZE:
             _TWO_WORDS.pack_into(self._memory, at, PADDING | 1 << 5, room - 4)
             tail = PAGE_DATA_SIZE
@@ -231,8 +237,10 @@ class RingWriter:
 
     def _leave_tail(self) -> None:
         """Count the tail page's events to those behind it."""
-        control, table = self._control, self._table
-        page, tail = control.tail_page, self._tail()
+        control = self._control
+        table = self._table
+        page = control.tail_page
+        tail = self._tail()
         table[self._page_word(page) + 1] = tail
         table[self._entries_at + page] = control.tail_entries
         control.entries += control.tail_entries

@@ -48,7 +48,9 @@ class SyntheticEvent(TraceEvent):
                 self.record(self._payload(values), hit)
 
     def _payload(self, values: Sequence[int | bytes]) -> bytes:
-        fixed, dynamic, end = b"", b"", COMMON_SIZE + self.fixed_size
+        fixed = b""
+        dynamic = b""
+        end = COMMON_SIZE + self.fixed_size
         for field, value in zip(self.synthetic_fields, values, strict=True):
             here, behind = field.parts(value, end + len(dynamic))
             fixed += here
@@ -58,7 +60,8 @@ class SyntheticEvent(TraceEvent):
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Mirrors: kernel/trace/trace_events_synth.c:print_synth_event (v6.1)."""
         del sym_addr
-        texts, at = [], 0
+        texts = []
+        at = 0
         for field in self.synthetic_fields:
             texts.append(f"{field.name}={field.text(payload, at, symbols)}")
             at += field.room

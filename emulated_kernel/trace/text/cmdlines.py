@@ -68,7 +68,8 @@ class SavedCmdlines(TaskNames):
 
     def take_over(self, other: SavedCmdlines) -> None:
         """Remember what `other` does, in its place."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         self.__dict__.update(other.__dict__ | {"recorders": self.recorders, "_kept": None})
         if kept is not None:
             self.keep_in(kept)

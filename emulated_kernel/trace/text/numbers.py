@@ -26,7 +26,8 @@ def _radix(text: str, base: int) -> tuple[int, int]:
 
 def _digits(text: str, start: int, base: int) -> tuple[int, int]:
     """The number at `start`, unbounded, and the index of the first character that isn't part of it."""
-    value, index = 0, start
+    value = 0
+    index = start
     while index < len(text) and _DIGITS.get(text[index], base) < base:
         value = value * base + _DIGITS[text[index]]
         index += 1

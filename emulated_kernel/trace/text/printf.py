@@ -17,7 +17,8 @@ _CONVERSION = re.compile(
     r"%(?P<flags>[-+ #0]*)(?P<width>\d*|\*)(?:\.(?P<precision>\d+|\*))?"
     r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p[0-9A-Za-z]*|[diuxXocs%])"
 )
-_AF_INET, _AF_INET6 = 2, 10
+_AF_INET = 2
+_AF_INET6 = 10
 _V4_MAPPED = bytes(10) + b"\xff\xff"
 _ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")
 """What stands in front of the IPv4 address in such an interface identifier."""
@@ -120,7 +121,8 @@ def _conversion(found: re.Match[str], word_size: int) -> Conversion:
 
 def _string(found: re.Match[str]) -> Conversion:
     adjust = "<" if "-" in found["flags"] else ">"
-    width, precision = int(found["width"] or 0), found["precision"]
+    width = int(found["width"] or 0)
+    precision = found["precision"]
     limit = None if precision is None else int(precision)
     return lambda value, _symbols: f"{str(value)[:limit]:{adjust}{width}}"
 
@@ -162,7 +164,8 @@ def _address(size: int, as_text: Callable[[bytes], str]) -> Conversion:
 
 def _socket_address(address: bytes) -> str:
     """Mirrors: lib/vsprintf.c:ip4_addr_string_sa, ip6_addr_string_sa (v6.1)."""
-    family, port = struct.unpack("<H", address[:2])[0], struct.unpack(">H", address[2:4])[0]
+    family = struct.unpack("<H", address[:2])[0]
+    port = struct.unpack(">H", address[2:4])[0]
     if family == _AF_INET:
         return f"{_ip4_string(address[4:8])}:{port}"
     return f"[{_ip6_compressed_string(address[8:24])}]:{port}" if family == _AF_INET6 else "(einval)"

@@ -187,5 +187,6 @@ class CallRecorder:
         if last.count:
             ago = self._array.now() - last.latest
             self._array.record_at(EntryType.FUNC_REPEATS, repeats_entry(last.call, last.count, ago), hit)
-        last.call, last.count = call, 0
+        last.call = call
+        last.count = 0
         return False

@@ -98,7 +98,8 @@ class FunctionGraph:
             raise KernelError(errno.EOPNOTSUPP, "this kernel has no fentry sites")
         if self._running is not None:
             raise KernelError(errno.EBUSY, "function_graph and the function profiler exclude each other")
-        hooks, ctlblk = self._choose_hooks(), self._kprobes.hits.ctlblk
+        hooks = self._choose_hooks()
+        ctlblk = self._kprobes.hits.ctlblk
 
         def returned(instance: RethookNode, regs: Any) -> None:
             ctlblk.by_breakpoint = False
@@ -148,7 +149,9 @@ class FunctionGraph:
         running = self._running
         if running is None:
             return
-        hooks, hook, user = running.hooks, running.hook, running.user
+        hooks = running.hooks
+        hook = running.hook
+        user = running.user
 
         def wants(instance: RethookNode, regs: Any) -> bool:
             kept = user.entered(site, hooks.newest(hook), regs)
@@ -163,7 +166,8 @@ class FunctionGraph:
     def _slept(self, task: int, nanoseconds: int) -> None:
         """A task was off the CPU: that isn't time of its calls."""
         assert self._running is not None
-        hook, stack = self._running.hook, self._running.stack
+        hook = self._running.hook
+        stack = self._running.stack
         # What had been the task_struct of one that ended may be anything by now.
         for call in stack.pending(task) if stack.is_given(task) else ():
             if call.hook == hook.address:
@@ -185,7 +189,8 @@ class FunctionGraph:
         assert self._sites is not None
         self._sites.set_code(running.ops, {})
         running.hooks.handler_changed(running.hook)
-        codes, running.codes = running.codes, []
+        codes = running.codes
+        running.codes = []
         for code in codes:
             self._kprobes.compiler.retire(code)
 
@@ -200,7 +205,9 @@ class FunctionGraph:
             running.is_settled = True
 
     def _make_code(self, running: _Running) -> None:
-        sites, compiler, native = self._sites, self._kprobes.compiler, running.hooks.native
+        sites = self._sites
+        compiler = self._kprobes.compiler
+        native = running.hooks.native
         compiled = running.user.compiled() if compiler.enabled and native is not None else None
         running.compiled = compiled
         if compiled is None:

@@ -89,7 +89,9 @@ class FunctionSet:
         """Opening for writing with O_TRUNC."""
         if self.is_empty and not self.awaited:
             return
-        self.sites, self.awaited, self._lost_functions = frozenset(), [], False
+        self.sites = frozenset()
+        self.awaited = []
+        self._lost_functions = False
         self._changed()
 
     def records(self) -> Iterator[str]:

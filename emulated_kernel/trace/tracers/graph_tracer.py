@@ -93,7 +93,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         clock or an option, and under lists of very many tasks; those of functions that others want calls
         from, too, come to it (FtraceSites). Whatever else there is to choose becomes code.
         """
-        target, pids = self._array.ring_target(), self._pids
+        target = self._array.ring_target()
+        pids = self._pids
         if target is None:
             return None
         compiled = CompiledGraph(
@@ -129,7 +130,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         if func in self.notrace.sites:
             return PendingCall(func, 0, depth, CallFlag.HIDDEN)
         in_irq = bool(self._context.hit_trace_ctx(regs)[0] & EntryFlag.HARDIRQ)
-        pids, pid = self._pids, self._tasks.pid()
+        pids = self._pids
+        pid = self._tasks.pid()
         if (pids.is_active and pids.ignores(pid)) or self._ignores(func, parent, depth, in_irq=in_irq):
             return None
         now = self._now_ns()

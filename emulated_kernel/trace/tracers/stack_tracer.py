@@ -64,7 +64,8 @@ class StackTracer(FunctionWatcher):
 
     def enable(self, value: int) -> None:
         """stack_tracer_enabled."""
-        was, self.enabled = self.enabled, value
+        was = self.enabled
+        self.enabled = value
         if bool(was) != bool(value):
             self._update()
 
@@ -122,8 +123,10 @@ class StackTracer(FunctionWatcher):
 
     def _stood(self, site: int, hit: ProbeHit) -> Frames:
         """The places that calls return to; the first one is behind the fentry site itself."""
-        arch, top = self._system.arch, self._top()
-        sp, behind = getattr(hit.regs, arch.registers.sp), site + arch.call_size
+        arch = self._system.arch
+        top = self._top()
+        sp = getattr(hit.regs, arch.registers.sp)
+        behind = site + arch.call_size
         callers = islice(self._system.stack.returns(behind, hit.regs), MAX_FRAMES - 1)
         return ((behind, top - sp + self._pushed), *((address, top - at) for address, at in callers))
 

@@ -119,7 +119,8 @@ class ControlCommand(TriggerCommand):
             if existing is not None:
                 file.remove(existing)
             return
-        limit, filter_ = parse_count(param), parse_trigger_filter(file.event, condition)
+        limit = parse_count(param)
+        filter_ = parse_trigger_filter(file.event, condition)
         if kind is TriggerKind.SNAPSHOT:
             triggers.array.snapshot.allocate()
         if existing is not None:

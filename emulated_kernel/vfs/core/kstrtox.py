@@ -87,7 +87,8 @@ def cpumask(data: bytes, cpus: int) -> int:
     Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
     """
     text = re.split(rb"[\n\0]", data, maxsplit=1)[0].replace(b",", b" ")
-    mask, chunks = 0, text.split()
+    mask = 0
+    chunks = text.split()
     for chunk in chunks:
         if not _HEXADECIMAL.fullmatch(chunk):
             raise KernelError(errno.EINVAL, "not hexadecimal")

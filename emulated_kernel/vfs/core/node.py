@@ -170,7 +170,8 @@ class Directory(Node):
     def _adopt(self, name: str, child: Node) -> None:
         if child.parent is not None:
             raise ValueError(f"{name}: the node is already called {child.name}")
-        child.name, child.parent = name, self
+        child.name = name
+        child.parent = self
 
 
 class UnlistedDirectory(Directory):

@@ -53,7 +53,8 @@ class NodeTree:
 
     def readdir(self, path: str) -> list[DirEntry]:
         """Entries of a directory, "." and ".." first. Raises: KernelError ENOTDIR, as `lookup`."""
-        directory, numbers = self._directory(path), self._inode_numbers
+        directory = self._directory(path)
+        numbers = self._inode_numbers
         parent = directory.parent or directory
         return [
             DirEntry(".", directory.kind, directory.number(numbers)),

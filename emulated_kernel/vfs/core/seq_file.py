@@ -105,14 +105,17 @@ class SeqReader:
     def read(self, size: int, position: int) -> bytes:
         """At most `size` bytes at `position`."""
         if position == 0 or position != self._position:
-            self._buffer, self._start = b"", position
-            self._index, self._position = 0, position
+            self._buffer = b""
+            self._start = position
+            self._index = 0
+            self._position = position
         self._fill(self._start + size)
         data = self._buffer[self._start : self._start + size]
         self._start += len(data)
         self._position += len(data)
         if self._start == len(self._buffer):
-            self._buffer, self._start = b"", 0
+            self._buffer = b""
+            self._start = 0
         return data
 
     def _fill(self, size: int) -> None:
@@ -237,7 +240,8 @@ class _OpenLines(OpenCommand):
         return bool(self._unfinished)
 
     def _write(self, data: bytes) -> int:
-        before, self._unfinished = self._unfinished, b""
+        before = self._unfinished
+        self._unfinished = b""
         end = data.rfind(b"\n") + 1 if self._is_part else len(data)
         taken = self.node.execute(before + data[:end]) - len(before)
         if taken < end:
@@ -247,7 +251,8 @@ class _OpenLines(OpenCommand):
 
     def pieces(self, data: bytes) -> list[Piece]:
         """Linux: each line takes the lock by itself, too."""
-        found, start = [], 0
+        found = []
+        start = 0
         while start < len(data):
             end = data.find(b"\n", start + PIECE_SIZE) + 1 or len(data)
             found.append(Piece(data[start:end]))

@@ -21,7 +21,8 @@ def kprobes_directory(
 
     `log`: the kernel log, where a return hook can be chosen.
     """
-    kprobes, table = kernel.engine.kprobes, kernel.engine.kprobes.table
+    kprobes = kernel.engine.kprobes
+    table = kernel.engine.kprobes.table
 
     def set_enabled(data: bytes) -> int:
         kprobes.set_enabled(kstrtobool(data))

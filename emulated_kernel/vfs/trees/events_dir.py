@@ -74,7 +74,9 @@ def _enable(events: ArrayEvents, chosen: Callable[[], Iterable[TraceEvent]]) -> 
 
 def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
     """Its files answer ENODEV once the event is removed: another one of its name has other nodes."""
-    events, filters, triggers = tracing.events, tracing.filters, tracing.triggers
+    events = tracing.events
+    filters = tracing.filters
+    triggers = tracing.triggers
     switchable: dict[str, Node] = {
         "enable": AttributeFile(
             READ_WRITE,

@@ -7,7 +7,8 @@ from textwrap import fill
 
 from emulated_kernel.trace.fetch.fetch_types import fetch_types
 
-_BIT_FIELD, _ARRAY = "b<bit-width>@<bit-offset>/<container-size>", "<type>\\[<array-size>\\]"
+_BIT_FIELD = "b<bit-width>@<bit-offset>/<container-size>"
+_ARRAY = "<type>\\[<array-size>\\]"
 
 
 def _types() -> str:

@@ -221,7 +221,9 @@ class _EventStats:
 
     def _copy(self, kprobe: Kprobe) -> str:
         """What runs behind a handler that isn't in the same piece, or traps."""
-        insn, detour, arch = kprobe.insn, self._kprobes.detour(kprobe), self._arch
+        insn = kprobe.insn
+        detour = self._kprobes.detour(kprobe)
+        arch = self._arch
         if detour is not None and self._kprobes.table.runs_in_detour(kprobe):
             return self._disassembly(detour.address, detour.size)
         if insn is None:

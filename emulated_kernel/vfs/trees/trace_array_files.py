@@ -44,7 +44,8 @@ _ULONG_MAX = (1 << 64) - 1
 
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
     """Names and nodes. Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1)."""
-    array, functions = tracing.array, tracing.functions
+    array = tracing.array
+    functions = tracing.functions
     return {
         **_buffer_files(array),
         **_control_files(array),

@@ -31,8 +31,11 @@ def tracefs_directory(trace: TracingComponents, further: Mapping[str, Node] | No
 
 
 def _top_files(trace: TracingComponents) -> dict[str, Node]:
-    arrays, functions, uprobe_events = trace.arrays, trace.functions, trace.uprobe_events
-    events, cmdlines = arrays.top.events, arrays.top.array.system.cmdlines
+    arrays = trace.arrays
+    functions = trace.functions
+    uprobe_events = trace.uprobe_events
+    events = arrays.top.events
+    cmdlines = arrays.top.array.system.cmdlines
     return {
         "README": AttributeFile(READ_ONLY, show=lambda: README),
         "available_events": SeqFile(

@@ -112,7 +112,8 @@ class _PersistentReader:
 
     def past(self, place: ArrayPlace, found: LastRecords) -> PreviousBootRecords:
         pairs = [self._buffers(place, cpu, found) for cpu in range(self._cpus)]
-        own, aside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        own = [pair[0] for pair in pairs]
+        aside = [pair[1] for pair in pairs]
         return PreviousBootRecords(own, aside, place.has_snapshot, place.time_start)
 
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:

@@ -44,7 +44,8 @@ class Replay:
                     lines = [Line(PLACE, number, text) for number, text in enumerate(texts, 1)]
                     yield from Loader(TreeFiles(self._tree, self._client)).apply(lines)
                 case {"write": str() as path, "handle": int() as handle, "data": str() as data}:
-                    failed, is_part = bool(entry["failed"]), bool(entry.get("part"))
+                    failed = bool(entry["failed"])
+                    is_part = bool(entry.get("part"))
                     yield from self._write(path, handle, data.encode("latin-1"), failed, is_part)
                 case {"release": int() as handle}:
                     self._release(handle)

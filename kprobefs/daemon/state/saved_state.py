@@ -74,7 +74,8 @@ class _NewIds(EventWatcher):
 
     def take(self) -> dict[str, list[str]]:
         """By id, group and name."""
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         return {str(event.id): [event.group, event.name] for event in events}
 
 
@@ -158,7 +159,8 @@ class SavedState(ChangeWatcher, TaskObserver):
         return True
 
     def _find_records(self, kernel: Kernel, entries: list[Entry], *, is_same: bool) -> None:
-        head, path = entries[0], self._directory.path / entries[0]["records"]
+        head = entries[0]
+        path = self._directory.path / entries[0]["records"]
         if path not in self._directory.records():
             self._trouble(f"{path.name}: the records are gone")
             return
@@ -216,7 +218,9 @@ class SavedState(ChangeWatcher, TaskObserver):
         `definitions` tells all that is defined and switched on: nothing yet if `is_fresh`. Where that can't
         be, nothing is kept until the next call; what an earlier one has left stays.
         """
-        self._kernel, self._mount, self._definitions = kernel, mount, definitions
+        self._kernel = kernel
+        self._mount = mount
+        self._definitions = definitions
         self._directory.attempts.end()
         try:
             previous_boot.show_empty(kernel)
@@ -248,7 +252,8 @@ class SavedState(ChangeWatcher, TaskObserver):
                 path.unlink()
 
     def _move(self, file: BinaryIO) -> None:
-        records, cmdlines = self._kernel.machine.records, self._kernel.tracing.system.cmdlines
+        records = self._kernel.machine.records
+        cmdlines = self._kernel.tracing.system.cmdlines
         records.keep_in(file)
         self._records = Path(file.name).name
         self._names_at = records.alloc_pages(KEPT_SIZE)
@@ -259,7 +264,9 @@ class SavedState(ChangeWatcher, TaskObserver):
         new = Journal(self._directory.journal, self._entries(lines))
         if self._journal is not None:
             self._journal.close()
-        self._journal, self._base_size, self._failure = new, new.size, ""
+        self._journal = new
+        self._base_size = new.size
+        self._failure = ""
 
     def _entries(self, lines: Iterable[str]) -> Iterator[Entry]:
         ids = self._kernel.tracing.system.events.ids()
@@ -385,7 +392,8 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 def fingerprint(kernel: Kernel) -> str:
     """What two kernels have to agree in for one to read the other's records."""
-    config, profile = kernel.config, kernel.kprobes.profile.name
+    config = kernel.config
+    profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"
 
 

@@ -46,10 +46,15 @@ class ControlTree:
     def __init__(
         self, files: NodeTree, guest: Guest, calls: ClientCalls, watcher: ChangeWatcher | None
     ) -> None:
-        self._files, self._guest, self._calls = files, guest, calls
+        self._files = files
+        self._guest = guest
+        self._calls = calls
         # What the guest has no part in.
-        self.getattr, self.readdir, self.readlink = files.getattr, files.readdir, files.readlink
-        self.link, self.symlink = files.link, files.symlink
+        self.getattr = files.getattr
+        self.readdir = files.readdir
+        self.readlink = files.readlink
+        self.link = files.link
+        self.symlink = files.symlink
         self.watcher = watcher
         self._open: dict[ControlFile, None] = {}
 
@@ -88,7 +93,8 @@ class ControlTree:
             raise DeferToGuest(execute)
 
         try:
-            task, call = self._calls.task(client), self._guest.client_call(client.pid, client.uid)
+            task = self._calls.task(client)
+            call = self._guest.client_call(client.pid, client.uid)
             if call is not None and call.name in names:
                 self._calls.as_called(client, call, [path], serve, exists=not args)
             else:
@@ -172,7 +178,8 @@ class ControlTree:
             opened()
             return 0
 
-        fd = number = None
+        fd = None
+        number = None
         try:
             fd, number = self._calls.open(client, task, path, flags, serve)
         except KernelError as error:
@@ -249,7 +256,8 @@ class ControlTree:
         kept: ExitStack,
     ) -> Callable[[], int]:
         """What a write does: by itself, or as a call of the client's task in the guest."""
-        inner, fd = file.inner, file.fd
+        inner = file.inner
+        fd = file.fd
         by_piece = ChunkedWrite(inner, data, offset, partial(self._write, file, handle, prepared))
         if fd is None or not self._guest.is_watched or inner.node.replaces_kernel:
             if inner.node.notes_writer and not self._guest.is_dead:
@@ -261,7 +269,8 @@ class ControlTree:
             task = self._calls.task_for_control(client)
             if task is not None:
                 try:
-                    served, number = self._in_guest(inner, consume), self._number(client, file)
+                    served = self._in_guest(inner, consume)
+                    number = self._number(client, file)
                     taken = self._guest.write_file(task, fd, data, served, kept, number)
                     if consume.is_done:
                         return taken
@@ -274,7 +283,8 @@ class ControlTree:
     def _write(
         self, file: ControlFile, handle: int, prepared: Callable[[], int] | None, piece: Piece, offset: int
     ) -> int:
-        watcher, (data, is_part) = self.watcher, piece
+        watcher = self.watcher
+        (data, is_part) = piece
         try:
             taken = file.inner.write(data, offset, prepared, is_part=is_part)
         except KernelError:

@@ -91,7 +91,8 @@ class GuestMount:
         for handle, opened in self._handles.items():
             self._handles[handle] = self._reopened(opened)
         self.open_in_guest()
-        pollers, self._pollers = self._pollers, {}
+        pollers = self._pollers
+        self._pollers = {}
         for notify in pollers.values():
             notify()
 
@@ -104,7 +105,8 @@ class GuestMount:
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
         """Tell it from now on what clients change in files of ours."""
-        self._watcher = self._controls.watcher = watcher
+        self._watcher = watcher
+        self._controls.watcher = watcher
 
     def open_in_guest(self) -> None:
         """The guest is about to be watched: it takes part in the files that are open from now on."""
@@ -217,7 +219,8 @@ class GuestMount:
         at = self._at(directory.path)
         if isinstance(at, GuestTree):
             directory.file = file = at.open(client, directory.path, os.O_RDONLY | os.O_DIRECTORY)
-            directory.fd, directory.number = file.fd, file.number
+            directory.fd = file.fd
+            directory.number = file.number
         else:
             directory.fd, directory.number = at.open_directory(client, task, directory.path)
 
@@ -450,7 +453,8 @@ class GuestMount:
             self._at_both(old, new).link(client, old, new)
 
     def _at_both(self, old: str, new: str) -> ControlTree | GuestTree:
-        source, target = self._at(old), self._at(new)
+        source = self._at(old)
+        target = self._at(new)
         if source is not target and self._controls in (source, target):
             raise KernelError(errno.EXDEV, "one of the names is the guest's")
         return source

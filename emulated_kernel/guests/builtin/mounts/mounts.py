@@ -14,7 +14,9 @@ class Mounts:
     """All of them; needs the control lock."""
 
     def __init__(self, text: Text, guest: Guest, lock: ControlLock, limits: Limits) -> None:
-        self._guest, self._lock, self._limits = guest, lock, limits
+        self._guest = guest
+        self._lock = lock
+        self._limits = limits
         self._mounts: list[GuestMount] = []
         text.before_first_change.append(self._open_in_guest)
 

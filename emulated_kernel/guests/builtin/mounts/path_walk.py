@@ -22,7 +22,8 @@ _AT_REMOVEDIR = 0x200
 
 def walk_of(text: str, path: str) -> tuple[str, bool] | None:
     """Where the client's name leads from the mount's root, if it comes by `path`; whether it ends there."""
-    named, seen = _components(text), _components(path)
+    named = _components(text)
+    seen = _components(path)
     for end in range(len(named), 0, -1):
         common = min(end, len(seen))
         if common and named[end - common : end] == seen[-common:]:

@@ -88,7 +88,8 @@ class GuestTree:
 
     def open(self, client: Client, path: str, flags: int, mode: int = 0) -> GuestFile:
         """Of a file, or of a directory if O_DIRECTORY is among the flags."""
-        call, task = self._guest.client_call(client.pid, client.uid), self._task(client)
+        call = self._guest.client_call(client.pid, client.uid)
+        task = self._task(client)
         if call is None or call.name not in OPENS:
             if flags & os.O_CREAT:
                 self._sys.set_umask(task, 0)
@@ -109,7 +110,8 @@ class GuestTree:
 
     def read(self, client: Client, file: GuestFile, size: int, offset: int) -> bytes:
         """read(2) where the client reads on, or says so; else pread64(2)."""
-        task, call = self._task(client), self._guest.client_call(client.pid, client.uid)
+        task = self._task(client)
+        call = self._guest.client_call(client.pid, client.uid)
         if call is not None and call.fd is not None:
             with self._sys.numbered(task, call.fd, file.fd):
                 self._follow(task, call, "read", file, offset)
@@ -127,7 +129,8 @@ class GuestTree:
 
     def write(self, client: Client, file: GuestFile, data: bytes, offset: int) -> int:
         """write(2) where the client writes on, or says so; else pwrite64(2)."""
-        task, call = self._task(client), self._guest.client_call(client.pid, client.uid)
+        task = self._task(client)
+        call = self._guest.client_call(client.pid, client.uid)
         if call is not None and call.fd is not None:
             with self._sys.numbered(task, call.fd, file.fd):
                 self._follow(task, call, "write", file, offset)

@@ -152,11 +152,13 @@ class ProcessTracker(TaskObserver):
             forks = self._watch.forks()
             self._ended.update(dict.fromkeys(self._watch.exited()))
         if forks or self._ended:
-            now, begun = monotonic(), thread_time()
+            now = monotonic()
+            begun = thread_time()
             credit = min(UNRELATED_MOST, self._credit + UNRELATED_SHARE * (now - self._credited))
             self._forks(forks, client, begun + credit)
             self._exits(client, begun + credit)
-            self._credit, self._credited = max(0.0, credit - (thread_time() - begun)), now
+            self._credit = max(0.0, credit - (thread_time() - begun))
+            self._credited = now
         if self._unnamed:
             self._look_for_execs()
 
@@ -259,7 +261,8 @@ class ProcessTracker(TaskObserver):
         """The process took another identity, as it may after a fork."""
         if (uid, gid) != (task.uid, task.gid):
             self._kernel.set_owner(task.addr, uid, gid)
-            task.uid, task.gid = uid, gid
+            task.uid = uid
+            task.gid = gid
 
     def _set_comm(self, task: GuestTask, comm: str | None) -> None:
         """The process ran execve, or named itself anew; one that sleeps in a call keeps its name."""

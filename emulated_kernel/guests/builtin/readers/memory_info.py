@@ -17,7 +17,9 @@ _MAX_NAME = 64
 
 def read_memory(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> MemoryInfo:
     """The counters of a guest that stands still. Raises: MemoryFault (it has corrupted its lists)."""
-    zone, word, u32 = address_of(symbols, "contig_zone"), memory.read_word, memory.read_u32
+    zone = address_of(symbols, "contig_zone")
+    word = memory.read_word
+    u32 = memory.read_u32
     return MemoryInfo(
         total=word(zone + abi["zone.managed_pages"]),
         free=word(zone + abi["zone.nr_free"]),
@@ -30,7 +32,8 @@ def read_memory(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Me
 
 def read_slabs(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[SlabCache]:
     """All slab caches, oldest first. Raises: MemoryFault."""
-    head, word = address_of(symbols, "slab_caches"), memory.read_word
+    head = address_of(symbols, "slab_caches")
+    word = memory.read_word
     entry = word(head)
     for _ in range(_MAX_CACHES):
         if entry == head:

@@ -37,7 +37,8 @@ class ModuleReader:
         self._memory = memory
         self._head = symbols.lookup_name("modules") or 0
         self._abi = abi
-        self._word, self._word_size = memory.read_word, memory.word_size
+        self._word = memory.read_word
+        self._word_size = memory.word_size
 
     def modules(self) -> Iterator[ModuleInfo]:
         """The modules, newest first, but those that are in pieces."""
@@ -77,7 +78,8 @@ class ModuleReader:
 
     def _info(self, module: int, state: ModuleState) -> ModuleInfo:
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
-        use, source = self._abi["module_use.source_list"], self._abi["module_use.source"]
+        use = self._abi["module_use.source_list"]
+        source = self._abi["module_use.source"]
         users = self._entries(module + self._abi["module.source_list"])
         return ModuleInfo(
             name=self.name(module),

@@ -43,7 +43,9 @@ class StackScanner:
         if not spans:
             return
         wanted = AddressRanges(spans)
-        first, last, around = wanted.first, wanted.last, wanted.around
+        first = wanted.first
+        last = wanted.last
+        around = wanted.around
         for words in chain([self._cpus.register_values()], self._stacks(self._cpus.positions())):
             for word in words:
                 if first <= word < last:
@@ -52,7 +54,8 @@ class StackScanner:
                         yield span
 
     def _stacks(self, positions: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-        read_word, abi = self._memory.read_word, self._abi
+        read_word = self._memory.read_word
+        abi = self._abi
         running = {}
         tasks = [task.addr for task in read_tasks(self._memory, self._symbols, abi)]
         for area, (_, sp) in zip(self._cpus.per_cpu_bases, positions, strict=True):

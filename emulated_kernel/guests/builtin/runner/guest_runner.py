@@ -256,7 +256,8 @@ class GuestRunner:
                 since = thread_time()
                 if self._at is CpuPosition.DEAD:
                     # It died of the action, whose result is the answer all the same.
-                    request.result, request.killed = result, False
+                    request.result = result
+                    request.killed = False
                     break
                 if request.result is not None:
                     # The action ended this very task: there is nobody to wake.
@@ -276,7 +277,8 @@ class GuestRunner:
 
     def _is_overdue(self, since: float) -> bool:
         """Whether a call that began at this CPU time of the thread has had MAX_CALL."""
-        used, handlers = thread_time() - since, self._machine.handler_time
+        used = thread_time() - since
+        handlers = self._machine.handler_time
         if used <= MAX_CALL / 2:
             return False
         if not handlers.is_kept:
@@ -351,7 +353,8 @@ class GuestRunner:
             trap = self._run_cpu(budget)
             if trap is None:
                 return None
-            was, budget = budget, None
+            was = budget
+            budget = None
             if trap.kind is TrapKind.BUDGET:
                 overdue += 1
                 if not self._machine.stops_exactly:
@@ -373,7 +376,8 @@ class GuestRunner:
             elif trap.number == Hypercall.USER:
                 return self._enter_user(trap.args[0])
             elif trap.number == Hypercall.IDLE:
-                self._at, self._user = CpuPosition.IDLE, None
+                self._at = CpuPosition.IDLE
+                self._user = None
                 return self._bury()
             else:
                 return self._stopped_otherwise(trap)
@@ -410,7 +414,8 @@ class GuestRunner:
     def _enter_user(self, last_result: int) -> None:
         self._bury()
         task = self._tasks.get(self._kernel.current_task())
-        self._at, self._user = CpuPosition.USER, task
+        self._at = CpuPosition.USER
+        self._user = task
         request = None if task is None else task.request
         if request is not None and request.started and request.result is None:
             request.result = last_result
@@ -468,7 +473,8 @@ class GuestRunner:
         """The guest runs no more; `why`: what nobody else has said."""
         if why and not self.is_dead:
             self.note(f"the guest was given up: {why}")
-        self._at, self._user = CpuPosition.DEAD, None
+        self._at = CpuPosition.DEAD
+        self._user = None
         for task in list(self._tasks.values()):
             if task.request is not None:
                 task.request.kill()

@@ -103,7 +103,9 @@ class SmpGuestRunner(GuestRunner):
             return
         if self.is_dead:
             return
-        here, turns, shared = self._machine.cpu, self._turns, self._kernel
+        here = self._machine.cpu
+        turns = self._turns
+        shared = self._kernel
         waiting = {number: shared.syncs_of(number) for number in self._round() if self._is_other(number)}
         for number in waiting:
             shared.send(number, Vector.SYNC_CORE)
@@ -150,9 +152,11 @@ class SmpGuestRunner(GuestRunner):
         if trap.number == Hypercall.USER:
             self._enter_user(trap.args[0])
         elif trap.number == Hypercall.IDLE:
-            self._at, self._user = CpuPosition.IDLE, None
+            self._at = CpuPosition.IDLE
+            self._user = None
         elif trap.number in SERVED:
-            self._at, self._unserved[number] = CpuPosition.UNDERWAY, trap
+            self._at = CpuPosition.UNDERWAY
+            self._unserved[number] = trap
         elif trap.kind is TrapKind.BUDGET:
             self._at = CpuPosition.UNDERWAY
             if self._may_interrupt():
@@ -166,7 +170,8 @@ class SmpGuestRunner(GuestRunner):
 
     def _round(self) -> Iterator[int]:
         """All CPUs, the current one last."""
-        count, here = len(self._seats), self._machine.cpu
+        count = len(self._seats)
+        here = self._machine.cpu
         return ((here + step) % count for step in range(1, count + 1))
 
     def _can_go_on(self, number: int) -> bool:
@@ -199,7 +204,8 @@ class SmpGuestRunner(GuestRunner):
 
         Linux: waits for a grace period of RCU.
         """
-        machine, here = self._machine, self._machine.cpu
+        machine = self._machine
+        here = self._machine.cpu
 
         def in_handler(ip: int) -> bool:
             return any(holds(ip) for holds in machine.in_handler)
@@ -218,7 +224,8 @@ class SmpGuestRunner(GuestRunner):
             self._machine.answer(0)
             self._at = CpuPosition.ANSWERED
         elif trap.number == Hypercall.YIELD or trap.kind is TrapKind.PREEMPTED:
-            self._at, self._user = CpuPosition.UNDERWAY, None
+            self._at = CpuPosition.UNDERWAY
+            self._user = None
             self._preempts = self._preempts or trap.kind is TrapKind.PREEMPTED
             self._count_turn()
         else:
@@ -298,7 +305,8 @@ class SmpGuestRunner(GuestRunner):
         elif not may_rouse or not self._rouse(task):
             return False
         if not self.is_dead:
-            self._at, self._user = CpuPosition.ANSWERED, None
+            self._at = CpuPosition.ANSWERED
+            self._user = None
         return True
 
     def _rouse(self, task: GuestTask) -> bool:

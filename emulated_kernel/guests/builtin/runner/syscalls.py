@@ -103,7 +103,8 @@ class Syscalls:
 
     def __init__(self, executive: GuestRunner, kernel: BuiltinKernel) -> None:
         self._executive = executive
-        self._machine, image = kernel.machine, kernel.image
+        self._machine = kernel.machine
+        image = kernel.image
         self._memory = kernel.machine.memory
         self._kernel = kernel
         self._buffers = kernel.buffers
@@ -170,7 +171,9 @@ class Syscalls:
         open returns, takes numbered() around this.
         """
         with self._buffers.borrowed() as buffer:
-            args, paths, slot = list(call.args), iter(walks), buffer
+            args = list(call.args)
+            paths = iter(walks)
+            slot = buffer
             for at, kind in enumerate(ARGUMENTS[call.name]):
                 if kind == "o":
                     args[at] = buffer + _OUTPUT
@@ -191,7 +194,8 @@ class Syscalls:
         """A system call, by the name and with the arguments that it has in the guest."""
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
-            name, args = f"{name}64", [args[0], *self._offset(args[1])]
+            name = f"{name}64"
+            args = [args[0], *self._offset(args[1])]
         elif name == "lseek" and args[1] >> bits - 1 not in (0, (1 << 65 - bits) - 1):
             raise KernelError(errno.EOVERFLOW, f"lseek to {args[1]:#x}")
         args = [value & (1 << bits) - 1 for value in args]
@@ -305,7 +309,8 @@ class Syscalls:
         """A directory's entries, without "." and "..", as look()."""
         start = 0
         while size := self._ask(self._look_entries, path, start):
-            data, at = self._memory.read(self._reply, size), 0
+            data = self._memory.read(self._reply, size)
+            at = 0
             while at < size:
                 ino, start, kind, length = _ENTRY.unpack_from(data, at)
                 name = data[at + _ENTRY.size : at + _ENTRY.size + length]

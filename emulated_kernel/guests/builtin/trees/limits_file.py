@@ -14,7 +14,8 @@ from emulated_kernel.util.limits import UNLIMITED, Limit, parse_limit
 
 def limit_lines(kernel: BuiltinKernelComponents) -> Iterator[str]:
     """A line each: name, limit, what is in use of it."""
-    limits, trace = kernel.config.limits, kernel.tracing
+    limits = kernel.config.limits
+    trace = kernel.tracing
     used = {
         Limit.PROBES: trace.dynamic_events.count,
         Limit.INSTANCES: trace.arrays.limited,

@@ -39,9 +39,13 @@ def machine_tree(
     kernel: BuiltinKernelComponents, owner: Owner, further: Mapping[str, Node]
 ) -> dict[str, Node]:
     """The files of machine/ and `further` ones; `owner` may see addresses."""
-    image, guest, reader, modules = kernel.live.core, kernel.guest, kernel.guest.kernel, kernel.modules
+    image = kernel.live.core
+    guest = kernel.guest
+    reader = kernel.guest.kernel
+    modules = kernel.modules
     calls = Calls(guest.call_function, kernel.machine.memory.word_size)
-    profile, version = kernel.engine.kprobes.profile, image.version.rstrip()
+    profile = kernel.engine.kprobes.profile
+    version = image.version.rstrip()
     if not profile.preemption:
         version = version.replace(" PREEMPT", "")
     banner = f"{version}\nprofile {profile.name}\n"

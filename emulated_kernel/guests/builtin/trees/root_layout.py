@@ -28,5 +28,6 @@ def build_filesystem(
     owner = owner or Owner()
     # What the guest's own file systems are mounted on.
     mounted_on = {"scratch": Directory(0o1777, {}), "dev": Directory(0o755, {})}
-    files, is_tracefs = machine_tree(kernel, owner, further), layout is RootLayout.TRACEFS
+    files = machine_tree(kernel, owner, further)
+    is_tracefs = layout is RootLayout.TRACEFS
     return root_tree(kernel, owner, files, mounted_on, is_tracefs=is_tracefs, log=kernel.guest.log)

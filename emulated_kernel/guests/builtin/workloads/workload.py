@@ -19,7 +19,8 @@ MESSAGE_SIZE = 512
 """Bytes through a pipe or a connection at once: less than either holds."""
 SLEEP_NS = 1_000_000
 PROGRAM = "/bin/true"
-_AF_INET, _SOCK_STREAM = 2, 1
+_AF_INET = 2
+_SOCK_STREAM = 1
 _PORT = 7000
 _LOOPBACK = 0x7F000001
 

@@ -21,7 +21,8 @@ MAX_RATE = 10_000
 """Rounds a second."""
 MAX_DURATION = 86_400.0
 """Seconds."""
-DEFAULT_RATE, DEFAULT_DURATION = 10, 10.0
+DEFAULT_RATE = 10
+DEFAULT_DURATION = 10.0
 SLICE = 0.002
 """Seconds that rounds may hold the control lock at a time; a round that was begun is ended."""
 MAX_FAILURES = 100
@@ -139,7 +140,8 @@ class Workloads:
         self.stop(*kinds)
 
     def _orders(self, verb: str, words: list[str]) -> list[WorkloadOrder]:
-        rate, duration = DEFAULT_RATE, DEFAULT_DURATION
+        rate = DEFAULT_RATE
+        duration = DEFAULT_DURATION
         said: set[str] = set()
         for word in words:
             name, _, value = word.partition("=")

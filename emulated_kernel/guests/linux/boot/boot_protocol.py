@@ -25,12 +25,19 @@ COMMAND_LINE = (
     "no_timer_check panic=-1 initcall_blacklist=jent_mod_init randomize_kstack_offset=off"
 )
 """jent_mod_init measures the jitter of a real CPU's time; random offsets of stacks take time of each call."""
-_STACK, _PARAMETERS, _COMMAND_LINE, _TABLES, _GDT = 0x60000, 0x10000, 0x20000, 0x70000, 0x73000
+_STACK = 0x60000
+_PARAMETERS = 0x10000
+_COMMAND_LINE = 0x20000
+_TABLES = 0x70000
+_GDT = 0x73000
 _LARGE_PAGE = 2 << 20
 _GDT_ENTRIES = struct.pack("<4Q", 0, 0, 0x00AF9B000000FFFF, 0x00CF93000000FFFF)
-_LOW_RAM, _HIGH_RAM = 0x9FC00, 0x100000
-_RAM, _RESERVED = 1, 2
-_UNKNOWN_LOADER, _LOADED_HIGH = 0xFF, 1
+_LOW_RAM = 0x9FC00
+_HIGH_RAM = 0x100000
+_RAM = 1
+_RESERVED = 2
+_UNKNOWN_LOADER = 0xFF
+_LOADED_HIGH = 1
 _PROTOCOL = 0x20F
 
 

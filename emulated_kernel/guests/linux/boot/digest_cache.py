@@ -35,7 +35,8 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
 
     Raises: OSError (of the file).
     """
-    note, told = _note(directory, file), None
+    note = _note(directory, file)
+    told = None
     with suppress(OSError, ValueError), open_regular(note) as found:
         text = found.read(_LONGEST).decode("ascii")
         if is_own(found.fileno()) and re.fullmatch(form, text):

@@ -279,7 +279,8 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotCon
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
         return None
-    size, kept = about["ram"], about["parts"]
+    size = about["ram"]
+    kept = about["parts"]
     if with_parts and not kept:
         return None
     pieces = ((HEADER, size, about["checksum"]), *kept.values())
@@ -334,7 +335,9 @@ def _header(file: int) -> dict[str, Any] | None:
 
 def _checksum(file: int, start: int, size: int) -> int:
     """Of the pieces that are in the file; reading by the mapping would take memory for the holes."""
-    zeros, checksum, at = bytes(_PIECE), 0, start
+    zeros = bytes(_PIECE)
+    checksum = 0
+    at = start
     while at < start + size:
         try:
             # A hole may begin within a piece.
@@ -353,11 +356,13 @@ def cached() -> list[CachedKernel]:
     """All snapshots, the one that was used last in front."""
     found = []
     for path in directory().glob(f"*{_SUFFIX}"):
-        release = source = None
+        release = None
+        source = None
         with suppress(OSError), open_regular(path) as file:
             about = (_header(file.fileno()) if is_own(file.fileno()) else None) or {}
             with suppress(KeyError, TypeError):
-                release, source = str(about["facts"]["release"]), str(about["source"])
+                release = str(about["facts"]["release"])
+                source = str(about["source"])
             status = os.fstat(file.fileno())
             used = max(status.st_mtime, last_read(path.parent, file.fileno()))
             found.append(CachedKernel(path, release, source, status.st_blocks * 512, used))

@@ -18,7 +18,10 @@ class CallArguments:
     """Of calls of a kernel's functions; `size` bytes at `place` are for their strings."""
 
     def __init__(self, kernel: LinuxKernel, memory: GuestMemory, place: int, size: int) -> None:
-        self._kernel, self._memory, self._place, self._size = kernel, memory, place, size
+        self._kernel = kernel
+        self._memory = memory
+        self._place = place
+        self._size = size
 
     def placed(self, function: str, arguments: Sequence[int | str]) -> tuple[int, list[int]]:
         """Its address, and what its registers hold.
@@ -42,7 +45,8 @@ class CallArguments:
         return found[0].address, self._values(arguments)
 
     def _values(self, arguments: Sequence[int | str]) -> list[int]:
-        values, at = [], 0
+        values = []
+        at = 0
         for argument in arguments:
             if isinstance(argument, int):
                 values.append(argument & _MASK)

@@ -31,9 +31,11 @@ class DcacheReader:
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
         """`task`: address of one that has the table of open files."""
         self._memory = machine.memory
-        self._ram, self._words = machine.memory.ram, machine.memory.words
+        self._ram = machine.memory.ram
+        self._words = machine.memory.words
         self._machine = machine
-        self._facts, self._asks = facts, facts.asks
+        self._facts = facts
+        self._asks = facts.asks
         self._offset = facts.offsets
         self._task = task
         self._inodes = Inodes(facts.offsets, self._bytes)
@@ -41,7 +43,9 @@ class DcacheReader:
         """What the lookup under way has read: from and up to which physical address, and what was there."""
         self._answers: dict[str, tuple[list[tuple[int, int, bytes]], Stat]] = {}
         """By path what its lookup has read, and found; the same is found as long as all that is the same."""
-        self._direct, self._limit, self._image = 0, 0, 0
+        self._direct = 0
+        self._limit = 0
+        self._image = 0
         self._direct = self._follow(facts.symbols["page_offset_base"], 0)
         self._limit = len(self._memory.ram) - PAGE
         table = facts.symbols["dentry_hashtable"]
@@ -119,7 +123,9 @@ class DcacheReader:
 
     def _follow(self, structure: int, *offsets: int) -> int:
         """The word there, at each further offset from the address that the one before holds."""
-        words, direct, limit = self._words, self._direct, self._limit
+        words = self._words
+        direct = self._direct
+        limit = self._limit
         for offset in offsets:
             va = structure + offset
             at = va - direct
@@ -153,7 +159,10 @@ class DcacheReader:
         """
         key = name_hash(parent, name)
         table, shift = self._hash_table
-        unpack, in_order, ram, size = self._dentry.unpack_from, self._in_order, self._ram, self._dentry.size
+        unpack = self._dentry.unpack_from
+        in_order = self._in_order
+        ram = self._ram
+        size = self._dentry.size
         # The lowest bit of the head is its lock.
         node = self._follow(table, 8 * ((key & 0xFFFFFFFF) >> shift)) & ~1
         for _ in range(_LONGEST_CHAIN):
@@ -176,7 +185,9 @@ def name_hash(parent: int, name: bytes) -> int:
 
     Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS)
     """
-    x, y, whole = 0, parent, len(name) & -8
+    x = 0
+    y = parent
+    whole = len(name) & -8
     for (word,) in struct.iter_unpack("<Q", name[:whole]):
         x ^= word
         y ^= x

@@ -17,7 +17,9 @@ from emulated_kernel.util.errors import KernelError
 
 _EXECVE = 59
 _ARGUMENTS = BUFFER + 8192
-_OPENS, _UNSHARES, _COUNTS = "do_open_execat", "unshare_files", "set_cred_ucounts"
+_OPENS = "do_open_execat"
+_UNSHARES = "unshare_files"
+_COUNTS = "set_cred_ucounts"
 _NAME = 128
 """Bytes between a struct filename of ours and its string."""
 
@@ -26,7 +28,9 @@ class ExecObserver:
     """For a kernel that lacks those two functions, who executes something is renamed."""
 
     def __init__(self, tasks: LinuxTasks) -> None:
-        self._tasks, self._machine, self._offsets = tasks, tasks.machine, tasks.facts.offsets
+        self._tasks = tasks
+        self._machine = tasks.machine
+        self._offsets = tasks.facts.offsets
         self._task: LinuxTask | None = None
         """Whose call is being made."""
         self._others: tuple[int, int] | None = None
@@ -76,7 +80,8 @@ class ExecObserver:
         if not self._is_executing():
             return
         physical, virtual = self._tasks.host_room
-        name, text = physical + self._offsets["filename.name"], physical + _NAME
+        name = physical + self._offsets["filename.name"]
+        text = physical + _NAME
         ram = self._machine.memory.ram
         ram[name : name + 8] = struct.pack("<Q", virtual + _NAME)
         ram[text : text + len(PROGRAM) + 1] = PROGRAM + b"\0"
@@ -90,7 +95,8 @@ class ExecObserver:
         if not self._is_executing() or self._others is not None:
             return
         assert self._task is not None
-        memory, root = self._machine.memory, self._machine.cpu.root
+        memory = self._machine.memory
+        root = self._machine.cpu.root
         table = memory.read_word(root, self._task.address + self._offsets["task_struct.files"])
         count = memory.translate(root, table + self._offsets["files_struct.count"])
         users = struct.unpack_from("<i", memory.ram, count)[0]
@@ -105,14 +111,16 @@ class ExecObserver:
         """
         if not self._is_executing() or self._uid is not None:
             return
-        memory, root = self._machine.memory, self._machine.cpu.root
+        memory = self._machine.memory
+        root = self._machine.cpu.root
         uid = memory.translate(root, self._machine.regs.di + self._offsets["cred.uid"])
         self._uid = uid, bytes(memory.ram[uid : uid + 4])
         memory.ram[uid : uid + 4] = bytes(4)
         self._unhide_at_return()
 
     def _unhide_at_return(self) -> None:
-        memory, root = self._machine.memory, self._machine.cpu.root
+        memory = self._machine.memory
+        root = self._machine.cpu.root
         back = memory.read_word(root, self._machine.regs.sp)
         if back not in self._returns:
             self._returns.add(back)

@@ -22,10 +22,14 @@ class FileTimes:
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
         """Of a kernel whose clock isn't known, or isn't the TSC, files have the guest's own time."""
-        self._memory, self._root = machine.memory, machine.cpu.root
-        self._ram, self._words, self._pc = machine.memory.ram, machine.memory.words, machine.pc
+        self._memory = machine.memory
+        self._root = machine.cpu.root
+        self._ram = machine.memory.ram
+        self._words = machine.memory.words
+        self._pc = machine.pc
         self._walls: WallTime | None = None
-        symbols, offset = facts.symbols, facts.offsets
+        symbols = facts.symbols
+        offset = facts.offsets
         clocks = [symbols[name] for name in COARSE_CLOCKS if name in symbols]
         if not clocks or not {TIMEKEEPER, TIME_READ} <= symbols.keys() or TIMEKEEPER not in offset:
             return

@@ -30,7 +30,9 @@ class PageReporting:
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:
         """`root`: page tables that the kernel's half is in."""
-        self._memory, self._root, self._offsets = memory, root, facts.offsets
+        self._memory = memory
+        self._root = root
+        self._offsets = facts.offsets
         self._frames: dict[int, int] = {}
         """Where pages of the kernel's own structures lie, which stay there."""
         self.words = memory.words
@@ -51,7 +53,8 @@ class PageReporting:
         node = symbols.get("contig_page_data") or self._word(symbols["node_data"])
         self._pages = self._word(symbols["vmemmap_base"])
         count = self._word(node + offsets["pglist_data.nr_zones"]) & 0xFF
-        first, size = node + offsets["pglist_data.node_zones"], offsets["zone"]
+        first = node + offsets["pglist_data.node_zones"]
+        size = offsets["zone"]
         zones = range(first, first + count * size, size)
         present = {zone: self._word(zone + offsets["zone.present_pages"]) for zone in zones}
         self._zones = [zone for zone in zones if present[zone]]
@@ -92,13 +95,16 @@ class PageReporting:
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Physical address and size, as long as the buddy allocator's structures agree with each other."""
         offsets = self._offsets
-        size_of_area, size_of_page = offsets["free_area"], offsets["page"]
-        linked, order_at = offsets["page.lru"], offsets["page.private"]
+        size_of_area = offsets["free_area"]
+        size_of_page = offsets["page"]
+        linked = offsets["page.lru"]
+        order_at = offsets["page.private"]
         end = len(self._memory.ram) - HOST_SIZE
         with suppress(LookupError):
             for order in reversed(range(offsets[ORDERS])):
                 for zone in self._zones:
-                    lists, size = zone + offsets["zone.free_area"] + order * size_of_area, PAGE << order
+                    lists = zone + offsets["zone.free_area"] + order * size_of_area
+                    size = PAGE << order
                     for head in range(lists, lists + size_of_area - 8, 16):
                         at = self._word(head)
                         while at != head:

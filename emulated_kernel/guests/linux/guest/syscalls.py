@@ -21,23 +21,44 @@ PATIENCE = 10_000
 """Microseconds of the guest's time that a read may sleep before its client waits outside."""
 _LONG = 60_000_000
 """The same for calls that sleep for locks, grace periods and the like alone."""
-_SECOND_PATH, _DATA = BUFFER + 4096, BUFFER + 8192
-_READ, _WRITE, _CLOSE, _POLL, _PREAD, _PWRITE, _DUP2, _TRUNCATE = 0, 1, 3, 7, 17, 18, 33, 76
-_UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT = 95, 103, 165, 217, 257
-_MKNOD, _SYMLINKAT, _STATFS, _DELETE_MODULE, _FINIT_MODULE = 133, 266, 137, 176, 313
+_SECOND_PATH = BUFFER + 4096
+_DATA = BUFFER + 8192
+_READ = 0
+_WRITE = 1
+_CLOSE = 3
+_POLL = 7
+_PREAD = 17
+_PWRITE = 18
+_DUP2 = 33
+_TRUNCATE = 76
+_UMASK = 95
+_SYSLOG = 103
+_MOUNT = 165
+_GETDENTS = 217
+_OPENAT = 257
+_MKNOD = 133
+_SYMLINKAT = 266
+_STATFS = 137
+_DELETE_MODULE = 176
+_FINIT_MODULE = 313
 _AT = {
     "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
     "linkat": 265, "readlinkat": 267, "fchmodat": 268, "utimensat": 280,
 }  # fmt: skip
 """System calls on paths, each of which has a directory in front."""
-_FCNTL, _F_SETFL, _FTRUNCATE = 72, 4, 77
-_UMOUNT, _MNT_DETACH = 166, 2
-_MODULE, _KMSG = "/module", "/kmsg"
+_FCNTL = 72
+_F_SETFL = 4
+_FTRUNCATE = 77
+_UMOUNT = 166
+_MNT_DETACH = 2
+_MODULE = "/module"
+_KMSG = "/kmsg"
 _MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
 """Where their code is. Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1)"""
 _KMSG_DEVICE = 1 << 8 | 11
 _AT_FDCWD = -100
-AT_SYMLINK_NOFOLLOW, AT_REMOVEDIR = 0x100, 0x200
+AT_SYMLINK_NOFOLLOW = 0x100
+AT_REMOVEDIR = 0x200
 _SYSLOG_READ_ALL = 3
 _LOG_SIZE = 256 << 10
 _LISTING = 32 << 10
@@ -137,7 +158,8 @@ class LinuxSyscalls:
 
     def read_all(self, path: str) -> bytes:
         """A whole file, by init."""
-        init, parts = self._tasks.init, []
+        init = self._tasks.init
+        parts = []
         fd = self.open(init, path, os.O_RDONLY)
         while size := self.begin_read(init, fd, DATA_SIZE, None, may_block=False):
             parts.append(self.read_data(init, size, DATA_SIZE))

@@ -45,8 +45,15 @@ _TAKEN = 0x100
 """Bytes of that page that are taken: the task to wake is the first word."""
 _ARRIVAL = TSC_KHZ // 1000
 """Cycles that each arrival at the stub takes: time must pass for the guest's own housekeeping."""
-_CLOSE, _CLONE, _EXIT_GROUP, _RT_SIGACTION, _MADVISE, _KILL = 3, 56, 231, 13, 28, 62
-_CLONE_FILES, _SIGCHLD, _SIGKILL = 0x400, 17, 9
+_CLOSE = 3
+_CLONE = 56
+_EXIT_GROUP = 231
+_RT_SIGACTION = 13
+_MADVISE = 28
+_KILL = 62
+_CLONE_FILES = 0x400
+_SIGCHLD = 17
+_SIGKILL = 9
 _SIG_IGN = 1
 _WIPE_ON_FORK = 18
 _PID_MAX = 1 << 22
@@ -221,7 +228,8 @@ class LinuxTasks(RunningLinux):
 
     def _forked(self) -> None:
         """Before the child executes anything."""
-        parent, child = self.running(), self.machine.regs.di
+        parent = self.running()
+        child = self.machine.regs.di
         for tell in self.events.forked:
             tell(self._pid(parent), self._pid(child))
 
@@ -232,7 +240,9 @@ class LinuxTasks(RunningLinux):
             tell_end(address)
         task = self._by_address.pop(address, None)
         if task is not None:
-            task.alive, task.pending, task.result = False, False, -ESRCH
+            task.alive = False
+            task.pending = False
+            task.result = -ESRCH
 
     def _freed(self) -> None:
         """Nothing is heard of a task any more."""
@@ -258,7 +268,8 @@ class LinuxTasks(RunningLinux):
         task = self._by_address.get(address) or self._adopt(address)
         if task.pending:
             result = machine.regs.ax
-            task.pending, task.result = False, result - (1 << 64) if result >> 63 else result
+            task.pending = False
+            task.result = result - (1 << 64) if result >> 63 else result
         machine.pc.pass_time(_ARRIVAL)
         self.current = task
         return task
@@ -266,7 +277,8 @@ class LinuxTasks(RunningLinux):
     def _switch(self, to: LinuxTask | None) -> None:
         """Send away whoever is at the stub or in a call, and wake `to`. The CPU has to run next."""
         self._leave_call()
-        task, self.current = self.current, None
+        task = self.current
+        self.current = None
         self._store("<Q", len(self._ram) - HOST_SIZE + PAGE, to.address if to else 0)
         if task is not None:
             self._store("<I", task.state, _INTERRUPTIBLE)
@@ -281,7 +293,8 @@ class LinuxTasks(RunningLinux):
         task = self._by_address.get(self._memory.words[self._current >> 3])
         if task is None or task.service is None:
             return False
-        task.waits, self._in_call = True, task
+        task.waits = True
+        self._in_call = task
         self.machine.stop_in_call()
         return True
 
@@ -300,7 +313,8 @@ class LinuxTasks(RunningLinux):
 
     def _leave_call(self) -> None:
         """Who stands in a call sleeps there from the next run on."""
-        task, self._in_call = self._in_call, None
+        task = self._in_call
+        self._in_call = None
         if task is not None:
             self._sleep_in_call(task)
 
@@ -313,7 +327,8 @@ class LinuxTasks(RunningLinux):
         """Do what its call waits for; the guest may run meanwhile. Raises: WouldBlock."""
         assert task.service is not None
         answer = task.service()
-        task.waits, task.service = False, None
+        task.waits = False
+        task.service = None
         if self._in_call is task:
             self._in_call = None
             answer()
@@ -348,7 +363,8 @@ class LinuxTasks(RunningLinux):
             if ip != TOUCH:
                 machine.cpu.syscall(ip)
             return
-        words, base = self._memory.words, task.registers >> 3
+        words = self._memory.words
+        base = task.registers >> 3
         for slot, value in zip(_CALL_SLOTS, values, strict=True):
             words[base + slot] = value & _WORD
         self._switch(task)
@@ -459,7 +475,8 @@ class LinuxTasks(RunningLinux):
 
     def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
         """A child, of that pid if nobody has it. Raises: KernelError EAGAIN, ENOMEM."""
-        known, cursor = set(self._by_address), struct.unpack_from("<I", self._ram, self._cursor)[0]
+        known = set(self._by_address)
+        cursor = struct.unpack_from("<I", self._ram, self._cursor)[0]
         self._store("<I", self._cursor, pid)
         self._begin(parent, SYSCALL, _CLONE, (_CLONE_FILES | _SIGCHLD,))
         child = None
@@ -477,14 +494,16 @@ class LinuxTasks(RunningLinux):
         self._store("<I", self._cursor, cursor)
         if child is None:
             raise KernelError(-parent.result if parent.result < 0 else EAGAIN)
-        child.owner, child.comm = parent.owner, parent.comm
+        child.owner = parent.owner
+        child.comm = parent.comm
         return child
 
     def exit(self, task: LinuxTask) -> None:
         """The process has ended on the host; one that sleeps in a call is killed."""
         if not task.alive:
             return
-        task.waits, task.service = False, None
+        task.waits = False
+        task.service = None
         self._answers.pop(task, None)
         if task.pending:
             self.call(self.init, _KILL, task.pid, _SIGKILL)
@@ -512,7 +531,8 @@ class LinuxTasks(RunningLinux):
                 self.wait_for_result(task)
                 found = self._memory.walk(task.root, page)
                 assert found is not None
-            first, last = max(page, va), min(page + PAGE, va + size)
+            first = max(page, va)
+            last = min(page + PAGE, va + size)
             yield found[0] + first - page, first - va, last - first
 
     def _entry(self, task: LinuxTask, page: int) -> int:
@@ -545,7 +565,8 @@ class LinuxTasks(RunningLinux):
             return self._ram[at : at + size]
         parts = []
         for page in range(va & -PAGE, va + size, PAGE):
-            first, last = max(page, va), min(page + PAGE, va + size)
+            first = max(page, va)
+            last = min(page + PAGE, va + size)
             found = self._memory.walk(task.root, first)
             parts.append(self._ram[found[0] : found[0] + last - first] if found else bytes(last - first))
         return b"".join(parts)

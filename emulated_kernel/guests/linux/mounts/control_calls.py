@@ -59,7 +59,9 @@ _TOPS = {
     "/kprobe_profile": False,
 }
 """What the guest's root gets for those of ours, and whether it is a directory."""
-_BREAK, _CALL, _JUMP = b"\xcc", b"\xe8", b"\xe9"
+_BREAK = b"\xcc"
+_CALL = b"\xe8"
+_JUMP = b"\xe9"
 _MASK = (1 << 64) - 1
 
 
@@ -92,13 +94,17 @@ class ControlCalls:
         is_refused: bool = False,
     ) -> None:
         """`files`: ours. `is_tracefs`: their root is the guest's tracefs. `is_refused`: no call is made."""
-        self._tasks, self._machine, self._memory, self._kernel = tasks, machine, machine.memory, kernel
+        self._tasks = tasks
+        self._machine = machine
+        self._memory = machine.memory
+        self._kernel = kernel
         self._syscalls = LinuxSyscalls(tasks)
         self._files = files
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
         """Of a file and of a directory."""
-        self._is_ready, self._is_refused = False, is_refused
+        self._is_ready = False
+        self._is_refused = is_refused
         self.released: list[GuestFileHandle] = []
         """What is to be closed in the guest."""
         self._asleep: WeakKeyDictionary[LinuxTask, int] = WeakKeyDictionary()
@@ -130,7 +136,8 @@ class ControlCalls:
         # A module that arrives has its probes armed by a callback: what is open goes unseen.
         if self._tasks.machine.death or self._tasks.machine.is_running:
             return
-        standing, init = self._tasks.current, self._tasks.init
+        standing = self._tasks.current
+        init = self._tasks.init
         with suppress(KernelError, GuestFault, Blocked):
             self._prepare()
             for part in parts:
@@ -269,7 +276,8 @@ class ControlCalls:
 
     def _return(self, result: int) -> None:
         regs = self._machine.regs
-        regs.ax, regs.ip = result & _MASK, self._code + _RETURN
+        regs.ax = result & _MASK
+        regs.ip = self._code + _RETURN
 
     # What the guest's calls come to
 
@@ -296,11 +304,15 @@ class ControlCalls:
             count = inode + self._offsets["inode.i_count"]
             uses = int.from_bytes(self._memory.read(count, 4), "little")
             self._memory.write(count, (uses + 1).to_bytes(4, "little"))
-            regs.di, regs.si, regs.ip = dentry, inode, self._code + _LOOKED_UP + 1
+            regs.di = dentry
+            regs.si = inode
+            regs.ip = self._code + _LOOKED_UP + 1
 
     def _path(self, dentry: int) -> str:
         """Raises: MemoryFault."""
-        word, offset, names = self._memory.read_word, self._offsets, list[bytes]()
+        word = self._memory.read_word
+        offset = self._offsets
+        names = list[bytes]()
         for _ in range(_DEEPEST):
             parent = word(dentry + offset["dentry.d_parent"])
             if parent == dentry:
@@ -323,11 +335,13 @@ class ControlCalls:
         except (KernelError, Blocked, HardwareError, MemoryFault) as error:
             log.warning("calls on control files can't be seen by probes: %s", error)
             return
-        self._is_ready, self._is_refused = True, False
+        self._is_ready = True
+        self._is_refused = False
 
     def _make(self) -> None:
         """Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault."""
-        kernel, machine = self._kernel, self._machine
+        kernel = self._kernel
+        machine = self._machine
         symbols = {name: kernel.required(name) for name in _SYMBOLS}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         code = self._code = machine.text.alloc_text(_SIZE)
@@ -346,7 +360,9 @@ class ControlCalls:
 
     def _put_operations(self, llseek: int) -> None:
         """Of all that the root has; what lies below is one of these, by another name."""
-        memory, offset, size = self._memory, self._offsets, self._kernel.btf.size
+        memory = self._memory
+        offset = self._offsets
+        size = self._kernel.btf.size
         files = self._machine.alloc_pages(size("file_operations"))
         directories = self._machine.alloc_pages(size("inode_operations"))
         functions = {"open": self._code + _OPEN, "read": self._code + _READ, "write": self._code + _WRITE}
@@ -365,7 +381,8 @@ class ControlCalls:
 
     def _made(self, path: str, is_directory: bool) -> int:
         """Address of the inode of a file or directory in the guest's root."""
-        calls, init = self._syscalls, self._tasks.init
+        calls = self._syscalls
+        init = self._tasks.init
         if path == TRACEFS:
             calls.unmount(path)
         elif is_directory:

@@ -31,7 +31,10 @@ class ControlFiles:
         calls: ControlCalls | None = None,
     ) -> None:
         """`control`: around what a client does with a file, by its task; `calls`: what that makes."""
-        self._files, self.lock, self._control, self._in_guest = files, lock, control, calls
+        self._files = files
+        self.lock = lock
+        self._control = control
+        self._in_guest = calls
         self._parts: dict[int, GuestFileHandle] = {}
         """The guest's, by handle."""
         self._opened_files: dict[int, OpenFile | str] = {}
@@ -107,7 +110,8 @@ class ControlFiles:
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open with open(2)'s flags; returns the handle for the calls below."""
         with self._control(client) as task:
-            once, part = RunOnce(lambda: self._files.open(path, flags, client)), GuestFileHandle(path, flags)
+            once = RunOnce(lambda: self._files.open(path, flags, client))
+            part = GuestFileHandle(path, flags)
             if self._in_guest is not None:
                 self._in_guest.open(task, part, once)
             handle = self._keep(once())

@@ -10,7 +10,9 @@ from emulated_kernel.guests.linux.initramfs import DEBUGFS, DEVICES, PROC, TMPFS
 
 LINKED = ("/kprobe_events", "/kprobe_profile")
 """Files of tracefs that the root shows too."""
-MACHINE, DMESG, MODULES = "/machine", "/machine/dmesg", "/machine/modules"
+MACHINE = "/machine"
+DMESG = "/machine/dmesg"
+MODULES = "/machine/modules"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
 TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
 """Directories of the root that aren't debugfs's."""

@@ -86,7 +86,8 @@ class _Guest:
     __slots__ = ("_lock", "_mount")
 
     def __init__(self, mount: NativeMount) -> None:
-        self._lock, self._mount = mount.lock, mount
+        self._lock = mount.lock
+        self._mount = mount
 
     def __enter__(self) -> None:
         self._lock.__enter__()
@@ -106,7 +107,10 @@ class _Request:
     __slots__ = ("_client", "_guest", "_mount", "_opens")
 
     def __init__(self, mount: NativeMount, guest: _Guest, client: Client, opens: bool = False) -> None:
-        self._mount, self._guest, self._client, self._opens = mount, guest, client, opens
+        self._mount = mount
+        self._guest = guest
+        self._client = client
+        self._opens = opens
 
     def __enter__(self) -> LinuxTask:
         self._guest.__enter__()
@@ -207,7 +211,8 @@ class NativeMount:
         return task
 
     def _close_released(self) -> None:
-        closing, self._closing = self._closing, None
+        closing = self._closing
+        self._closing = None
         if closing is not None:
             self._close(closing)
         while self._released:
@@ -267,7 +272,8 @@ class NativeMount:
 
     def _shown(self, found: Stat, takes_commands: bool) -> Stat:
         """Root's files are the mounting user's, and devices are files: the host would ask a driver."""
-        kind, shown = stat.S_IFMT(found.mode), self._times.shown
+        kind = stat.S_IFMT(found.mode)
+        shown = self._times.shown
         mode = stat.S_IMODE(found.mode) | (stat.S_IWUSR if takes_commands else 0)
         return Stat(
             self._shown_ino(found.ino),
@@ -624,7 +630,8 @@ class NativeMount:
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """Set the owner; -1 leaves a field alone."""
-        uid, gid = 0 if uid == self._owner.uid else uid, 0 if gid == self._owner.gid else gid
+        uid = 0 if uid == self._owner.uid else uid
+        gid = 0 if gid == self._owner.gid else gid
         owner = uid & 0xFFFFFFFF, gid & 0xFFFFFFFF
         self._change(client, "fchownat", path, *owner, AT_SYMLINK_NOFOLLOW)
 

@@ -61,7 +61,8 @@ class ProbedMount(NativeMount):
         """
         super().__init__(engine.tasks, watch, owner, modules, is_tracefs=is_tracefs, lock=engine.lock)
         self._engine = engine
-        self._request_begun, self._call_ended = engine.request_begins, engine.guest.events.call_ended
+        self._request_begun = engine.request_begins
+        self._call_ended = engine.guest.events.call_ended
         # What directories of the guest's are mounted on.
         further = {top[1:]: Directory(mode, {}) for top, mode in _GUESTS.items()}
         calls = Calls(self._call_function, engine.machine.memory.word_size)
@@ -99,7 +100,8 @@ class ProbedMount(NativeMount):
         """Whether somebody probes what makes them: a thread for each would take longer than its event."""
         if not self._calls.is_watched:
             return False
-        ledger, symbols = self._engine.machine.text.ledger, self._engine.kernel.kallsyms.by_name(MAKES)
+        ledger = self._engine.machine.text.ledger
+        symbols = self._engine.kernel.kallsyms.by_name(MAKES)
         return any(
             not ledger.keys().isdisjoint(range(each.address, each.address + each.size)) for each in symbols
         )

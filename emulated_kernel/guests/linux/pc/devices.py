@@ -11,12 +11,20 @@ from emulated_kernel.util.safe_read import is_word
 
 TSC_KHZ = 2_600_000
 PIT_HZ = 1_193_182
-_PIC_COMMAND, _PIC_DATA = (0x20, 0xA0), (0x21, 0xA1)
+_PIC_COMMAND = (0x20, 0xA0)
+_PIC_DATA = (0x21, 0xA1)
 _ICW1 = 0x10
-_PIT_CHANNEL0, _PIT_CONTROL, _PORT_61 = 0x40, 0x43, 0x61
+_PIT_CHANNEL0 = 0x40
+_PIT_CONTROL = 0x43
+_PORT_61 = 0x61
 _UART = range(0x3F8, 0x400)
-_UART_DATA, _UART_IER, _UART_IIR, _UART_LSR, _UART_MSR = 0x3F8, 0x3F9, 0x3FA, 0x3FD, 0x3FE
-_RTC_INDEX, _RTC_DATA = 0x70, 0x71
+_UART_DATA = 0x3F8
+_UART_IER = 0x3F9
+_UART_IIR = 0x3FA
+_UART_LSR = 0x3FD
+_UART_MSR = 0x3FE
+_RTC_INDEX = 0x70
+_RTC_DATA = 0x71
 _RTC = {0: 0, 2: 0, 4: 0x12, 6: 1, 7: 1, 8: 1, 9: 0x24, 10: 0x26, 11: 2, 13: 0x80}
 """Monday, 1 January 2024, noon, whenever it is asked: a boot must not know the day."""
 _LOG_LIMIT = 1 << 16
@@ -164,7 +172,8 @@ class Pc:
         elif port == _RTC_INDEX:
             self._rtc_index = value & 0x7F
         elif port == _PIT_CONTROL and not value >> 6:
-            self._pit_mode, self._pit_low = value >> 1 & 7, None
+            self._pit_mode = value >> 1 & 7
+            self._pit_low = None
         elif port == _PIT_CHANNEL0:
             self._write_pit(value)
 

@@ -19,7 +19,11 @@ from emulated_kernel.util.abi import Vector
 RAM = 4 << 20
 READ_ONLY_DATA = 2 << 20
 """The second half of RAM is mapped so."""
-_ROOT, _POINTERS, _DIRECTORY, _CODE, _STACK = 0x1000, 0x2000, 0x3000, 0x10000, 0x20000
+_ROOT = 0x1000
+_POINTERS = 0x2000
+_DIRECTORY = 0x3000
+_CODE = 0x10000
+_STACK = 0x20000
 STATE_SIZE = 8192
 _FAULTS = (
     (b"\xff\xe3", READ_ONLY_DATA, 0x11, Vector.PAGE_FAULT),  # jmp rbx
@@ -75,7 +79,9 @@ def _find(engine: Engine, ram: mmap.mmap) -> tuple[int, int]:
     for number, (code, rbx, error, vector) in enumerate(_FAULTS):
         start = _CODE + 64 * number
         ram[start : start + len(code)] = code
-        regs.bx, regs.sp, regs.ip = rbx, _STACK, start
+        regs.bx = rbx
+        regs.sp = _STACK
+        regs.ip = start
         vectors.clear()
         engine.start(start)
         errors = [at for at in errors if words[at] == error]

@@ -20,12 +20,16 @@ from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, 
 from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
 
-KERNEL_CS, KERNEL_DS = 0x10, 0x18
-MSR_LSTAR, MSR_SYSCALL_MASK, MSR_EFER = 0xC0000082, 0xC0000084, 0xC0000080
+KERNEL_CS = 0x10
+KERNEL_DS = 0x18
+MSR_LSTAR = 0xC0000082
+MSR_SYSCALL_MASK = 0xC0000084
+MSR_EFER = 0xC0000080
 EFER_LONG_NX = 0xD00
 CPU_MODEL = 0
 """QEMU64: no rdrand, and no page table isolation, so that two boots are the same, and entries short."""
-_CS, _SS = 1, 2
+_CS = 1
+_SS = 2
 _LONG_CODE, _DATA = 0xAF9B00, 0xCF9300
 """Descriptors' attributes as the emulator keeps them."""
 _ALL = 0xFFFFFFFF
@@ -35,9 +39,11 @@ _CS32, _SS32, _LONG_MODE, _CS64 = 1 << 4, 1 << 5, 1 << 14, 1 << 15
 _KERNEL_MODE = _CS64 | _CS32 | _SS32
 _HAS_ERROR_CODE = frozenset((8, 10, 11, 12, 13, 14, 17))
 _USER_ACCESS = 4
-_GATE, _GATE_SIZE = struct.Struct("<QQ"), 16
+_GATE = struct.Struct("<QQ")
+_GATE_SIZE = 16
 _INTERRUPT_GATE = 14
-_TSS_SP0, _TSS_IST = 4, 0x24
+_TSS_SP0 = 4
+_TSS_IST = 0x24
 SYSCALL_SIZE = 2
 _TSS = 0x40
 
@@ -78,7 +84,8 @@ _CS_AND_SS = struct.Struct("I4xQII" * 2)
 _FLAGS = struct.Struct("QQQQIiI")
 """From `eflags` to `hflags`. Arithmetic flags are in `cc_src`, where `cc_op` says that they are computed."""
 _COMPUTED = 1
-_ARITHMETIC, _DIRECTION = 0x8D5, 0x400
+_ARITHMETIC = 0x8D5
+_DIRECTION = 0x400
 
 
 class CpuTables(NamedTuple):
@@ -96,7 +103,8 @@ def _kernel_segments(stack_selector: int) -> bytes:
     return _CS_AND_SS.pack(KERNEL_CS, 0, _ALL, _LONG_CODE, stack_selector, 0, _ALL, _DATA)
 
 
-_SEGMENTS_OF_SYSCALL, _SEGMENTS_OF_GATE = _kernel_segments(KERNEL_DS), _kernel_segments(0)
+_SEGMENTS_OF_SYSCALL = _kernel_segments(KERNEL_DS)
+_SEGMENTS_OF_GATE = _kernel_segments(0)
 
 
 def _bytes_at(address: int, size: int) -> memoryview:
@@ -122,8 +130,10 @@ class LinuxCpu:
 
     def _check_layout(self) -> None:
         """Known values, through the API, must appear where they are looked for."""
-        engine, state = self._engine, self._state
-        kept, flags = engine.reg_read(x86.CR3), engine.reg_read(x86.EFLAGS)
+        engine = self._engine
+        state = self._state
+        kept = engine.reg_read(x86.CR3)
+        flags = engine.reg_read(x86.EFLAGS)
         engine.reg_write(x86.CR3, 0x5A5A000)
         engine.reg_write(x86.FS_BASE, 0x5A5A0001)
         engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, 0x5A5A0002, 0x123, 0))
@@ -166,7 +176,8 @@ class LinuxCpu:
 
         `gdt`: address and size. Source: Documentation/x86/boot.rst, "64-bit boot protocol".
         """
-        engine, regs = self._engine, self.regs
+        engine = self._engine
+        regs = self.regs
         self.write_msr(MSR_EFER, EFER_LONG_NX)
         engine.reg_write(x86.CR4, 0x20)
         engine.reg_write(x86.CR3, root)
@@ -178,11 +189,14 @@ class LinuxCpu:
             self._set_segment(number, KERNEL_DS, _DATA)
         self._enter_kernel(_SEGMENTS_OF_SYSCALL)
         self._state.hflags |= _LONG_MODE
-        regs.flags, regs.sp, regs.ip = x86.FLAG_FIXED, stack, entry
+        regs.flags = x86.FLAG_FIXED
+        regs.sp = stack
+        regs.ip = entry
 
     def enter_kernel(self, tables: CpuTables) -> None:
         """As a kernel runs that has long been up, with interrupts on."""
-        engine, regs = self._engine, self.regs
+        engine = self._engine
+        regs = self.regs
         self.power_on(0, 0, tables.root, tables.gdt)
         engine.reg_write(x86.CR4, tables.cr4)
         engine.reg_write(x86.GS_BASE, tables.per_cpu)
@@ -200,7 +214,10 @@ class LinuxCpu:
 
     def _set_segment(self, number: int, selector: int, flags: int) -> None:
         segment = self._state.segments[number]
-        segment.selector, segment.base, segment.limit, segment.flags = selector, 0, _ALL, flags
+        segment.selector = selector
+        segment.base = 0
+        segment.limit = _ALL
+        segment.flags = flags
 
     def _enter_kernel(self, segments: bytes) -> None:
         self._code_and_stack[:] = segments
@@ -220,7 +237,8 @@ class LinuxCpu:
         # Behind the kernel's way back they are computed: a call of the library's costs as much as all else.
         flags, _, arithmetic, _, form, direction, hidden = _FLAGS.unpack(self._flags)
         flags = flags | arithmetic | direction & _DIRECTION if form == _COMPUTED else regs.flags
-        regs.cx, regs.r11 = ip + SYSCALL_SIZE, flags
+        regs.cx = ip + SYSCALL_SIZE
+        regs.r11 = flags
         flags = flags & kept | x86.FLAG_FIXED
         direction = -1 if flags & _DIRECTION else 1
         hidden = hidden & ~_CPL | _KERNEL_MODE
@@ -245,9 +263,14 @@ class LinuxCpu:
 
         Source: Intel SDM vol. 3, 6.14. Raises: GuestFault (the guest has no gate, or no stack).
         """
-        regs, state, memory = self.regs, self._state, self._memory
+        regs = self.regs
+        state = self._state
+        memory = self._memory
         entry, ist, disables = self._gate(vector)
-        flags, stack, cs, ss = regs.flags, regs.sp, state.segments[_CS].selector, state.segments[_SS].selector
+        flags = regs.flags
+        stack = regs.sp
+        cs = state.segments[_CS].selector
+        ss = state.segments[_SS].selector
         frame = [regs.ip, cs, flags, stack, ss]
         if error_code is not None:
             frame.insert(0, error_code)
@@ -266,7 +289,9 @@ class LinuxCpu:
         if self.privilege:
             self._enter_kernel(_SEGMENTS_OF_GATE)
         cleared = x86.FLAG_TF | x86.FLAG_NT | x86.FLAG_RF | (x86.FLAG_IF if disables else 0)
-        regs.sp, regs.ip, regs.flags = stack, entry, flags & ~cleared
+        regs.sp = stack
+        regs.ip = entry
+        regs.flags = flags & ~cleared
 
     def _gate(self, vector: int) -> tuple[int, int, bool]:
         """Entry, number of the interrupt stack, and whether interrupts are off from then on."""
@@ -275,7 +300,8 @@ class LinuxCpu:
                 self._memory.read(self.root, self._state.idt.base + _GATE_SIZE * vector, _GATE_SIZE)
             )
         except KeyError:
-            low = high = 0
+            low = 0
+            high = 0
         if not low >> 47 & 1 or (vector + 1) * _GATE_SIZE > self._state.idt.limit + 1:
             raise GuestFault(
                 Trap(TrapKind.DOUBLE_FAULT, self.regs.ip, vector), f"no gate for vector {vector}"

@@ -97,7 +97,8 @@ class LinuxMachine:
         self._hook_instructions()
 
     def _hook_instructions(self) -> None:
-        pc, regs = self.pc, self.regs
+        pc = self.pc
+        regs = self.regs
 
         def read_port(_engine: int, port: int, size: int, _data: int) -> int:
             return pc.read_port(port, size)
@@ -113,7 +114,8 @@ class LinuxMachine:
 
         def rdtsc(_engine: int, _data: int) -> int:
             tsc = pc.read_tsc()
-            regs.ax, regs.dx = tsc & 0xFFFFFFFF, tsc >> 32
+            regs.ax = tsc & 0xFFFFFFFF
+            regs.dx = tsc >> 32
             return 1
 
         def rdtscp(_engine: int, _data: int) -> int:

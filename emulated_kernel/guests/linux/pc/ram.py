@@ -7,7 +7,9 @@ import struct
 
 PAGE = 4096
 FRAME = 0x000FFFFFFFFFF000
-PRESENT, WRITABLE, _LARGE = 1, 2, 0x80
+PRESENT = 1
+WRITABLE = 2
+_LARGE = 0x80
 _SHIFTS = (39, 30, 21, 12)
 
 
@@ -34,9 +36,12 @@ class LinuxMemory:
 
     def last(self, root: int, va: int) -> tuple[int, int]:
         """Number of the word that has the last entry on the way, and bytes that this maps or would map."""
-        table, slot, size = root & FRAME, 0, 0
+        table = root & FRAME
+        slot = 0
+        size = 0
         for shift in _SHIFTS:
-            slot, size = table + (va >> shift & 511) * 8 >> 3, 1 << shift
+            slot = table + (va >> shift & 511) * 8 >> 3
+            size = 1 << shift
             entry = self.words[slot]
             if not entry & PRESENT or (shift < _SHIFTS[0] and entry & _LARGE):
                 break
@@ -57,7 +62,8 @@ class LinuxMemory:
             here = min(size, PAGE - va % PAGE)
             at = self.translate(root, va)
             parts.append(self.ram[at : at + here])
-            va, size = va + here, size - here
+            va = va + here
+            size = size - here
         return b"".join(parts)
 
     def write(self, root: int, va: int, data: bytes) -> None:
@@ -66,7 +72,8 @@ class LinuxMemory:
             here = min(len(data), PAGE - va % PAGE)
             at = self.translate(root, va)
             self.ram[at : at + here] = data[:here]
-            va, data = va + here, data[here:]
+            va = va + here
+            data = data[here:]
 
     def read_word(self, root: int, va: int) -> int:
         """Eight bytes; they needn't be aligned."""

@@ -29,7 +29,9 @@ _LONGEST = 60_000_000
 _RESULT, _STATE, _TASK, _WORK, _STRINGS = 56, 64, 72, 128, 256
 """Behind the function and its arguments: what it returns, whether it has, its thread, the work, strings."""
 _HEAD = struct.Struct("<10Q")
-_RETURNED, _NO_THREAD, _KILLED = 1, 2, 3
+_RETURNED = 1
+_NO_THREAD = 2
+_KILLED = 3
 _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
 _PARTS = ("data", "entry", "func")
 _SYMBOLS = ("queue_work_on", "system_unbound_wq", "kthread_create_on_node", "wake_up_process")
@@ -62,7 +64,9 @@ class KernelCalls(TaskObserver):
     """Needs the control lock. Raises: as work_queues."""
 
     def __init__(self, tasks: LinuxTasks, machine: ProbedLinux, kernel: LinuxKernel) -> None:
-        self._tasks, self._machine, self._kernel = tasks, machine, kernel
+        self._tasks = tasks
+        self._machine = machine
+        self._kernel = kernel
         functions, (any_cpu, bits, shift), self._parts = work_queues(kernel)
         self._no_pool = (1 << bits) - 1 << shift
         """Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1)"""
@@ -88,7 +92,8 @@ class KernelCalls(TaskObserver):
         come back), ENOMEM (no thread could be made), GuestFault.
         """
         self._free_ended()
-        memory, mailbox = self._machine.memory, self._machine.alloc_pages(PAGE_SIZE)
+        memory = self._machine.memory
+        mailbox = self._machine.alloc_pages(PAGE_SIZE)
         places = CallArguments(self._kernel, memory, mailbox + _STRINGS, PAGE_SIZE - _STRINGS)
         try:
             address, values = places.placed(function, arguments)
@@ -128,7 +133,8 @@ class KernelCalls(TaskObserver):
             self._machine.free_pages(mailbox)
 
     def _queue(self, mailbox: int) -> None:
-        memory, work = self._machine.memory, mailbox + _WORK
+        memory = self._machine.memory
+        work = mailbox + _WORK
         entry = work + self._parts["entry"]
         memory.write(work + self._parts["data"], struct.pack("<Q", self._no_pool))
         memory.write(entry, struct.pack("<QQ", entry, entry))
@@ -152,8 +158,12 @@ def _load(register: int, value: int) -> bytes:
     return bytes((0x48, 0xB8 + register)) + struct.pack("<Q", value & (1 << 64) - 1)
 
 
-_AX, _CX, _DX, _DI = 0, 1, 2, 7
-_CALL_AX, _JUMP_AX = b"\xff\xd0", b"\xff\xe0"
+_AX = 0
+_CX = 1
+_DX = 2
+_DI = 7
+_CALL_AX = b"\xff\xd0"
+_JUMP_AX = b"\xff\xe0"
 
 
 def _interrupt_code(functions: dict[str, int], any_cpu: int) -> bytes:

@@ -28,10 +28,12 @@ class KernelMemory(GuestMemory):
 
     def __init__(self, memory: LinuxMemory, cpu: LinuxCpu, root: int, host: range) -> None:
         super().__init__()
-        self.ram, self.ram_size = memory.ram, host.stop
+        self.ram = memory.ram
+        self.ram_size = host.stop
         self.host_pages = UnitPool(host.start, len(host), PAGE_SIZE)
         self._tables = X86PageTables(memory.ram, self.host_pages, root)
-        self._memory, self._cpu = memory, cpu
+        self._memory = memory
+        self._cpu = cpu
         self._all = memoryview(memory.ram)
 
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
@@ -84,7 +86,8 @@ class KernelMemory(GuestMemory):
 
     def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
         """Physical address of pages that lie so and whose entries fit. Raises: MemoryFault."""
-        start = expected = None
+        start = None
+        expected = None
         for _, pa, length, entry in self._pages(va, size):
             start = pa if start is None else start
             if not fits(entry) or pa != (pa if expected is None else expected):
@@ -115,7 +118,8 @@ class KernelMemory(GuestMemory):
         """Hazard: what was written since the guest was saved differs, and is written again."""
         ram = self.ram
         for pa in map(self.translate, pages):
-            now, is_same = ram[pa : pa + PAGE_SIZE], False
+            now = ram[pa : pa + PAGE_SIZE]
+            is_same = False
             try:
                 # Locked memory isn't given back.
                 with suppress(OSError):

@@ -34,16 +34,21 @@ class KernelStacks(TaskStacks):
         self, kernel: LinuxKernel, machine: LinuxMachine, memory: GuestMemory, per_cpu: int, current: int
     ) -> None:
         """`current`: where the address of the running task stands."""
-        self._machine, self._memory, self._current = machine, memory, current
+        self._machine = machine
+        self._memory = memory
+        self._current = current
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
-        first, irq_stack = kernel.kallsyms.lookup_name("init_task"), kernel.per_cpu("hardirq_stack_ptr")
+        first = kernel.kallsyms.lookup_name("init_task")
+        irq_stack = kernel.per_cpu("hardirq_stack_ptr")
         if first is None or irq_stack is None:
             raise unusable("its symbols lack init_task or the stack for interrupts")
-        self._first, self._irq_stack = first, per_cpu + irq_stack
+        self._first = first
+        self._irq_stack = per_cpu + irq_stack
 
     def task_structs(self) -> Iterator[int]:
         """The idle task, then each process with its threads."""
-        offset, word = self._offsets, self._memory.read_word
+        offset = self._offsets
+        word = self._memory.read_word
         for leader in self._list(self._first + offset["task_struct.tasks"], "task_struct.tasks"):
             head = word(leader + offset["task_struct.signal"]) + offset["signal_struct.thread_head"]
             yield from self._list(head, "task_struct.thread_node")
@@ -75,8 +80,10 @@ class KernelStacks(TaskStacks):
 
     def _stacks(self) -> Iterator[tuple[int, int, bool]]:
         """Start and end of what is live of each stack, and whether the CPU is on it."""
-        word, offset = self._memory.read_word, self._offsets
-        sp, current = self._machine.regs.sp, word(self._current)
+        word = self._memory.read_word
+        offset = self._offsets
+        sp = self._machine.regs.sp
+        current = word(self._current)
         in_kernel = self._machine.cpu.privilege == 0
         top = word(self._irq_stack) + 8
         if in_kernel and top - THREAD_SIZE < sp <= top:

@@ -31,7 +31,8 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
-_RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
+_RESERVE = "trace_event_buffer_reserve"
+_COMMIT = "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)
 """Functions that never run: who would probe them would wait for ever."""
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
@@ -39,7 +40,8 @@ _VARIABLES = "vmemmap_base", "jiffies"
 """Which print formats name."""
 _NO_SYSCALL = "sys_ni_syscall"
 """Stands for numbers that have no call. Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)"""
-_WORD, _INT = 8, 4
+_WORD = 8
+_INT = 4
 _JMP8 = b"\xeb"
 _FUNCS = 2 * 24
 """Bytes of an array of struct tracepoint_func: ours, and its end."""
@@ -59,9 +61,12 @@ class EventBatch:
 
     def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
         """`names`: for print formats; `references`: address of the count that keeps their module, if any."""
-        self._machine, self.names, self._references = machine, names, references
+        self._machine = machine
+        self.names = names
+        self._references = references
         self.points: list[Tracepoint] = []
-        self.is_going = self.is_gone = False
+        self.is_going = False
+        self.is_gone = False
         self._funcs = 0
 
     def hold(self) -> None:
@@ -139,8 +144,11 @@ class KernelTracepoints:
 
         Nothing is done to the guest until an event is enabled.
         """
-        self._syscall_work, self._call = syscall_work, call
-        self._machine, self._memory, self._hit = machine, machine.memory, hit
+        self._syscall_work = syscall_work
+        self._call = call
+        self._machine = machine
+        self._memory = machine.memory
+        self._hit = hit
         self._kernel = kernel
         self._arch = arch
         # Those of functions that ran at boot are gone.
@@ -223,7 +231,8 @@ class KernelTracepoints:
     @cached_property
     def names(self) -> KernelNames:
         """Those that print formats refer to."""
-        btf, lookup = self._kernel.btf, self._kernel.kallsyms.lookup_name
+        btf = self._kernel.btf
+        lookup = self._kernel.kallsyms.lookup_name
         variables = {name: partial(self._word_at, at) for name in _VARIABLES if (at := lookup(name))}
         tick = lookup("tick_nsec")
         functions = {} if tick is None else {"jiffies_to_msecs": partial(self._milliseconds, tick)}
@@ -272,9 +281,11 @@ class KernelTracepoints:
 
     def _function(self, event: KernelEvent, name: str) -> int:
         """Of its struct tracepoint, or since 6.14 of what that leads to."""
-        btf, base = self._kernel.btf, event.tracepoint
+        btf = self._kernel.btf
+        base = event.tracepoint
         if btf.has("tracepoint.ext"):
-            base, owner = self._word_at(base + btf.offset("tracepoint.ext")), "tracepoint_ext"
+            base = self._word_at(base + btf.offset("tracepoint.ext"))
+            owner = "tracepoint_ext"
         else:
             owner = "tracepoint"
         return self._word_at(base + btf.offset(f"{owner}.{name}"))
@@ -308,7 +319,9 @@ class KernelTracepoints:
 
         The kernel's own files get none; its own tracefs isn't there for anybody.
         """
-        buffer, file, size = regs.di, regs.si, regs.dx
+        buffer = regs.di
+        file = regs.si
+        size = regs.dx
         place = self._places + len(self._pending) * PAGE_SIZE
         if file in self._points and len(self._pending) < _DEPTH and COMMON_SIZE <= size <= PAGE_SIZE:
             self._memory.write(place, bytes(size))
@@ -330,7 +343,8 @@ class KernelTracepoints:
 
     def _record(self, file: int, payload: bytes, regs: Any) -> None:
         hit = self._hit
-        hit.regs, hit.handler_preempt_count = regs, self._own_count
+        hit.regs = regs
+        hit.handler_preempt_count = self._own_count
         point = self._points.get(file)
         for handler in point.handlers if point else ():
             handler(payload, hit)

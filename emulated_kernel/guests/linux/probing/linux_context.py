@@ -21,7 +21,8 @@ _SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
 _WORD = 8
 _PREEMPT_NEED_RESCHED = 1 << 31
 """PREEMPT_NEED_RESCHED, which is clear while the task is asked to give the CPU up."""
-_SOFTIRQ, _HARDIRQ = 0xFF00, 0xF0000
+_SOFTIRQ = 0xFF00
+_HARDIRQ = 0xF0000
 _FIELDS = ("pid", "comm", "stack", "thread_info.flags")
 
 

@@ -20,7 +20,8 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 _SYMBOL = struct.Struct("<IBBHQQ")
 """Elf64_Sym."""
 _UNDEFINED = 0
-_WORD, _COUNT = 8, 4
+_WORD = 8
+_COUNT = 4
 _ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites": 8}
 """Bytes of what the tables have."""
 _MODULES, _LIMIT = 1 << 12, 1 << 20
@@ -30,7 +31,8 @@ _SIZE_LIMIT, _BTF_LIMIT = 256 << 20, 32 << 20
 _UNFORMED = 3
 _CORE_DATA, _INIT_DATA = (1, 2, 3), (5, 6)
 """Mirrors: include/linux/module.h:enum mod_mem_type (v6.12), whose 0 and 4 are text."""
-_CORE_TEXT, _INIT_TEXT = 0, 4
+_CORE_TEXT = 0
+_INIT_TEXT = 4
 
 
 class LoadedModules:
@@ -55,7 +57,8 @@ class LoadedModules:
         head = self._kernel.kallsyms.lookup_name("modules")
         if head is None or (node := self._word(head)) == head:
             return []
-        link, found = self._structures.btf.offset("module.list"), list[int]()
+        link = self._structures.btf.offset("module.list")
+        found = list[int]()
         while node != head:
             if len(found) == _MODULES:
                 raise unusable("its list of modules has no end")
@@ -74,8 +77,10 @@ class LoadedModules:
 
     def constants(self, module: int) -> dict[str, int]:
         """The enumerators of its own types. Mirrors: kernel/bpf/btf.c:btf_modules (v6.1)"""
-        value, head = self._structures.value, self._kernel.kallsyms.lookup_name("btf_modules")
-        link, node = self._structures.btf.offset("btf_module.list"), head and self._word(head)
+        value = self._structures.value
+        head = self._kernel.kallsyms.lookup_name("btf_modules")
+        link = self._structures.btf.offset("btf_module.list")
+        node = head and self._word(head)
         for _ in range(_MODULES):
             if not node or node == head:
                 break
@@ -233,7 +238,8 @@ class LoadedModules:
         """Address and contents; nothing where this kernel's modules have no such table."""
         if not self._structures.btf.has(f"module.{name}"):
             return 0, b""
-        address, number = self._structures.value(module, f"module.{name}"), self._number(module, count)
+        address = self._structures.value(module, f"module.{name}")
+        number = self._number(module, count)
         if number > _LIMIT:
             raise unusable(f"a module's {name} leads nowhere")
         return address, self._memory.read(address, number * (size or _ENTRY[name])) if number else b""

@@ -35,7 +35,10 @@ class ModuleEvents:
         registry: EventRegistry,
         loaded: LoadedModules,
     ) -> None:
-        self._machine, self._kernel, self._points, self._registry = machine, kernel, points, registry
+        self._machine = machine
+        self._kernel = kernel
+        self._points = points
+        self._registry = registry
         self._loaded = loaded
         self._there: dict[str, tuple[EventBatch, list[KernelStaticEvent]]] = {}
         """By the module's name."""

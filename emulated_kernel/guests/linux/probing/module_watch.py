@@ -33,7 +33,8 @@ class ModuleWatch:
     """Reads modules, and keeps the ledger of text in step with them."""
 
     def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
-        self._machine, self._kernel = machine, kernel
+        self._machine = machine
+        self._kernel = kernel
         self.loaded = LoadedModules(kernel, machine.memory)
         self.name = self.loaded.name
         """The name in a struct module. Raises: as LoadedModules."""
@@ -65,7 +66,8 @@ class ModuleWatch:
 
     def read(self, module: int) -> Module:
         """A struct module that is complete; its text is original from here on. Raises: as LoadedModules."""
-        found, text = self.loaded.read(module), self._machine.text
+        found = self.loaded.read(module)
+        text = self._machine.text
         for start, code in found.code.items():
             text.adopt(start, code)
             self._adopted.add(start)
@@ -79,7 +81,8 @@ class ModuleWatch:
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
         """What lies there is about to be freed."""
         ranges = [range(*span) for span in spans]
-        gone, left = list[JumpLabel](), list[JumpLabel]()
+        gone = list[JumpLabel]()
+        left = list[JumpLabel]()
         for label in self._labels:
             (gone if any(label.code in span for span in ranges) else left).append(label)
         self._labels = left
@@ -98,7 +101,8 @@ class ModuleWatch:
         if head is None:
             log.warning("%s: modules aren't known: it has no list of who is told", self._kernel.release)
             return
-        memory, btf = self._machine.memory, self._kernel.btf
+        memory = self._machine.memory
+        btf = self._kernel.btf
         following = btf.offset("notifier_block.next")
         start = link = head + btf.offset("blocking_notifier_head.head")
         for _ in range(_LIMIT):
@@ -114,10 +118,13 @@ class ModuleWatch:
 
     def _block(self, arch: Arch, notify: Notify, priority: int) -> int:
         """Address of a notifier_block that leads to `notify`."""
-        machine, memory, btf = self._machine, self._machine.memory, self._kernel.btf
+        machine = self._machine
+        memory = self._machine.memory
+        btf = self._kernel.btf
 
         def called(regs: Any) -> None:
-            state, module = regs.si, regs.dx
+            state = regs.si
+            module = regs.dx
             regs.ax, regs.ip = 0, memory.read_word(regs.sp)
             regs.sp += _WORD
             with self._told():

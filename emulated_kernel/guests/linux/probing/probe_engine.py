@@ -64,7 +64,8 @@ class KernelEngine:
         machine = self.machine = ProbedLinux(guest, kernel)
         self._modules = watch = ModuleWatch(machine, kernel)
         live.put_all(there := watch.there())
-        arch, abi = X86_64(), linux_abi(kernel, guest) | {"host_clock": machine.clock.cell}
+        arch = X86_64()
+        abi = linux_abi(kernel, guest) | {"host_clock": machine.clock.cell}
         stacks = KernelStacks(kernel, guest.machine, machine.memory, guest.per_cpu, guest.current_cell)
         clock = RequestClock(machine.clock)
 
@@ -120,7 +121,8 @@ class LinuxEngine(KernelEngine):
     ) -> None:
         super().__init__(tasks, kernel, profile, lock)
         self.tasks = tasks
-        tracing, watch = self.components.tracing, self._modules
+        tracing = self.components.tracing
+        watch = self._modules
         notifier = ModuleNotifier(
             watch.read,
             watch.name,

@@ -51,7 +51,8 @@ class KernelCode(CodeCache):
     """
 
     def __init__(self, engine: Engine, cpu: LinuxCpu) -> None:
-        self._engine, self._cpu = engine, cpu
+        self._engine = engine
+        self._cpu = cpu
 
     def remove_cache(self, start: int, end: int) -> None:
         with self._cpu.as_kernel():
@@ -63,7 +64,8 @@ class KernelCode(CodeCache):
 
 def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
     """With KASLR the kernel may stand where our code would, and all of RAM is mapped elsewhere."""
-    layout, memory = LinuxCpuModel.layout, tasks.machine.memory
+    layout = LinuxCpuModel.layout
+    memory = tasks.machine.memory
     places = layout.text_space, _OTHER_TEXT
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
@@ -85,7 +87,8 @@ class ProbedLinux(ProbedMachine):
         super().__init__()
         machine = tasks.machine
         self.model = LinuxCpuModel(_layout(tasks, kernel))
-        self.regs, self.hooks = machine.regs, machine.hooks
+        self.regs = machine.regs
+        self.hooks = machine.hooks
         self.per_cpu_bases = [tasks.per_cpu]
         end = len(machine.memory.ram)
         host = range(end - HOST_SIZE + THUNK_SIZE, end - _RECORDS_SIZE)

@@ -93,7 +93,8 @@ class RunningKernel(LinuxKernel):
 
     def _list(self, head: str, member: str) -> Iterator[int]:
         """What a list_head of the kernel's leads to."""
-        start, offset = self.required(head), self.btf.offset(member)
+        start = self.required(head)
+        offset = self.btf.offset(member)
         node = self.word(start)
         for _ in range(_LIMIT):
             if node == start:
@@ -105,8 +106,10 @@ class RunningKernel(LinuxKernel):
     @cached_property
     def mcount(self) -> AddressSet:
         """Mirrors: kernel/trace/ftrace.c:ftrace_pages (v6.1)"""
-        offset, size = self.btf.offset, self.btf.size("dyn_ftrace")
-        page, sites = self.word(self.required("ftrace_pages_start")), list[int]()
+        offset = self.btf.offset
+        size = self.btf.size("dyn_ftrace")
+        page = self.word(self.required("ftrace_pages_start"))
+        sites = list[int]()
         for _ in range(_LIMIT):
             if not page:
                 return AddressSet(filter(self._image.__contains__, sites))
@@ -144,7 +147,8 @@ class RunningKernel(LinuxKernel):
     @cached_property
     def syscalls(self) -> tuple[SyscallDefinition, ...]:
         try:
-            table, metadata = self.required("sys_call_table"), self.word(self.required("syscalls_metadata"))
+            table = self.required("sys_call_table")
+            metadata = self.word(self.required("syscalls_metadata"))
         except KernelError as error:
             raise KernelError(ENODATA, error.strerror or "") from None
         numbers = self._syscall_numbers(table)

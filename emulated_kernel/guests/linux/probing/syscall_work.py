@@ -10,7 +10,8 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 _MEMBER = "task_struct.thread_info.syscall_work"
 _COUNT = "sys_tracepoint_refcount"
-_BITS, _BIT = "syscall_work_bit", "SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT"
+_BITS = "syscall_work_bit"
+_BIT = "SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT"
 
 
 class SyscallWork:
@@ -22,7 +23,9 @@ class SyscallWork:
     def __init__(
         self, kernel: LinuxKernel, memory: GuestMemory, task_structs: Callable[[], Iterator[int]]
     ) -> None:
-        self._kernel, self._memory, self._task_structs = kernel, memory, task_structs
+        self._kernel = kernel
+        self._memory = memory
+        self._task_structs = task_structs
 
     def is_known(self) -> bool:
         """Whether this kernel has it, since v5.11, where we look for it."""

@@ -35,7 +35,8 @@ def linux_tracing(
 
     `live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints.
     """
-    kernel, kprobes = live.core, engine.kprobes
+    kernel = live.core
+    kprobes = engine.kprobes
     tasks = Tasks(machine, abi)
     context = LinuxContext(kprobes.hits.ctlblk, machine, abi, arch, preemption=kprobes.profile.preemption)
     points = KernelTracepoints(

@@ -22,7 +22,8 @@ Source: Documentation/admin-guide/mm/pagemap.rst.
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN = struct.Struct("<12Q")
 _REGION = struct.Struct("<3Q")
-_FILE, _PRESENT_OR_SWAPPED = 1 << 2, 1 << 3 | 1 << 4
+_FILE = 1 << 2
+_PRESENT_OR_SWAPPED = 1 << 3 | 1 << 4
 _REGIONS = 4096
 """Of the request since 6.7, which passes over what nobody has touched. Source: as above."""
 
@@ -34,7 +35,8 @@ class MemoryRollback:
     """
 
     def __init__(self, ram: mmap.mmap, size: int) -> None:
-        self._ram, self._pages = ram, size // PAGE
+        self._ram = ram
+        self._pages = size // PAGE
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(ram))
         self._found = ctypes.create_string_buffer(_REGIONS * _REGION.size)
         self._scans = True
@@ -65,7 +67,8 @@ class MemoryRollback:
 
     def _scanned(self) -> Iterator[int]:
         """The same. Raises: OSError (by a host whose kernel doesn't know that request)."""
-        at, end = self._start, self._start + self._pages * PAGE
+        at = self._start
+        end = self._start + self._pages * PAGE
         wanted = 0, _FILE, _FILE, _PRESENT_OR_SWAPPED, _FILE
         while at < end:
             asked = _SCAN.size, 0, at, end, 0, ctypes.addressof(self._found), _REGIONS

@@ -58,7 +58,8 @@ def has_space(directory: str, size: int, whole: int) -> bool:
     reader is killed (SIGBUS).
     """
     try:
-        found, device = os.statvfs(directory), os.stat(directory).st_dev
+        found = os.statvfs(directory)
+        device = os.stat(directory).st_dev
     except OSError:
         return False
     needed = whole if _file_system(device) in _IN_MEMORY else size

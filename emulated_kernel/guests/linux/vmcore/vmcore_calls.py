@@ -74,8 +74,11 @@ class VmcoreCalls:
         abandoned: Callable[[], None],
     ) -> None:
         """`callers`: of the place that registers say, innermost first; `abandoned`: calls never return."""
-        self._guest, self._machine, self._kernel = guest, machine, kernel
-        self._callers, self._abandoned = callers, abandoned
+        self._guest = guest
+        self._machine = machine
+        self._kernel = kernel
+        self._callers = callers
+        self._abandoned = abandoned
         self._reached = ""
         """The place at which a run was stopped that can't go on."""
         self._deadline = inf
@@ -112,7 +115,8 @@ class VmcoreCalls:
 
     def add_code(self, code: bytes) -> int:
         """Where code of the host's stands, for functions to call."""
-        at, end = self._used, self._used + len(code)
+        at = self._used
+        end = self._used + len(code)
         if end > PAGE_SIZE:
             raise HardwareError("no room for more code")
         self._machine.memory.ram[self._page + at : self._page + end] = code
@@ -178,7 +182,9 @@ class VmcoreCalls:
 
     def _go_on(self) -> None:
         """It is asked to give the CPU up, to nobody: __schedule() has returned."""
-        guest, memory, regs = self._guest, self._machine.memory, self._guest.machine.regs
+        guest = self._guest
+        memory = self._machine.memory
+        regs = self._guest.machine.regs
         flags = guest.init_task + self._kernel.btf.offset("task_struct.thread_info.flags")
         memory.write(flags, struct.pack("<Q", memory.read_word(flags) & ~NEED_RESCHED))
         guest.ask_for_nothing()

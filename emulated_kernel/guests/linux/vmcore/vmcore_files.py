@@ -19,7 +19,10 @@ from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.vfs.core.client import DirEntry, Stat
 
 _O_LARGEFILE = 0o100000
-_O_PATH, _O_NOFOLLOW, _O_NONBLOCK, _O_DIRECTORY = 0o10000000, 0o400000, 0o4000, 0o200000
+_O_PATH = 0o10000000
+_O_NOFOLLOW = 0o400000
+_O_NONBLOCK = 0o4000
+_O_DIRECTORY = 0o200000
 _PATH_LIMIT = 4096
 _LISTING = BUFFER_SIZE
 """Bytes of entries that one call may give."""
@@ -43,7 +46,8 @@ _ACTOR = bytes.fromhex(
     "498d7a10"  # lea rdi, [r10+16]
     "f3a4"  # rep movsb
 )
-_GOES_ON, _ENOUGH = bytes.fromhex("b801000000c3"), bytes.fromhex("31c0c3")
+_GOES_ON = bytes.fromhex("b801000000c3")
+_ENOUGH = bytes.fromhex("31c0c3")
 _KIND_MASK, _KIND_SHIFT = 0xF, 12
 """Of an entry's type, above which the kernel's own flags may stand. Source: include/linux/fs_types.h."""
 _MEMBERS = "file.f_inode", "file.f_path.dentry"
@@ -58,7 +62,8 @@ class VmcoreFiles:
     """
 
     def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
-        self._calls, self._memory = calls, memory
+        self._calls = calls
+        self._memory = memory
         self._offset = {path: kernel.btf.offset(path) for path in _MEMBERS}
         self._inodes = Inodes(inode_offsets(kernel.btf), memory.read)
         self._actor = calls.add_code(_actor(goes_on=_release(kernel.release) >= _TRUE_GOES_ON))
@@ -107,7 +112,8 @@ class VmcoreFiles:
                 raise KernelError(EINVAL, path)
             dentry = self._memory.read_word(file + self._offset["file.f_path.dentry"])
             # As a process asks: what leads to files by no name is told to it alone.
-            call, place = self._calls.call_function, self._calls.user_buffer
+            call = self._calls.call_function
+            place = self._calls.user_buffer
             count = _checked(call("vfs_readlink", dentry, place, _PATH_LIMIT), path)
             target = os.fsdecode(self._memory.read(self._calls.buffer, checked_count(count, _PATH_LIMIT)))
         if not target.startswith("/") and ".." not in target.split("/"):
@@ -117,8 +123,10 @@ class VmcoreFiles:
 
     def readdir(self, path: str) -> list[DirEntry]:
         """The entries, "." and ".." among them; as many turns as the buffer needs."""
-        buffer, end = self._calls.buffer, self._calls.buffer + _LISTING
-        start, position = buffer + _CONTEXT.size, 0
+        buffer = self._calls.buffer
+        end = self._calls.buffer + _LISTING
+        start = buffer + _CONTEXT.size
+        position = 0
         found: list[DirEntry] = []
         with self._open(path, os.O_RDONLY | _O_DIRECTORY | _O_NOFOLLOW) as file:
             # The low bits are those of the file system's device.

@@ -34,7 +34,9 @@ _CR4 = 0x6B0
 """PSE, PAE, PGE, SSE and its exceptions; of what the dump's CPU had besides, these are kept:"""
 _CR4_KEPT = 1 << 16 | 1 << 20 | 1 << 21
 """FSGSBASE, SMEP and SMAP."""
-_GDT_SIZE, _IDT_SIZE, _TSS_SIZE = 128, 4096, 0x2000
+_GDT_SIZE = 128
+_IDT_SIZE = 4096
+_TSS_SIZE = 0x2000
 _CONTROLLERS = range(0xFEC00000, 0xFEF00000)
 """Interrupt controllers and timers: they are memory that nobody reads."""
 _COUNT = 4
@@ -117,9 +119,12 @@ class VmcoreGuest(RunningLinux):
     """
 
     def __init__(self, machine: LinuxMachine, facts: VmcoreOffsets) -> None:
-        self.machine, self.release, self._facts = machine, facts.release, facts
+        self.machine = machine
+        self.release = facts.release
+        self._facts = facts
         super().__init__()
-        symbols, memory = facts.symbols, machine.memory
+        symbols = facts.symbols
+        memory = machine.memory
         try:
             self.root = facts.root
             self.per_cpu = memory.read_word(self.root, symbols["__per_cpu_offset"])
@@ -151,7 +156,8 @@ class VmcoreGuest(RunningLinux):
 
         Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1)
         """
-        symbols, pc = self._facts.symbols, self.machine.pc
+        symbols = self._facts.symbols
+        pc = self.machine.pc
         if "tsc_timestamp" in symbols:
             pc.tsc = max(pc.tsc, self._read("tsc_timestamp"))
         if "clock.base" not in symbols:
@@ -182,13 +188,15 @@ class VmcoreGuest(RunningLinux):
 
     def ask_for_nothing(self) -> None:
         """Nobody is asked to give the CPU up."""
-        memory, at = self.machine.memory, self._preempt_count
+        memory = self.machine.memory
+        at = self._preempt_count
         count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NOBODY_ASKS
         memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
 
     def _be_the_only_one(self) -> None:
         """Other CPUs are offline: the kernel waits for none of them."""
-        symbols, memory = self._facts.symbols, self.machine.memory
+        symbols = self._facts.symbols
+        memory = self.machine.memory
         for name in ONLINE:
             if name in symbols:
                 size = self._facts.cpumask if name.endswith("_mask") else _COUNT

@@ -64,7 +64,8 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) ->
             snapshot.write_at(target, snapshot.HEADER + pa + at - start, block)
     core.check_unchanged()
     target.truncate(snapshot.HEADER + size)
-    flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ
+    flags = mmap.MAP_PRIVATE
+    access = mmap.PROT_READ
     ram = mmap.mmap(target.fileno(), size, flags=flags, prot=access, offset=snapshot.HEADER)
     kernel, facts = _kernel_in(ram, core.vmcoreinfo)
     try:

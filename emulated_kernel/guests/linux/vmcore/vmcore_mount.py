@@ -62,7 +62,9 @@ class VmcoreMount(ControlFiles):
 
     def __init__(self, guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> None:
         """`is_tracefs`: tracefs is the root, and all that is listed."""
-        self._guest, self._engine, self._owner = guest, engine, owner
+        self._guest = guest
+        self._engine = engine
+        self._owner = owner
         engine.machine.clock.pass_to(guest.time)
         stack = engine.components.tracing.system.stack
         self._calls = VmcoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.drop_calls)
@@ -100,8 +102,11 @@ class VmcoreMount(ControlFiles):
 
     def _log(self) -> bytes:
         """What fits into the buffer of the end of the kernel's log."""
-        memory, buffer, call = self._engine.machine.memory, self._calls.buffer, self._calls.call_function
-        text, size = buffer + _ITERATOR.size, BUFFER_SIZE - _ITERATOR.size
+        memory = self._engine.machine.memory
+        buffer = self._calls.buffer
+        call = self._calls.call_function
+        text = buffer + _ITERATOR.size
+        size = BUFFER_SIZE - _ITERATOR.size
         memory.write(buffer, bytes(_ITERATOR.size))
         call("kmsg_dump_rewind", buffer)
         call("kmsg_dump_get_buffer", buffer, 1, text, size, buffer + 16)
