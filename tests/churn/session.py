@@ -19,7 +19,7 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from tests.fuzz.report import answered_in_time
-from tests.host.conftest import ScriptedWatch
+from tests.guests.builtin.conftest import ScriptedWatch
 from tests.kprobes.boundaries import all_boundaries
 
 SHELL, WORKER = Client(500, 0, 0), Client(501, 1000, 1000)

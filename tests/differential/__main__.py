@@ -13,7 +13,7 @@ from tests.differential.areas import AREAS
 from tests.differential.compare import Kernels, Tally, compare, static_formats
 from tests.differential.recorded import Sample
 from tests.differential.steps import Area
-from tests.linux import debian_kernel
+from tests.guests.linux import debian_kernel
 from tests.progress import show_progress
 
 _WANTED = 99.9

@@ -20,7 +20,7 @@ from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from tests.host.test_dead_guest import read_text
+from tests.guests.builtin.test_dead_guest import read_text
 from tests.machine.guests import CODE, DATA, boot
 
 ROUNDS = 300_000

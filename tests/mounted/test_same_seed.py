@@ -9,7 +9,7 @@ import pytest
 
 from kprobefs.mount_options import KPROBES
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
-from tests.linux import debian_kernel
+from tests.guests.linux import debian_kernel
 from tests.mounted.files import Files
 
 pytestmark = [needs_fuse, pytest.mark.mounted]

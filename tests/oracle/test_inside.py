@@ -9,7 +9,7 @@ from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from tests.linux import debian_kernel
+from tests.guests.linux import debian_kernel
 from tests.oracle import inside
 
 DEFINITIONS, PLACES = 150, 80

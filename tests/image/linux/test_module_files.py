@@ -14,8 +14,8 @@ from emulated_kernel.image.linux import deb, module_files
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.xz_blocks import xz_blocks
 from emulated_kernel.util.errors import KernelError, UnusableFile
+from tests.guests.linux.made_module import made_module
 from tests.image.linux import made
-from tests.linux.made_module import made_module
 
 BLOCK = 512 << 10
 SIZE = 300_000

@@ -1,0 +1,154 @@
+"""The mount over the guest: who stands in it, what a failed or given-up request leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
+from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch, dmesg, tasks
+from tests.kprobes.listed import list_lines
+
+FIRST, SECOND = Client(FIRST_PID, 0, 0), Client(FIRST_PID + 1, 0, 0)
+PIPE = "/tracing/trace_pipe"
+GUEST_FILES = 4096
+"""As many descriptors as the guest has."""
+
+
+@pytest.fixture
+def mount(kernel: Kernel, watch: ScriptedWatch) -> GuestMount:
+    watch.comms = {FIRST.pid: "first", SECOND.pid: "second"}
+    return kernel.mount()
+
+
+@pytest.fixture
+def watched(kernel: Kernel, mount: GuestMount) -> GuestMount:
+    """With a probe in the guest's text: requests run through the guest."""
+    kernel.register_kprobe(Kprobe(symbol_name="strlen", pre_handler=lambda _kprobe, _regs: None))
+    return mount
+
+
+def errno_of(action: Callable[[], object]) -> int:
+    with pytest.raises(KernelError) as caught:
+        action()
+    return caught.value.errno or 0
+
+
+def test_a_marker_is_its_writers(kernel: Kernel, mount: GuestMount) -> None:
+    """Nothing is patched, so that the guest takes no part in the write; but it says who made it, by pid."""
+    marker = {client: mount.open(client, "/tracing/trace_marker", os.O_WRONLY) for client in (FIRST, SECOND)}
+    for client in (FIRST, SECOND, SECOND, FIRST):
+        mount.write(client, marker[client], b"here", 0)
+    text = kernel.trace.trace_text()
+    writers = [line.split()[0] for line in text.splitlines() if "tracing_mark_write" in line]
+    assert writers == ["<...>-500", "<...>-501", "<...>-501", "<...>-500"]
+
+
+def test_an_open_that_fails_in_the_guest_is_ours_alone(kernel: Kernel, watched: GuestMount) -> None:
+    """The task is killed on its way back from the file's own open; the pipe takes one reader."""
+
+    def kill(_kprobe: Kprobe, regs: Any) -> None:
+        regs.di = 0xFFFFFFFF
+
+    killer = Kprobe(symbol_name="fd_install", pre_handler=kill)
+    kernel.register_kprobe(killer)
+    handle = watched.open(FIRST, PIPE, os.O_RDONLY)
+    assert "end trace" in dmesg(kernel)
+    kernel.unregister_kprobe(killer)
+    assert errno_of(lambda: watched.open(SECOND, PIPE, os.O_RDONLY)) == errno.EBUSY
+    watched.release(handle)
+    watched.release(watched.open(FIRST, PIPE, os.O_RDONLY))
+
+
+def test_files_that_the_guest_has_no_room_for(kernel: Kernel, mount: GuestMount) -> None:
+    """They are open already when a probe is armed, and do without the guest."""
+    opened = [mount.open(FIRST, "/machine/version", os.O_RDONLY) for _ in range(GUEST_FILES + 1)]
+    reads: list[Kprobe] = []
+    kprobe = Kprobe(symbol_name="vfs_read", pre_handler=lambda kprobe, _regs: reads.append(kprobe))
+    kernel.register_kprobe(kprobe)
+    assert len(list_lines(kernel.kprobes)) == 1
+    texts = {mount.read(FIRST, handle, 100, 0) for handle in (opened[0], opened[-1])}
+    assert len(texts) == 1
+    assert reads == [kprobe]
+    for handle in opened:
+        mount.release(handle)
+
+
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
+def test_reads_given_up_keep_no_buffers(kernel: Kernel, watched: GuestMount, error: int) -> None:
+    """Processes that were told EAGAIN slept on in the guest, until there was no buffer for anybody."""
+    pipe = watched.open(FIRST, PIPE, os.O_RDONLY)
+    for pid in range(FIRST_PID, FIRST_PID + MAX_BUFFERS + 1):
+        client = Client(pid, 0, 0)
+        with pytest.raises(WouldBlock):
+            watched.read(client, pipe, 100, 0)
+        assert tasks(kernel)[pid].state == "S"
+        watched.give_up(client, pipe, error)
+        assert kernel.guest.processes.known(pid).request is None
+
+
+def test_a_read_given_up_ends_in_the_guest_with_its_errno(kernel: Kernel, watched: GuestMount) -> None:
+    pipe = watched.open(FIRST, PIPE, os.O_RDONLY)
+    with pytest.raises(WouldBlock):
+        watched.read(FIRST, pipe, 100, 0)
+    ended = kernel.guest.processes.known(FIRST.pid).request
+    assert ended is not None
+    watched.give_up(FIRST, pipe, errno.EAGAIN)
+    assert ended.result == (1 << 64) - errno.EAGAIN
+    watched.give_up(FIRST, pipe, errno.EAGAIN)
+    watched.give_up(SECOND, pipe, errno.EAGAIN)
+
+
+def test_tracefs_at_the_root_has_no_scratch(kernel: Kernel) -> None:
+    mount = kernel.mount(RootLayout.TRACEFS)
+    assert errno_of(lambda: mount.getattr("/scratch")) == errno.ENOENT
+    assert errno_of(lambda: mount.create(FIRST, "/scratch/file", 0o644, os.O_RDWR)) == errno.ENOENT
+
+
+def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: GuestMount) -> None:
+    """The log ends where it is no log any more; a list that leads nowhere is EIO."""
+    log = mount.open(FIRST, "/machine/dmesg", os.O_RDONLY)
+    before = mount.read(FIRST, log, 1 << 16, 0)
+    symbols, memory = kernel.image.kallsyms, kernel.machine.memory
+    for symbol, offset in (("log_next_seq", 0), ("init_task", kernel.image.abi["task_struct.tasks"])):
+        address = symbols.lookup_name(symbol)
+        assert address is not None
+        memory.write(address + offset, b"\xff" * 8)
+    assert mount.read(FIRST, log, 1 << 16, 0) == before
+    listed = mount.open(FIRST, "/machine/tasks", os.O_RDONLY)
+    assert errno_of(lambda: mount.read(FIRST, listed, 100, 0)) == errno.EIO
+
+
+def test_truncation_may_run_the_guest(kernel: Kernel, watched: GuestMount) -> None:
+    """An event that was made while the guest is watched has a directory there, which goes with it."""
+    path = "/tracing/synthetic_events"
+    made = watched.open(FIRST, path, os.O_WRONLY)
+    watched.write(FIRST, made, b"made u64 x\n", 0)
+    watched.release(made)
+    watched.release(watched.open(FIRST, path, os.O_WRONLY | os.O_TRUNC))
+    assert list(kernel.tracing.synthetic_events.records()) == []
+    assert kernel.call("strlen", "four") == 4
+    assert errno_of(lambda: watched.open(FIRST, "/tracing/events", os.O_WRONLY | os.O_TRUNC)) == errno.EISDIR
+
+
+def test_two_mounts_of_a_kernel(kernel: Kernel, watch: ScriptedWatch) -> None:
+    """What either has open when the first probe comes is opened in the guest."""
+    watch.comms = {FIRST.pid: "first"}
+    mounts = kernel.mount(), kernel.mount()
+    handles = [mount.open(FIRST, "/machine/version", os.O_RDONLY) for mount in mounts]
+    seen: list[int] = []
+    kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=lambda _kprobe, _regs: seen.append(1)))
+    for mount, handle in zip(mounts, handles, strict=True):
+        before = len(seen)
+        mount.read(FIRST, handle, 100, 0)
+        assert len(seen) == before + 1

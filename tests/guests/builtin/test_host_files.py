@@ -1,0 +1,172 @@
+"""Files of the host are read before the control lock is taken: one may be slow, or this very mount's."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.image.builtin_image import PREBUILT
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
+from tests.guests.builtin.conftest import FIRST_PID, dmesg
+
+CLIENT = Client(FIRST_PID, 0, 0)
+FILE = PREBUILT / "x86_64" / "modules" / "ktgt.ko"
+WRITES = {
+    "/machine/modules": [
+        b"load counter-user",
+        b"unload counter_user\nunload counter",
+        b"load %s" % bytes(FILE),
+    ],
+    "/tracing/kprobe_events": [b"p:one vfs_read name=+0($arg2):string", b"r:two vfs_read $retval"],
+    "/tracing/events/kprobes/enable": [b"1"],
+    "/tracing/current_tracer": [b"function_graph", b"nop"],
+    "/tracing/trace_marker": [b"here"],
+    "/machine/call": [b'strlen "text"'],
+    "/machine/load": [b"files duration=1", b"stop"],
+    "/machine/clock": [b"virtual"],
+}
+
+
+@pytest.fixture
+def mount(kernel: Kernel) -> GuestMount:
+    return kernel.mount()
+
+
+def is_held(kernel: Kernel) -> bool:
+    """Whether this thread holds the control lock."""
+    return kernel.lock._owner == threading.get_ident()
+
+
+@pytest.fixture
+def nothing_under_the_lock(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """open() raises while the lock is held, but for /proc, the host kernel's own; what was opened."""
+    opened: list[object] = []
+
+    def checked(opens: Callable[..., Any]) -> Callable[..., Any]:
+        def open_file(path: Any, *args: Any, **options: Any) -> Any:
+            if not isinstance(path, int) and not os.fspath(path).startswith("/proc/"):
+                opened.append(path)
+                assert not is_held(kernel), f"{path} is opened under the control lock"
+            return opens(path, *args, **options)
+
+        return open_file
+
+    for module in (builtins, io, os):
+        monkeypatch.setattr(module, "open", checked(module.open))
+    yield opened
+    monkeypatch.undo()
+
+
+def write(mount: GuestMount, path: str, data: bytes) -> None:
+    handle = mount.open(CLIENT, path, os.O_WRONLY)
+    try:
+        mount.write(CLIENT, handle, data, 0)
+    finally:
+        mount.release(handle)
+
+
+def read(mount: GuestMount, path: str) -> None:
+    handle = mount.open(CLIENT, path, os.O_RDONLY)
+    try:
+        mount.read(CLIENT, handle, 4096, 0)
+    except WouldBlock:
+        mount.give_up(CLIENT, handle, errno.EAGAIN)
+    finally:
+        mount.release(handle)
+
+
+def files(mount: GuestMount, directory: str = "") -> Iterator[str]:
+    for entry in mount.readdir(directory or "/"):
+        path = f"{directory}/{entry.name}"
+        if entry.name in (".", ".."):
+            continue
+        if stat.S_ISDIR(entry.kind):
+            yield from files(mount, path)
+        elif stat.S_ISREG(entry.kind):
+            yield path
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_nothing_foreign_is_opened_under_the_lock(
+    kernel: Kernel, mount: GuestMount, nothing_under_the_lock: list[object], is_watched: bool
+) -> None:
+    if is_watched:
+        kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=lambda _kprobe, _regs: None))
+    for path, commands in WRITES.items():
+        for command in commands:
+            write(mount, path, command)
+    for path in files(mount):
+        if "pipe" not in path and ("/events/" not in path or "kprobes" in path):
+            with suppress(KernelError):
+                read(mount, path)
+    kernel.load_module("counter")
+    assert len(nothing_under_the_lock) == 4
+
+
+def test_a_module_can_be_a_file_that_waits_for_this_kernel(
+    kernel: Kernel, mount: GuestMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the mount itself: its open() is another request, which another thread takes."""
+    opens = os.open
+    answered = []
+
+    def served_by_the_mount(path: Any, *args: Any, **options: Any) -> int:
+        if path == FILE:
+            request = threading.Thread(target=lambda: answered.append(mount.readdir("/")), daemon=True)
+            request.start()
+            request.join(10)
+            assert answered
+        return opens(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", served_by_the_mount)
+    assert mount.reads_host(mount.open(CLIENT, "/machine/modules", os.O_WRONLY))
+    write(mount, "/machine/modules", b"load %s" % bytes(FILE))
+    assert answered
+    assert [module.name for module in kernel.modules.loaded()] == ["ktgt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("{}/fifo", errno.EINVAL),
+        ("/dev/zero", errno.EINVAL),
+        ("{}", errno.EISDIR),
+        ("{}/large", errno.EFBIG),
+        ("{}/none", errno.ENOENT),
+        ("none", errno.ENOENT),
+        ("a/" * 4000, errno.ENAMETOOLONG),
+    ],
+)
+def test_files_that_are_no_modules(
+    kernel: Kernel, mount: GuestMount, tmp_path: Path, name: str, error: int
+) -> None:
+    """Each is told by its errno and a line in the log, and hangs nobody; no command is done."""
+    os.mkfifo(tmp_path / "fifo")
+    with open(tmp_path / "large", "wb") as large:
+        large.truncate(1 << 40)
+    with pytest.raises(KernelError) as caught:
+        write(mount, "/machine/modules", f"load ktgt\nload {name.format(tmp_path)}".encode())
+    assert caught.value.errno == error
+    assert kernel.modules.loaded() == []
+    assert "module " in dmesg(kernel).splitlines()[-1]
+
+
+def test_a_write_reads_a_few_files_alone(kernel: Kernel, mount: GuestMount) -> None:
+    with pytest.raises(KernelError) as caught:
+        write(mount, "/machine/modules", b"".join(b"load /dev/null/%d\n" % number for number in range(17)))
+    assert caught.value.errno == errno.E2BIG
+    assert kernel.modules.loaded() == []

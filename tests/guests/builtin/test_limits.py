@@ -1,0 +1,225 @@
+"""machine/limits: each limit at its edge, below what is in use, and after a reboot; nothing half done."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limit, Limits
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.daemon.reboot import RebootableKernel
+from kprobefs.mount_options import parsed_limits
+from tests.guests.builtin.conftest import FIRST_PID, dmesg
+
+CLIENT = Client(FIRST_PID, 0, 0)
+LIMITS = "/machine/limits"
+EVENTS = "/tracing/dynamic_events"
+PAGE = 4096
+
+
+@pytest.fixture
+def mount(kernel: Kernel) -> GuestMount:
+    return kernel.mount()
+
+
+@contextmanager
+def opened(mount: GuestMount, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+    handle = mount.open(CLIENT, path, flags)
+    try:
+        yield handle
+    finally:
+        mount.release(handle)
+
+
+def write(mount: GuestMount, path: str, text: str) -> None:
+    with opened(mount, path, os.O_WRONLY) as handle:
+        mount.write(CLIENT, handle, text.encode(), 0)
+
+
+def read(mount: GuestMount, path: str) -> str:
+    with opened(mount, path) as handle:
+        return mount.read(CLIENT, handle, 65536, 0).decode()
+
+
+def shown(mount: GuestMount) -> dict[str, list[str]]:
+    return {name: values for name, *values in map(str.split, read(mount, LIMITS).splitlines())}
+
+
+@contextmanager
+def refused(code: int) -> Iterator[None]:
+    with pytest.raises(KernelError) as caught:
+        yield
+    assert caught.value.errno == code
+
+
+def test_what_is_shown(mount: GuestMount) -> None:
+    assert shown(mount) == {
+        "probes": ["65536", "0"],
+        "instances": ["1024", "0"],
+        "open_files": ["65536", "1"],
+        "scratch_bytes": ["max", "0"],
+        "run_budget_ms": ["200"],
+    }
+    write(mount, LIMITS, "probes 7\n  instances max \nrun_budget_ms 50")
+    assert [shown(mount)[name][0] for name in ("probes", "instances", "run_budget_ms")] == ["7", "max", "50"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("probes", errno.EINVAL),
+        ("probes 1 2", errno.EINVAL),
+        ("probes -1", errno.EINVAL),
+        ("probes 0x10", errno.EINVAL),
+        ("nosuch 1", errno.EINVAL),
+        ("run_budget_ms max", errno.EINVAL),
+        ("run_budget_ms 9", errno.ERANGE),
+        ("run_budget_ms 600001", errno.ERANGE),
+        (f"scratch_bytes {1 << 63}", errno.ERANGE),
+    ],
+)
+def test_wrong_values_change_nothing_and_are_told(
+    kernel: Kernel, mount: GuestMount, line: str, code: int
+) -> None:
+    before = read(mount, LIMITS)
+    for text in (f"{line}\n", f"probes 1\n{line}\ninstances 1\n"):
+        with refused(code):
+            write(mount, LIMITS, text)
+        assert read(mount, LIMITS) == before
+    assert "limits: " in dmesg(kernel)
+
+
+@pytest.mark.parametrize(
+    "definition", ["p:more vfs_read", "p:two vfs_write", "s:made int a", "p:later mod:f"]
+)
+def test_probes(kernel: Kernel, mount: GuestMount, definition: str) -> None:
+    """A second probe of an event counts as the first one does, and so do those of modules to come."""
+    write(mount, EVENTS, "p:one vfs_read\n")
+    write(mount, EVENTS, "p:two vfs_read\n")
+    write(mount, LIMITS, "probes 2")
+    before, patched = read(mount, EVENTS), dict(kernel.machine.text.ledger)
+    with refused(errno.ENOSPC):
+        write(mount, EVENTS, f"{definition}\n")
+    assert (read(mount, EVENTS), dict(kernel.machine.text.ledger)) == (before, patched)
+    assert read(mount, "/tracing/error_log") == ""
+    assert "limits: the limit of probes is reached: 2" in dmesg(kernel)
+    with refused(errno.EINVAL):
+        write(mount, EVENTS, "p:one vfs_read %nosuch\n")
+    write(mount, EVENTS, "-:one\n")
+    write(mount, EVENTS, f"{definition}\n")
+    assert shown(mount)["probes"] == ["2", "2"]
+
+
+def test_instances(mount: GuestMount) -> None:
+    mount.mkdir(CLIENT, "/tracing/instances/one", 0o755)
+    write(mount, LIMITS, "instances 1")
+    with refused(errno.EEXIST):
+        mount.mkdir(CLIENT, "/tracing/instances/one", 0o755)
+    with refused(errno.ENOSPC):
+        mount.mkdir(CLIENT, "/tracing/instances/two", 0o755)
+    mount.rmdir(CLIENT, "/tracing/instances/one")
+    mount.mkdir(CLIENT, "/tracing/instances/two", 0o755)
+
+
+def test_open_files(mount: GuestMount) -> None:
+    """Whoever is at the limit can still raise it."""
+    with opened(mount, "/scratch/f", os.O_CREAT | os.O_WRONLY), opened(mount, "/tracing/trace_pipe"):
+        handle = mount.opendir(CLIENT, "/tracing")
+        write(mount, LIMITS, "open_files 3")
+        for path in ("/scratch/f", "/tracing/trace"):
+            with refused(errno.ENFILE):
+                mount.open(CLIENT, path, os.O_RDONLY)
+        with refused(errno.ENFILE):
+            mount.create(CLIENT, "/scratch/new", 0o644, os.O_WRONLY)
+        with refused(errno.ENFILE):
+            mount.opendir(CLIENT, "/")
+        assert shown(mount)["open_files"] == ["3", "4"]
+        mount.release(handle)
+        with opened(mount, "/tracing/trace"), refused(errno.ENFILE):
+            mount.open(CLIENT, "/tracing/trace", os.O_RDONLY)
+        write(mount, LIMITS, "open_files 4")
+        with opened(mount, "/tracing/trace"):
+            pass
+    assert shown(mount)["open_files"] == ["4", "1"]
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_scratch_bytes(arch: str) -> None:
+    """Whole pages count; what fits of a write is written, as on a full disk."""
+    with Kernel(MachineConfig(arch=arch)) as kernel:
+        mount = kernel.mount()
+        write(mount, LIMITS, f"scratch_bytes {10 * PAGE + 1}")
+        handle = mount.create(CLIENT, "/scratch/f", 0o644, os.O_RDWR)
+        assert mount.write(CLIENT, handle, bytes(9 * PAGE), 0) == 9 * PAGE
+        assert mount.write(CLIENT, handle, b"x" * 3 * PAGE, 9 * PAGE) == PAGE
+        with refused(errno.ENOSPC):
+            mount.write(CLIENT, handle, b"x", 10 * PAGE)
+        assert mount.write(CLIENT, handle, b"old pages", 5 * PAGE) == 9
+        assert shown(mount)["scratch_bytes"][1] == str(10 * PAGE)
+        mount.ftruncate(CLIENT, handle, PAGE)
+        assert mount.write(CLIENT, handle, bytes(PAGE), PAGE) == PAGE
+        write(mount, LIMITS, "scratch_bytes 0")
+        assert mount.read(CLIENT, handle, 9, 0) == bytes(9)
+        with refused(errno.ENOSPC):
+            mount.write(CLIENT, handle, b"x", 2 * PAGE)
+        write(mount, LIMITS, "scratch_bytes max")
+        assert mount.write(CLIENT, handle, bytes(64 * PAGE), 2 * PAGE) == 64 * PAGE
+
+
+def test_run_budget() -> None:
+    """A guest that would keep everybody for ten minutes is stopped once the limit says so."""
+    with Kernel(MachineConfig(run_budget=600)) as kernel:
+        mount = kernel.mount()
+        assert shown(mount)["run_budget_ms"] == ["600000"]
+        write(mount, LIMITS, "run_budget_ms 200")
+        with refused(errno.EFAULT):
+            write(mount, "/machine/call", '_raw_spin_lock "held"')
+        assert not kernel.guest.is_dead
+        assert "BUG: soft lockup" in dmesg(kernel)
+
+
+def test_lowered_below_what_is_in_use(mount: GuestMount) -> None:
+    """What is there stays; only more is refused."""
+    write(mount, EVENTS, "p:one vfs_read\n")
+    write(mount, EVENTS, "p:two vfs_write\n")
+    write(mount, LIMITS, "probes 0")
+    assert shown(mount)["probes"] == ["0", "2"]
+    write(mount, "/tracing/events/kprobes/enable", "1")
+    write(mount, "/tracing/events/kprobes/enable", "0")
+    write(mount, EVENTS, "-:one\n")
+    with refused(errno.ENOSPC):
+        write(mount, EVENTS, "p:three vfs_read\n")
+
+
+def test_a_reboot_keeps_them() -> None:
+    config = MachineConfig(limits=Limits({Limit.PROBES: 1}), run_budget=0.3)
+    living = RebootableKernel(config, RootLayout.FULL, Owner())
+    write(living.mount, EVENTS, "p:one vfs_read\n")
+    write(living.mount, LIMITS, "run_budget_ms 40\nscratch_bytes 8192")
+    living.reboot()
+    found = shown(living.mount)
+    assert [found[name][0] for name in ("probes", "run_budget_ms", "scratch_bytes")] == ["1", "40", "8192"]
+    assert read(living.mount, EVENTS) == "p:kprobes/one vfs_read\n"
+    handle = living.mount.create(CLIENT, "/scratch/f", 0o644, os.O_WRONLY)
+    assert living.mount.write(CLIENT, handle, bytes(4 * PAGE), 0) == 2 * PAGE
+    living.mount.close()
+
+
+def test_options_of_a_mount() -> None:
+    limits, budget = parsed_limits(["probes=5", "instances=max", "run_budget_ms=250"])
+    assert (limits[Limit.PROBES], budget) == (5, 0.25)
+    for wrong in ("probes", "probes=", "nosuch=1", "run_budget_ms=1"):
+        with pytest.raises(CliError) as caught:
+            parsed_limits([wrong])
+        assert caught.value.status == ExitStatus.USAGE

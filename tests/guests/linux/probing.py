@@ -1,0 +1,165 @@
+"""Our engine in Debian's kernel, in each mode: where probes can be, and a workload that they are hit by."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.arch.x86.insn import decode_all
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTask
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from tests.guests.linux import debian_kernel
+
+GUEST_RAM = 128 << 20
+_X87 = 0xD8
+"""The first of the eight opcodes that all x87 instructions have."""
+PLAIN = replace(PROFILES[DEFAULT], ftrace=False, optimizer=False)
+MODES = {
+    "stepped": PLAIN,
+    "boosted": replace(PLAIN, preemption=False),
+    "optimized": replace(PLAIN, optimizer=True),
+    "ftrace": PROFILES[DEFAULT],
+}
+
+
+@cache
+def kernel() -> LinuxKernel:
+    return open_kernel(str(debian_kernel.image()))
+
+
+def engine(profile: Profile) -> LinuxEngine:
+    return LinuxEngine(*debian_kernel.with_kernel(), profile)
+
+
+def unprobed_engine() -> LinuxEngine:
+    """The same memory as one with probes: the kernel's page tables lead to the host's window of code."""
+    alone = engine(PLAIN)
+    alone.machine.text.free_text(alone.machine.text.alloc_text(16))
+    return alone
+
+
+# Where probes are
+
+
+def boundaries(engine: LinuxEngine, starts: Iterable[int]) -> Iterator[int]:
+    """Addresses of the instructions of the functions that begin there, in their order."""
+    for address in sorted(starts):
+        where = kernel().kallsyms.lookup(address)
+        assert where is not None
+        code = engine.machine.text.original(address, where.symbol.size)
+        yield from (at for at, *_ in decode_all(code, address))
+
+
+def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
+    """All but x87 instructions where a probe can be; with the optimizer, where its jump meets no other."""
+    verdict, end = engine.kprobes.probe_checker, 0
+    for address in addresses:
+        # Linux: fxsave tells where the last x87 instruction ran, which is its slot.
+        if (
+            engine.machine.text.original(address, 1)[0] & 0xF8 == _X87
+            or verdict.may_probe(address) is not None
+            # A landing pad's probe stands behind it, as the next one does.
+            or _is_pad(engine, address)
+        ):
+            continue
+        if engine.kprobes.optimizer is None:
+            yield address
+            continue
+        region = verdict.optimized_region(address)
+        if address >= end and not isinstance(region, Rejection):
+            yield address
+            end = region.end
+
+
+def _is_pad(engine: LinuxEngine, address: int) -> bool:
+    where = engine.kernel.kallsyms.lookup(address)
+    return where is not None and engine.kprobes.probe_checker.function_entry(where, address) not in (
+        None,
+        address,
+    )
+
+
+def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], Counter[int]]:
+    """Probes there, each in the best mode that the profile has, and the count of their hits."""
+    hits: Counter[int] = Counter()
+    probes = [
+        Kprobe(addr=address, pre_handler=lambda kprobe, _: hits.update((kprobe.address,)))
+        for address in addresses
+    ]
+    with engine.lock:
+        for probe in probes:
+            engine.kprobes.register_kprobe(probe)
+        if engine.kprobes.optimizer is not None:
+            engine.kprobes.optimizer.work.flush()
+            heads = [probe.aggregator for probe in probes if not probe.is_ftrace]
+            assert all(isinstance(head, AggrKprobe) and head.is_patched for head in heads)
+    return probes, hits
+
+
+def disarmed(engine: LinuxEngine, probes: Iterable[Kprobe]) -> None:
+    """Take them away; none was missed, and the text is the kernel's own again."""
+    with engine.lock:
+        for probe in probes:
+            assert (probe.nmissed, probe.failures) == (0, 0), hex(probe.address)
+            engine.kprobes.unregister_kprobe(probe)
+        if engine.kprobes.optimizer is not None:
+            engine.kprobes.optimizer.work.flush()
+    assert not engine.machine.text.ledger
+
+
+# What they are hit by
+
+
+def workload(engine: LinuxEngine) -> list[Any]:
+    """System calls of two clients, forks and an exit; what they have answered."""
+    tasks, calls = engine.tasks, LinuxSyscalls(engine.tasks)
+    first = tasks.fork(tasks.init, 4001)
+    second = tasks.fork(first, 4002)
+    answers: list[Any] = []
+    for turn in range(12):
+        answers += _files(calls, (first, second)[turn % 2], turn)
+    tasks.exit(second)
+    return answers
+
+
+def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
+    path = f"/scratch/file{turn % 3}"
+    fd = calls.open(client, path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o640)
+    yield calls.write(client, fd, bytes([turn]) * (turn * 700), None)
+    size = calls.begin_read(client, fd, 5000, 0, may_block=True)
+    yield calls.read_data(client, size, size)
+    yield calls.lstat(path).size
+    calls.close(client, fd)
+    yield sorted(entry.name for entry in calls.listdir("/scratch"))
+
+
+def probed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Any], Counter[int]]:
+    """What the workload answers with probes there, and how often each was hit."""
+    probes, hits = armed(engine, addresses)
+    with engine.lock:
+        answers = workload(engine)
+    disarmed(engine, probes)
+    return answers, hits
+
+
+def ram(engine: LinuxEngine) -> bytes:
+    return engine.tasks.machine.memory.ram[:GUEST_RAM]
+
+
+def differing(one: bytes, other: bytes) -> list[str]:
+    """Addresses of the first words that do."""
+    pages = (at for at in range(0, GUEST_RAM, 4096) if one[at : at + 4096] != other[at : at + 4096])
+    words = (
+        at for page in pages for at in range(page, page + 4096, 8) if one[at : at + 8] != other[at : at + 8]
+    )
+    return [f"{at:#x}: {one[at : at + 8].hex()} {other[at : at + 8].hex()}" for at in islice(words, 20)]

@@ -1,0 +1,170 @@
+"""Kernels that can't be run, at the command line: one line, status 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import resource
+import signal
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from emulated_kernel.guests.linux import boot_cache
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from kprobefs.cli.main import main
+from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
+from tests.guests.linux.images_mutated import Mutated, small_cases, snapshots
+from tests.image.linux import made
+from tests.sample import fewer
+
+RETURN = b"\xc3"
+_ENTRY = 24
+LOOP, HALT, UNKNOWN, WILD = b"\xeb\xfe", b"\xfa\xf4\xeb\xfd", b"\x0f\x0b", b"\x48\xa1" + b"\xff" * 7 + b"\x7f"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def kernel(code: bytes = RETURN) -> bytes:
+    """A vmlinux whose first function has that code; its entry is a physical address."""
+    built = made.Kernel()
+    built.function("do_sync_core", code)
+    for number in range(300):
+        built.function(f"func_{number}", RETURN)
+    found = built.elf()
+    return found[:_ENTRY] + struct.pack("<Q", made.TEXT & 0x3FFFFFFF) + found[_ENTRY + 8 :]
+
+
+VMLINUX = kernel()
+VMLINUZ = made.vmlinuz(VMLINUX)
+PACKAGE = made.deb({"./boot/vmlinuz-6.1.0-made": VMLINUZ})
+SECRET = bytes(byte ^ 0x5A for byte in VMLINUZ)
+"""Encrypted: all of a vmlinuz, and nothing to be seen of it."""
+BAD = {
+    "an empty file": b"",
+    "a truncated vmlinuz": VMLINUZ[: len(VMLINUZ) // 2],
+    "a truncated vmlinux": VMLINUX[: len(VMLINUX) // 2],
+    "a truncated package": PACKAGE[: len(PACKAGE) // 2],
+    "an encrypted vmlinuz": SECRET,
+    "a vmlinuz with an encrypted payload": made.around(SECRET),
+    "an encrypted payload in a package": made.deb({"./boot/vmlinuz-6.1.0-made": SECRET}),
+    "a kernel for arm64": b"MZ" + bytes(0x36) + b"ARMd" + bytes(600),
+    "a program": made.elf([(made.TEXT, RETURN)], kind=3),
+    "a kernel without symbols": made.elf([(made.TEXT, RETURN)]),
+    "a kernel without types": VMLINUX,
+}
+
+
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, kprobes: str) -> str:
+    """What `mount` says; it leaves nothing in its directory, in the cache and among the mounts."""
+    file, directory = tmp_path / "image", tmp_path / "mnt"
+    file.write_bytes(image)
+    directory.mkdir(exist_ok=True)
+    status = main(["mount", "--kprobes", kprobes, "--image", str(file), str(directory)])
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert str(directory) not in Path("/proc/self/mounts").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["image", "mnt"]
+    assert not list(directory.iterdir())
+    return err
+
+
+@pytest.mark.parametrize("kprobes", KPROBES)
+@pytest.mark.parametrize("image", BAD)
+def test_what_is_no_kernel(
+    image: str, kprobes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(tmp_path, capsys, BAD[image], kprobes)
+    assert said.startswith(f"kprobefs: {tmp_path}/image: ")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a kernel is taken for a whole one, and a boot may not take long."""
+    facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0, 0)
+    monkeypatch.setattr(boot_cache, "kernel_offsets", lambda _kernel: facts)
+    monkeypatch.setattr(boot_cache, "_BOOT_BUDGET", 0.2)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (LOOP, "it ran for too long"),
+        (HALT, "it halted for good"),
+        (UNKNOWN, "no gate for vector 6"),
+        (WILD, "no gate for vector"),
+    ],
+)
+def test_hostile_kernels_end_with_their_boot(
+    code: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(tmp_path, capsys, kernel(code), KERNEL_KPROBES)
+    assert "doesn't boot" in said
+    assert why in said
+
+
+def test_damaged_files_by_the_dozen(tmp_path: Path) -> None:
+    """A short form of tests.guests.linux.images_mutated."""
+    mutated = Mutated(seed=3, directory=tmp_path)
+    small_cases(mutated, fewer(100, 3))
+    snapshots(mutated, fewer(500, 40))
+    assert mutated.failures == []
+    assert min(mutated.outcomes["refused"], mutated.outcomes["no snapshot"]) > 20
+
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """No file may grow beyond a megabyte, as on a disk that is full."""
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, kept[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets]:
+    """In place of a booted kernel."""
+    return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelOffsets(
+        "", {}, {}, 0, 0
+    )
+
+
+@pytest.mark.parametrize("place", ["full", "read-only", "a file"])
+def test_a_cache_that_takes_nothing(
+    place: str,
+    tmp_path: Path,
+    cache: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kernel is used all the same, one line says that it isn't kept, and no half of it stays."""
+    if place == "full":
+        request.getfixturevalue("no_room")
+    elif place == "read-only":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
+    else:
+        cache.write_text("no directory")
+    (tmp_path / "image").write_bytes(VMLINUX)
+    monkeypatch.setattr(boot_cache, "_booted", small_machine)
+    monkeypatch.setattr(boot_cache, "LinuxTasks", lambda machine, _facts: SimpleNamespace(machine=machine))
+    monkeypatch.setattr(boot_cache, "as_running", lambda kernel, _tasks: kernel)
+    monkeypatch.setattr(boot_cache, "cached_parts", lambda _kernel: {})
+    with caplog.at_level(logging.WARNING, "kprobefs.linux"):
+        boot_cache.ensure_cached(str(tmp_path / "image"), 1, lambda _done, _total: None)
+    (record,) = caplog.records
+    assert "can't keep the booted kernel there" in record.getMessage()
+    caplog.clear()
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in left) == (["cache", "image"] if place == "a file" else ["image"])

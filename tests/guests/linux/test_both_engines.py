@@ -1,0 +1,181 @@
+"""A kernel probed by our engine and by its own kprobes at once: each counts what it would count alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux.probing import PLAIN, boundaries, engine
+from tests.oracle.inside import OPTIMIZING, read, write
+
+WRITES = 9
+FUNCTIONS = ("shmem_write_begin", "shmem_write_end")
+"""What each write to a file of the tmpfs calls once, and no control file."""
+
+
+class Both(NamedTuple):
+    """Two trees over one guest."""
+
+    engine: LinuxEngine
+    ours: NativeMount
+    native: NativeMount
+
+    def define(self, mount: NativeMount, *lines: str) -> list[str]:
+        """The errno of each, or nothing."""
+        return [write(mount, "/tracing/kprobe_events", line, os.O_APPEND) for line in lines]
+
+    def enable(self, mount: NativeMount, *, on: bool = True) -> str:
+        if mount is self.native and on:
+            error = write(mount, "/tracing/events/kprobes/enable", "1")
+            # Its optimizer has its turn.
+            with self.engine.lock:
+                self.engine.tasks.idle(OPTIMIZING)
+            return error
+        return write(mount, "/tracing/events/kprobes/enable", str(int(on)))
+
+    def places(self, function: str) -> list[int]:
+        start = self.engine.kernel.kallsyms.lookup_name(function)
+        assert start is not None
+        return [*boundaries(self.engine, [start])]
+
+    def work(self) -> None:
+        """A file is written to that often, each time one page of it."""
+        with self.engine.lock:
+            calls, init = LinuxSyscalls(self.engine.tasks), self.engine.tasks.init
+            fd = calls.open(init, "/scratch/file", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            for number in range(WRITES):
+                assert calls.write(init, fd, bytes([number]) * 100, None) == 100
+            calls.close(init, fd)
+
+    def hits(self, mount: NativeMount) -> dict[str, tuple[int, int]]:
+        """Hits and misses by event."""
+        rows = map(str.split, read(mount, "/kprobe_profile").splitlines())
+        return {name: (int(hits), int(missed)) for name, hits, missed in rows}
+
+    def modes(self, mount: NativeMount) -> dict[str, str]:
+        """Flags in kprobes/list, by place."""
+        rows = (line.split() for line in read(mount, "/kprobes/list").splitlines())
+        return {words[2]: "".join(words[3:]) for words in rows}
+
+
+@pytest.fixture(params=[PROFILES[DEFAULT], PLAIN], ids=["optimized", "stepped"])
+def both(request: pytest.FixtureRequest) -> Iterator[Both]:
+    guest = engine(request.param)
+    native = NativeMount(guest.tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
+    ours = ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    found = Both(guest, ours, native)
+    yield found
+    log = read(native, "/machine/dmesg")
+    assert "WARN" not in log
+    assert "BUG" not in log
+    if guest.kprobes.optimizer is not None:
+        with guest.lock:
+            guest.kprobes.optimizer.work.flush()
+    assert not guest.machine.text.ledger
+    found.ours.close()
+
+
+def test_each_has_its_own_places_in_the_same_functions(both: Both) -> None:
+    """Breakpoints, jumps, calls at entries and hooked returns of both."""
+    begin, end = map(both.places, FUNCTIONS)
+    theirs = (f"p:a {FUNCTIONS[0]}", f"p:b {end[2]:#x}", f"p:c {begin[-12]:#x}", f"r:r {FUNCTIONS[0]}")
+    mine = (f"p:a {FUNCTIONS[1]}", f"p:b {begin[2]:#x}", f"p:c {end[9]:#x}", f"r:r {FUNCTIONS[1]}")
+    assert both.define(both.native, *theirs) == both.define(both.ours, *mine) == [""] * 4
+    for first, second in ((both.native, both.ours), (both.ours, both.native)):
+        assert both.enable(first) == both.enable(second) == ""
+        before = both.hits(both.native), both.hits(both.ours)
+        both.work()
+        after = both.hits(both.native), both.hits(both.ours)
+        for was, now in zip(before, after, strict=True):
+            found = {name: (now[name][0] - was[name][0], now[name][1]) for name in now}
+            assert found.pop("c")[0] in (0, WRITES)
+            assert set(found.values()) == {(WRITES, 0)}, (both.modes(both.native), both.modes(both.ours))
+        both.enable(second, on=False)
+        both.work()
+        both.enable(first, on=False)
+    for mount in (both.native, both.ours):
+        assert not write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+
+
+@pytest.mark.parametrize("entry", [False, True], ids=["within", "entry"])
+def test_what_the_kernel_has_patched_is_not_ours_to_patch(both: Both, entry: bool) -> None:
+    """Its jumps, and calls at entries, stay as they are: disarming would put the first bytes back alone."""
+    place = both.places(FUNCTIONS[1])[0 if entry else 2]
+    assert both.define(both.native, f"p:a {place:#x}") == [""]
+    assert both.enable(both.native) == ""
+    assert both.engine.machine.text.is_foreign(place, 5)
+    assert both.define(both.ours, f"p:b {place:#x}") == ["EINVAL"]
+    both.work()
+    assert both.hits(both.native) == {"a": (WRITES, 0)}
+    both.enable(both.native, on=False)
+    assert not write(both.native, "/tracing/kprobe_events", "", os.O_TRUNC)
+    assert not write(both.ours, "/tracing/kprobe_events", "", os.O_TRUNC)
+    assert not both.engine.machine.text.is_foreign(place, 5)
+    assert both.define(both.ours, f"p:b {place:#x}") == [""]
+    assert both.enable(both.ours) == ""
+    both.work()
+    assert both.hits(both.ours) == {"b": (WRITES, 0)}
+    both.enable(both.ours, on=False)
+    assert not write(both.ours, "/tracing/kprobe_events", "", os.O_TRUNC)
+
+
+def test_no_jump_is_written_over_a_breakpoint_of_the_kernel_s(both: Both) -> None:
+    place, *_, behind = [at for at in both.places(FUNCTIONS[1])[2:] if at < both.places(FUNCTIONS[1])[2] + 5]
+    assert not write(both.native, "/sysctl/debug/kprobes-optimization", "0")
+    assert both.define(both.native, f"p:a {behind:#x}") == [""]
+    assert both.enable(both.native) == ""
+    assert both.define(both.ours, f"p:b {place:#x}") == [""]
+    assert both.enable(both.ours) == ""
+    both.work()
+    both.work()
+    assert both.modes(both.ours)[f"{FUNCTIONS[1]}+{place - both.places(FUNCTIONS[1])[0]:#x}"] == ""
+    assert (both.hits(both.native), both.hits(both.ours)) == ({"a": (2 * WRITES, 0)}, {"b": (2 * WRITES, 0)})
+    for mount in (both.native, both.ours):
+        both.enable(mount, on=False)
+        assert not write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+
+
+def test_the_kernel_patches_its_text_around_our_probes(both: Both) -> None:
+    """Its own events switch jump labels and static calls of functions that we have probed all over."""
+    guest = both.engine
+    labels = {label.code for label in guest.kernel.jump_labels}
+    verdict, lines = guest.kprobes.probe_checker, []
+    for name in ("vfs_write", "kmem_cache_alloc", "kmem_cache_free"):
+        for number, place in enumerate(both.places(name)[1::3]):
+            if verdict.may_probe(place) is None:
+                lines.append(f"p:{name}{number} {place:#x}")
+    assert len(lines) > 100
+    assert both.define(both.ours, *lines) == [""] * len(lines)
+    patched = []
+    for switched in ("0", "1", "0", "1"):
+        assert both.enable(both.ours) == ""
+        assert not write(both.native, "/tracing/events/kmem/enable", switched)
+        # Armed meanwhile, too.
+        both.enable(both.ours, on=False)
+        write(both.native, "/tracing/trace", "", os.O_TRUNC)
+        assert both.enable(both.ours) == ""
+        before = both.hits(both.ours)
+        both.work()
+        hits = {name: count - before[name][0] for name, (count, _) in both.hits(both.ours).items()}
+        both.enable(both.ours, on=False)
+        assert hits["vfs_write0"] == WRITES
+        assert not any(missed for _, missed in both.hits(both.ours).values())
+        trace = read(both.native, "/tracing/trace")
+        if switched == "1":
+            for name in ("kmem_cache_alloc", "kmem_cache_free"):
+                records = [line for line in trace.splitlines() if f" {name}: " in line and "init-1 " in line]
+                assert len(records) >= hits[f"{name}0"] > 0
+        patched.append(sum(guest.machine.text.original(at, 1) != guest.kernel.read(at, 1) for at in labels))
+    assert patched[0] == patched[2] < patched[1] == patched[3]
+    assert not write(both.native, "/tracing/events/kmem/enable", "0")
+    assert not write(both.ours, "/tracing/kprobe_events", "", os.O_TRUNC)

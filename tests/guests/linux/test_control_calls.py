@@ -1,0 +1,283 @@
+"""Calls on files of ours are system calls of the client's task, once somebody can see them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
+from tests.guests.linux.probing import MODES, engine
+
+SHELL, OTHER, READER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 0, 0)
+EVENTS = "/tracing/events/kprobes"
+DEFINITIONS = """\
+p:opened do_sys_openat2 name=+0(%si):ustring
+r:fd do_sys_openat2 ret=$retval:s64
+p:reads vfs_read
+r:read ksys_read ret=$retval:s64
+p:writes vfs_write data=+0(%si):ustring
+r:written ksys_write ret=$retval:s64
+r:wrote vfs_write ret=$retval:s64
+r:got vfs_read ret=$retval:s64
+p:closed filp_close
+"""
+RETURNS = "wrote", "got"
+RECORD = re.compile(r"-(\d+) +\[000\].*?: (\w+): \((.*?)\) ?(.*)")
+
+
+def ours_mount(*, is_tracefs: bool = False) -> ProbedMount:
+    return ProbedMount(engine(MODES["ftrace"]), ProcessWatch(), Owner(0, 0), is_tracefs=is_tracefs)
+
+
+@pytest.fixture
+def ours() -> Iterator[ProbedMount]:
+    mount = ours_mount()
+    yield mount
+    assert not mount._tasks.machine.death
+    log = Files(mount, SHELL).read("/machine/dmesg")
+    assert "Call Trace" not in log
+    assert "cut here" not in log
+    mount.close()
+
+
+def watched(mount: NativeMount, definitions: str = DEFINITIONS) -> Files:
+    shell = Files(mount, SHELL)
+    shell.write("/kprobe_events", definitions, os.O_WRONLY | os.O_APPEND)
+    shell.write(f"{EVENTS}/enable", "1")
+    return shell
+
+
+def session(files: Files) -> None:
+    """What one process does to files that both engines have; no file's length depends on the engine."""
+    files.read("/tracing/current_tracer")
+    files.write("/tracing/tracing_cpumask", "1\n", os.O_WRONLY | os.O_TRUNC)
+    files.write("/tracing/trace_marker", "mark")
+    for text in ("nonsense", "p:reads vfs_read"):
+        with pytest.raises(KernelError):
+            files.write("/tracing/kprobe_events", text, os.O_WRONLY | os.O_APPEND)
+    with pytest.raises(KernelError):
+        files.mount.open(files.client, "/tracing/trace_pipe_none", os.O_RDONLY)
+    files.mount.release(files.mount.opendir(files.client, "/tracing/events"))
+    files.read(f"{EVENTS}/opened/enable")
+
+
+def recorded(mount: NativeMount, pid: int) -> list[tuple[str, str]]:
+    """Records of a process, without the numbers of descriptors; of some with where they return to."""
+    Files(mount, SHELL).write("/tracing/tracing_on", "0")
+    text = Files(mount, SHELL).read("/tracing/trace")
+    found = [match.groups() for match in map(RECORD.search, text.splitlines()) if match]
+    return [
+        (event, " ".join((place.partition(" <- ")[0], shown)) if event in RETURNS else shown)
+        for who, event, place, shown in found
+        if int(who) == pid and (event != "fd" or "=-" in shown)
+    ]
+
+
+def test_calls_are_those_of_the_kernels_own_files(ours: ProbedMount) -> None:
+    """Names, data, results and errors, in their order."""
+    answers = []
+    for mount in (ours, debian_kernel.mount()):
+        shell = watched(mount)
+        session(Files(mount, OTHER))
+        # Its descriptors are closed in front of the next request.
+        shell.read("/tracing/tracing_on")
+        answers.append(recorded(mount, OTHER.pid))
+    own, native = answers
+    assert ("written", f"ret={-errno.EINVAL}") in own
+    assert ("writes", 'data="mark"') in own
+    assert own == native
+
+
+def test_directories_of_events_are_made_while_somebody_sees_it(ours: ProbedMount) -> None:
+    """And go with their events, whoever looks by then; without that each would cost a thread."""
+    shell = watched(ours, "p:before vfs_read\n")
+    append = os.O_WRONLY | os.O_APPEND
+    shell.write("/kprobe_events", "p:unseen/one vfs_rmdir\n", append)
+    watched(ours, "p:made tracefs_create_dir name=+0($arg1):string\np:gone tracefs_remove\n")
+    shell.write("/kprobe_events", "p:grp/new vfs_rmdir\np:grp/other vfs_rmdir\n", append)
+    shell.write("/kprobe_events", "-:unseen/one\n-:grp/new\n", append)
+    found = re.findall(r": (made|gone): \S+(?: name=(\S+))?", shell.read("/tracing/trace"))
+    assert found == [("made", '"grp"'), ("made", '"new"'), ("made", '"other"'), ("gone", "")]
+    shell.write(f"{EVENTS}/made/enable", "0")
+    shell.write("/kprobe_events", "-:grp/other\n", append)
+    assert shell.read("/tracing/trace").count(" gone: ") == 3
+
+
+def test_records_in_front_of_an_exec_have_the_new_name(ours: ProbedMount) -> None:
+    """As on Linux, which saves it when the task is switched from; later ones change no records of before."""
+    shell = watched(ours, "p:reads vfs_read\n")
+    Files(ours, OTHER).read("/tracing/current_tracer")
+    with ours.lock:
+        task = ours._clients.task_of(OTHER)
+        ours._tasks.set_comm(task, "executed")
+    shell.read("/tracing/tracing_on")
+    with ours.lock:
+        ours._tasks.set_comm(task, "later")
+    shell.write("/tracing/tracing_on", "0")
+    lines = shell.read("/tracing/trace").splitlines()
+    assert {line.split("-")[0].strip() for line in lines if f"-{OTHER.pid}" in line} == {"executed"}
+    assert f"{OTHER.pid} executed\n" in shell.read("/tracing/saved_cmdlines")
+
+
+def test_who_arms_the_first_probe_closes_its_file(ours: ProbedMount) -> None:
+    shell = watched(ours, "p:closed __x64_sys_close\n")
+    shell.read("/tracing/tracing_on")
+    assert recorded(ours, SHELL.pid).count(("closed", "")) >= 1
+    assert ("closed", "") not in recorded(ours, 1)
+
+
+def test_hits_are_counted_as_by_its_own_kprobes(ours: ProbedMount) -> None:
+    counts = []
+    native = debian_kernel.mount()
+    for mount in (ours, native):
+        watched(mount)
+        session(Files(mount, OTHER))
+        profile = Files(mount, SHELL).read("/kprobe_profile")
+        counts.append({line.split()[0]: int(line.split()[1]) for line in profile.splitlines()})
+    native.close()
+    own, other = counts
+    assert own == other
+    assert own["reads"] > 3
+
+
+def test_nothing_is_called_while_nobody_can_see_it(ours: ProbedMount) -> None:
+    files = Files(ours, SHELL)
+    files.write("/tracing/trace_marker", "mark")
+    files.read("/tracing/trace")
+    handles = [ours.open(SHELL, "/tracing/trace", os.O_RDONLY) for _ in range(3)]
+    assert not ours._calls._is_ready
+    assert {part.fd for part in ours._files._parts.values()} == {None}
+    watched(ours)
+    # They were open by then.
+    fds = {ours._files._parts[handle].fd for handle in handles}
+    assert None not in fds
+    assert len(fds) == 3
+    for handle in handles:
+        ours.release(handle)
+    files.write(f"{EVENTS}/enable", "0")
+    files.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    files.read("/tracing/trace")
+    assert not ours._calls.is_watched
+    assert ours._files._parts == {}
+    assert open_files(ours) == []
+
+
+def open_files(mount: ProbedMount) -> list[int]:
+    """Descriptors that the guest has of our files."""
+    with mount.lock:
+        mount._calls.close_released()
+    init = mount._tasks.init.pid
+    entries = mount._syscalls.listdir(f"/proc/{init}/fd")
+    return sorted(fd for name, *_ in entries if name.isdigit() and (fd := int(name)) > 3)
+
+
+def test_a_read_that_waits_sleeps_in_the_guest(ours: ProbedMount) -> None:
+    """Others go on meanwhile; it gets what comes, or the errno that its client is given."""
+    shell = watched(ours, "r:read ksys_read ret=$retval:s64\np:other do_exit\n")
+    shell.write(f"{EVENTS}/read/filter", f"common_pid == {READER.pid}")
+    shell.write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
+    pipe = ours.open(READER, "/tracing/trace_pipe", os.O_RDONLY)
+    for _ in range(2):
+        with pytest.raises(WouldBlock):
+            ours.read(READER, pipe, 4096, 0)
+        Files(ours, OTHER).write("/tracing/tracing_on", "1")
+    task = ours._clients.known(READER.pid)
+    assert task is not None
+    assert task.waits
+    ours.give_up(READER, pipe, errno.EINTR)
+    assert not task.pending
+    assert task.result == -errno.EINTR
+    # It has made a record of that, and so there is something to read.
+    found = ours.read(READER, pipe, 4096, 0)
+    assert f"ret={-errno.EINTR}".encode() in found
+    assert task.result == len(found)
+    shell.write(f"{EVENTS}/read/filter", "common_pid == 1")
+    assert b"ret=" in ours.read(READER, pipe, 4096, 0)
+    with pytest.raises(WouldBlock):
+        ours.read(READER, pipe, 4096, 0)
+    shell.write("/tracing/trace_marker", "mark")
+    found = ours.read(READER, pipe, 4096, 0)
+    assert b"mark" in found
+    assert task.result == len(found)
+
+
+def test_one_that_is_killed_while_it_waits(ours: ProbedMount) -> None:
+    watched(ours, "p:opened do_sys_openat2\n")
+    Files(ours, SHELL).write("/tracing/tracing_on", "0")
+    Files(ours, SHELL).write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
+    pipe = ours.open(READER, "/tracing/trace_pipe", os.O_RDONLY)
+    with pytest.raises(WouldBlock):
+        ours.read(READER, pipe, 4096, 0)
+    task = ours._clients.known(READER.pid)
+    assert task is not None
+    assert task.waits
+    with ours.lock:
+        ours._clients.end(READER.pid)
+    assert not task.alive
+    ours.release(pipe)
+    assert "opened" in Files(ours, OTHER).read("/kprobe_profile")
+    assert open_files(ours) == []
+
+
+def test_what_a_write_does_may_run_the_guest(ours: ProbedMount) -> None:
+    """Its task sleeps in the call meanwhile: functions are called, probes optimized and taken away."""
+    shell = watched(ours)
+    assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
+    for number in range(3):
+        shell.write("/kprobe_events", f"p:more{number} vfs_read+5\n", os.O_WRONLY | os.O_APPEND)
+        shell.write(f"{EVENTS}/more{number}/enable", "1")
+        shell.read(f"{EVENTS}/more{number}/format")
+        shell.write(f"{EVENTS}/more{number}/enable", "0")
+        shell.write("/kprobe_events", f"-:more{number}\n", os.O_WRONLY | os.O_APPEND)
+    # One that changes text while nothing is patched for a moment.
+    shell.write(f"{EVENTS}/enable", "0")
+    shell.write("/kprobe_events", "p:last vfs_write\n", os.O_WRONLY | os.O_TRUNC)
+    shell.write("/tracing/current_tracer", "function")
+    shell.write("/tracing/current_tracer", "nop")
+    assert shell.read("/kprobe_events") == "p:kprobes/last vfs_write\n"
+    assert not ours._tasks.machine.death
+
+
+@pytest.mark.parametrize("is_tracefs", [False, True])
+def test_names(is_tracefs: bool) -> None:
+    """As the kernel's own tracefs has them; the tree's changes are there at once."""
+    mount = ours_mount(is_tracefs=is_tracefs)
+    top = "" if is_tracefs else "/tracing"
+    files = Files(mount, SHELL)
+    files.write(f"{top}/kprobe_events", "p:mine/opened do_sys_openat2 name=+0(%si):ustring\n")
+    files.write(f"{top}/events/mine/opened/enable", "1")
+    mount.mkdir(SHELL, f"{top}/instances/new", 0o755)
+    files.read(f"{top}/instances/new/trace")
+    mount.rmdir(SHELL, f"{top}/instances/new")
+    found = re.findall(r'name="([^"]+)"', files.read(f"{top}/trace"))
+    assert found == ["/tracing/instances/new/trace", "/tracing/trace"]
+    if not is_tracefs:
+        files.read("/machine/version")
+        files.read("/kprobes/list")
+        found = re.findall(r'name="([^"]+)"', files.read("/tracing/trace"))
+        assert found[2:4] == ["/machine/version", "/kprobes/list"]
+    mount.close()
+
+
+def test_a_kernel_that_lacks_a_function_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = ours_mount()
+    lookup: Callable[[str], int | None] = mount._engine.kernel.kallsyms.lookup_name
+    monkeypatch.setattr(
+        mount._engine.kernel.kallsyms, "lookup_name",
+        lambda name: None if name == "stream_open" else lookup(name),
+    )  # fmt: skip
+    shell = watched(mount)
+    counts = [line.split()[1] for line in shell.read("/kprobe_profile").splitlines()]
+    assert counts == ["0"] * DEFINITIONS.count("\n")
+    mount.close()

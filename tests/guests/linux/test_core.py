@@ -1,0 +1,664 @@
+"""Mounts of dumps: calls, files and probes in a kernel that ran elsewhere, and what can't run there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.pc import linux_machine as machine
+from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
+from emulated_kernel.guests.linux.vmcore import spill_file, vmcore_files, vmcore_guest, vmcore_image
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached, started_core
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+from emulated_kernel.image.linux import vmcore
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.open_file import ALWAYS_READY
+from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.daemon.vmcores import core_mount, prepare
+from kprobefs.mount_options import MountOptions
+from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.guests.linux import core_dump, debian_kernel
+from tests.guests.linux.core_dump import NUMBERS, TEXT
+from tests.guests.linux.files import Files
+
+PAGE = bytes(4096)
+CLIENT = Client(4242, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of Debian's kernel; its directory is for a cache."""
+    path = tmp_path_factory.mktemp("dumped") / "core"
+    tasks = debian_kernel.tasks()
+    core_dump.dump_of(tasks, path, has_info=True)
+    tasks.machine.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def mount(dumped: Path) -> Iterator[VmcoreMount]:
+    """Out of the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+        ensure_core_cached(str(dumped))
+        (kept,) = snapshot.cached()
+        guest, kernel = started_core(str(dumped))
+        assert (kept.source, kept.release) == (str(dumped), kernel.release)
+    made = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shell(mount: VmcoreMount) -> Files:
+    return Files(mount, CLIENT)
+
+
+def test_functions_are_called(shell: Files) -> None:
+    assert shell.call('strlen "hello"') == "strlen = 0x5 (5)\n"
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+    assert shell.call('strcmp "a" "b"').startswith("strcmp = 0xffffffff (")
+    assert "no symbol named nothing" in shell.call("nothing 1")
+    assert "is not a function" in shell.call("jiffies")
+    assert "takes 4 arguments, not 1" in shell.call("vfs_read 0")
+    spinlock = int(shell.call("__kmalloc 64 0xdc0").split()[2], 16)
+    for way in ("", "_irq", "_bh"):
+        # One returns with interrupts off.
+        assert shell.call(f"_raw_spin_lock{way} {spinlock}").startswith(f"_raw_spin_lock{way} = ")
+        assert shell.call(f"_raw_spin_unlock{way} {spinlock}").startswith(f"_raw_spin_unlock{way} = ")
+    for text in ("said to the dump", "and its line ended"):
+        assert shell.call(f'_printk "{text}"').startswith("_printk = ")
+    assert "said to the dump" in shell.read("/machine/dmesg")
+
+
+def test_files_are_read(shell: Files, mount: VmcoreMount) -> None:
+    assert shell.read("/files/scratch/dir/note") == TEXT
+    assert shell.read("/files/scratch/numbers") == NUMBERS
+    assert "Linux version 6.1" in shell.read("/files/proc/version")
+    names = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
+    assert names == {
+        ".": stat.S_IFDIR,
+        "..": stat.S_IFDIR,
+        "dir": stat.S_IFDIR,
+        "numbers": stat.S_IFREG,
+        "link": stat.S_IFLNK,
+        **dict.fromkeys(core_dump.SPECIAL, stat.S_IFREG),
+        **dict.fromkeys(("absolute", "root", "out", "around"), stat.S_IFLNK),
+    }
+    assert mount.readlink(CLIENT, "/files/scratch/link") == "dir/note"
+    note = mount.getattr("/files/scratch/dir/note")
+    assert (stat.S_IMODE(note.mode), note.size, note.blocks) == (0o440, len(TEXT), 8)
+    # The guest's time begins in January 2024.
+    assert all(time // 10**15 == 1704 for time in (note.atime_ns, note.mtime_ns, note.ctime_ns))
+    # Which the kernel itself may not read.
+    assert shell.read("/files/proc/1/oom_score_adj") == "0\n"
+    assert mount.readlink(CLIENT, "/files/proc/1/exe") == "../../init"
+    assert "files" in {entry.name for entry in mount.readdir("/")}
+    for path, error in (
+        ("/files/scratch/none", errno.ENOENT),
+        ("/files/scratch/numbers/x", errno.ENOTDIR),
+        ("/files/proc/self/stat", errno.ENOENT),
+    ):
+        with pytest.raises(KernelError) as refused:
+            mount.getattr(path)
+        assert refused.value.errno == error
+
+
+def test_files_are_not_changed(mount: VmcoreMount) -> None:
+    note = "/files/scratch/dir/note"
+    for change in (
+        lambda: mount.open(CLIENT, note, os.O_WRONLY),
+        lambda: mount.create(CLIENT, "/files/scratch/new", 0o600, os.O_WRONLY),
+        lambda: mount.truncate(CLIENT, note, 0),
+        lambda: mount.unlink(CLIENT, note),
+        lambda: mount.rename(CLIENT, note, "/files/scratch/other"),
+        lambda: mount.mkdir(CLIENT, "/files/scratch/d", 0o700),
+        lambda: mount.rmdir(CLIENT, "/files/scratch/dir"),
+        lambda: mount.chmod(CLIENT, note, 0o777),
+        lambda: mount.chown(CLIENT, note, 1, 1),
+        lambda: mount.utimens(CLIENT, note, 0, 0),
+        lambda: mount.symlink(CLIENT, "/files/l", "x"),
+    ):
+        with pytest.raises(KernelError) as refused:
+            change()
+        assert refused.value.errno == errno.EROFS
+
+
+def test_probes_hit(shell: Files) -> None:
+    """Breakpoints, jumps, ftrace sites and returns, in calls and in what files take."""
+    assert "int_sqrt" in shell.read("/tracing/available_filter_functions").splitlines()
+    shell.write(
+        "/kprobe_events",
+        "p:entry vfs_read count=$arg3\np:inside vfs_read+5\nr:root int_sqrt $retval\n"
+        "p:named filp_open name=+0($arg1):string\n",
+    )
+    shell.write("/tracing/events/kprobes/enable", "1")
+    shell.call("int_sqrt 144")
+    shell.read("/files/proc/version")
+    lines = shell.read("/tracing/trace").splitlines()
+    assert any(" root: " in line and "arg1=0xc" in line for line in lines)
+    assert any('name="/proc/version"' in line for line in lines)
+    assert sum(" entry: " in line for line in lines) == sum(" inside: " in line for line in lines) > 1
+    assert "vfs_read" in shell.read("/kprobes/list")
+    shell.write("/tracing/events/kprobes/enable", "0")
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert shell.read("/kprobes/list") == ""
+
+
+def test_links_stay_in_the_dump(mount: VmcoreMount) -> None:
+    """The host's root is none of theirs, whatever they say."""
+    links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
+    assert {name: mount.readlink(CLIENT, f"/files/scratch/{name}") for name in links} == links
+    assert mount.readlink(CLIENT, "/files/scratch/dir/deep") == "../numbers"
+
+
+def test_who_asks(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever runs the dump's code ends with its client."""
+    asked = list[int]()
+    wanted_by = mount._guest.machine.wanted_by
+
+    def noted(client: int) -> AbstractContextManager[None]:
+        asked.append(client)
+        return wanted_by(client)
+
+    monkeypatch.setattr(mount._guest.machine, "wanted_by", noted)
+    note, directory = "/files/scratch/dir/note", mount.opendir(CLIENT, "/files/scratch")
+    handle = mount.open(CLIENT, note, os.O_RDONLY)
+    for ask in (
+        lambda: mount.getattr(note, lambda: CLIENT),
+        lambda: mount.fgetattr(handle, lambda: CLIENT),
+        lambda: mount.fgetattr(directory, lambda: CLIENT),
+        lambda: mount.getdents(CLIENT, directory, 0),
+        lambda: mount.read(CLIENT, handle, 1, 0),
+        lambda: mount.readlink(CLIENT, "/files/scratch/link"),
+    ):
+        asked.clear()
+        ask()
+        assert asked == [CLIENT.pid]
+    mount.release(handle)
+    mount.release(directory)
+
+
+def test_what_the_host_would_open(mount: VmcoreMount) -> None:
+    """FIFOs, sockets and devices of a dump are none of the host's."""
+    kinds = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
+    for name in core_dump.SPECIAL:
+        path = f"/files/scratch/{name}"
+        assert kinds[name] == stat.S_IFMT(mount.getattr(path).mode) == stat.S_IFREG
+        with pytest.raises(KernelError) as refused:
+            mount.open(CLIENT, path, os.O_RDONLY)
+        # A socket nobody opens anywhere.
+        assert refused.value.errno == (errno.ENXIO if name == "socket" else errno.EACCES)
+    assert stat.S_IFMT(mount.getattr("/files/dev/null").mode) == stat.S_IFREG
+    assert {entry.name: entry.kind for entry in mount.readdir("/files/dev")}["null"] == stat.S_IFREG
+
+
+@pytest.mark.parametrize(("kind", "shown"), [(0, 0), (1, stat.S_IFREG), (4 | 1 << 31, stat.S_IFDIR)])
+def test_kinds_that_file_systems_tell(
+    kind: int, shown: int, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or don't tell; above them there may be flags of the kernel's own."""
+    entry = vmcore_files._ENTRY.pack(5, kind, 4) + b"name"
+    monkeypatch.setattr(mount._core_files, "readdir", lambda _path: [*vmcore_files._entries(entry, 0)])
+    assert [found.kind for found in mount.readdir("/files/scratch")] == [shown]
+
+
+def test_long_directories(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sorted(entry.name for entry in mount.readdir("/files/proc"))
+    monkeypatch.setattr(vmcore_files, "_LISTING", 1024)
+    assert sorted(entry.name for entry in mount.readdir("/files/proc")) == whole
+    assert len(whole) > 1024 // 24
+
+
+def test_open_files(mount: VmcoreMount) -> None:
+    """All that can be asked by handle."""
+    handle = mount.open(CLIENT, "/files/scratch/dir/note", os.O_RDONLY)
+    directory = mount.opendir(CLIENT, "/files/scratch")
+    assert mount.fgetattr(handle).size == len(TEXT)
+    assert stat.S_ISDIR(mount.fgetattr(directory).mode)
+    assert "numbers" in {entry.name for entry in mount.getdents(CLIENT, directory, 2)}
+    assert mount.read(CLIENT, handle, 4, 5) == mount.read_page(CLIENT, handle, 4, 5) == TEXT[5:9].encode()
+    assert mount.poll(handle, None) == ALWAYS_READY
+    assert not mount.is_stream(handle)
+    assert not mount.reads_host(handle)
+    mount.set_status_flags(handle, os.O_NONBLOCK)
+    mount.wait(handle, 0)
+    mount.give_up(CLIENT, handle, errno.EINTR)
+    mount.fsync(CLIENT, handle)
+    for error, refused in (
+        (errno.EINVAL, lambda: mount.ftruncate(CLIENT, handle, 0)),
+        (errno.EBADF, lambda: mount.write(CLIENT, handle, b"x", 0)),
+        (errno.EBADF, lambda: mount.fsync(CLIENT, handle + 1000)),
+        (errno.EBADF, lambda: mount.poll(handle + 1000, None)),
+    ):
+        with pytest.raises(KernelError) as found:
+            refused()
+        assert found.value.errno == error
+    mount.release(directory)
+    mount.release(handle)
+    with pytest.raises(KernelError) as found:
+        mount.fgetattr(handle)
+    assert found.value.errno == errno.EBADF
+
+
+@contextmanager
+def replaced(mount: VmcoreMount, function: str, code: str) -> Iterator[None]:
+    """A kernel one of whose functions is other code, in hex digits."""
+    machine = mount._guest.machine
+    at = machine.memory.translate(mount._guest.root, lookup(mount, function))
+    there = slice(at, at + len(code) // 2)
+    before = machine.memory.ram[there]
+
+    def put(text: bytes) -> None:
+        machine.memory.ram[there] = text
+        machine.engine.flush_code()
+
+    put(bytes.fromhex(code))
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def lookup(mount: VmcoreMount, name: str) -> int:
+    address = mount._engine.kernel.kallsyms.lookup_name(name)
+    assert address is not None
+    return address
+
+
+MOV, RET = "b8", "c3"
+
+
+def test_a_kernel_that_says_it_has_read_more(mount: VmcoreMount) -> None:
+    """The front end has room for what it asked for."""
+    handle = mount.open(CLIENT, "/files/scratch/numbers", os.O_RDONLY)
+    for count in (17, 4096, 0x3F000, 0x7FFFFFFF):
+        with replaced(mount, "vfs_read", f"{MOV}{count.to_bytes(4, 'little').hex()}{RET}"):
+            with pytest.raises(KernelError) as refused:
+                mount.read(CLIENT, handle, 16, 0)
+            assert refused.value.errno == errno.EIO
+    with (
+        replaced(mount, "vfs_readlink", f"{MOV}01100000{RET}"),
+        pytest.raises(KernelError, match="4097 of 4096"),
+    ):
+        mount.readlink(CLIENT, "/files/scratch/link")
+    assert mount.read(CLIENT, handle, 16, 0) == NUMBERS[:16].encode()
+    mount.release(handle)
+
+
+def test_a_kernel_that_asks_to_be_scheduled_for_ever(
+    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its runs is short."""
+    schedule = lookup(mount, "__schedule") - (lookup(mount, "int_sqrt") + 10) & 0xFFFFFFFF
+    again = f"bf01000000e8{schedule.to_bytes(4, 'little').hex()}ebf4"
+    shell.call('strlen "hello"')
+    before = memory(mount)
+    monkeypatch.setattr(snapshot, "BUDGET", 0.5)
+    with replaced(mount, "int_sqrt", again):
+        assert shell.call("int_sqrt 144").startswith("EIO int_sqrt: what was asked for takes too long")
+    assert memory(mount) == before
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+
+
+ADD_TO_STOP = "48834610"
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_a_directory_without_end(size: int, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each call it gives some bytes, less than an entry or one."""
+    monkeypatch.setattr(snapshot, "BUDGET", 0.5)
+    with (
+        replaced(mount, "iterate_dir", f"{ADD_TO_STOP}{size:02x}31c0{RET}"),
+        pytest.raises(KernelError) as refused,
+    ):
+        mount.readdir("/files/scratch")
+    assert refused.value.errno == errno.EIO
+    monkeypatch.undo()
+    assert "numbers" in {entry.name for entry in mount.readdir("/files/scratch")}
+
+
+def test_ftraces_pages_in_a_circle(dumped: Path, mount: VmcoreMount) -> None:
+    """All of their records, again and again, would be more than the host's memory."""
+    memory, root = mount._guest.machine.memory, mount._guest.root
+    with dumped.open("rb") as file:
+        info = vmcore.CoreFile(file.fileno()).vmcoreinfo
+    kernel, _ = vmcore_image._kernel_in(memory.ram, info)
+    page = memory.read_word(root, lookup(mount, "ftrace_pages_start"))
+    at = page + kernel.btf.offset("ftrace_page.next")
+    before = memory.read(root, at, 8)
+    try:
+        memory.write(root, at, struct.pack("<Q", page))
+        with pytest.raises(KernelError, match="has no end"):
+            _ = kernel.mcount
+    finally:
+        memory.write(root, at, before)
+    assert len(kernel.mcount) > 1000
+
+
+def memory(mount: VmcoreMount) -> bytes:
+    """The guest's, without the host's."""
+    return mount._guest.machine.memory.ram[:-HOST_SIZE]
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "why"),
+    [
+        ("msleep 10", "EDEADLK", "(__schedule < schedule < schedule_timeout < msleep)"),
+        ("strlen 16", "EFAULT", "page fault for address 0x10 at strlen"),
+        ("mutex_lock 8", "EFAULT", "page fault"),
+        ('panic "by hand"', "EFAULT", "it panicked: by hand"),
+        ("do_exit 0", "EFAULT", "it ends its task"),
+    ],
+)
+def test_what_can_not_run_has_not_been(
+    line: str, error: str, why: str, shell: Files, mount: VmcoreMount
+) -> None:
+    """The call is refused with its reason, and memory is as it was; a lock that it took is free again."""
+    shell.call('strlen "hello"')
+    before = memory(mount)
+    said = shell.call(line)
+    assert said.startswith(f"{error} ")
+    assert why in said
+    assert memory(mount) == before
+    assert shell.call('strlen "hello"') == "strlen = 0x5 (5)\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (MemoryFault(0x123), r"isn't there: 0x123"),
+        (HardwareError("no room"), "no room"),
+        (KeyboardInterrupt("now"), "now"),
+    ],
+)
+def test_what_the_host_meets_is_taken_back(
+    raised: BaseException, seen: str, shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell.call('strlen "hello"')
+    before, run = memory(mount), mount._guest.machine.run
+
+    def fails() -> None:
+        run()
+        raise raised
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mount._guest.machine, "run", fails)
+        with pytest.raises((KernelError, HardwareError, KeyboardInterrupt), match=seen):
+            mount._calls.call_function("__kmalloc", 64, 3520)
+    assert memory(mount) == before
+
+
+def test_probes_that_a_refused_call_hits_first(
+    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What first hits patch stays: text is what was poked last, and further hits are counted."""
+    text, optimizer = mount._engine.machine.text, mount._engine.kprobes.optimizer
+    assert optimizer is not None
+    poked: dict[int, int] = {}
+    poke = text._write
+
+    def remembered(va: int, data: bytes) -> None:
+        poke(va, data)
+        poked.update(enumerate(data, va))
+
+    monkeypatch.setattr(text, "_write", remembered)
+    shell.write("/kprobe_events", "p:entry msleep\np:inside msleep+5\n")
+    shell.write("/tracing/events/kprobes/enable", "1")
+    with mount.lock:
+        optimizer.work.flush()
+    msleep = mount._engine.kernel.kallsyms.lookup_name("msleep")
+    assert msleep is not None
+    armed = text.current(msleep, 16)
+    for count in (1, 2, 3):
+        assert shell.call("msleep 10").startswith("EDEADLK ")
+        profile = [line.split() for line in shell.read("/kprobe_profile").splitlines()]
+        assert [row[1:] for row in profile] == [[str(count), "0"]] * 2
+        assert [at for at, byte in poked.items() if text.current(at, 1)[0] != byte] == []
+    # Both are compiled by now: a call and a jump that lead elsewhere.
+    assert text.current(msleep, 16) != armed
+    shell.write("/tracing/events/kprobes/enable", "0")
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert not text.ledger
+
+
+def test_a_lock_that_is_held(shell: Files) -> None:
+    """By a call that has returned with it: whoever wants it waits for ever."""
+    place = shell.call("__kmalloc 64 3520").split()[2]
+    assert shell.call(f"memset {place} 0 64").startswith("memset = ")
+    assert shell.call(f"_raw_spin_lock {place}").startswith("_raw_spin_lock = ")
+    said = shell.call(f"_raw_spin_lock {place}")
+    assert said.startswith("EDEADLK ")
+    assert "a lock that somebody in the dump holds" in said
+
+
+def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without a note: VMCOREINFO is found in memory, most of which is holes that nobody reads.
+
+    Its TSC isn't what its kernel took it for: by that it would be before the boot.
+    """
+    tasks, booted = debian_kernel.with_kernel()
+    scales = booted.kallsyms.lookup_name("cyc2ns")
+    assert scales is not None
+    for offset in (8, 24):
+        at = tasks.per_cpu + scales + booted.btf.offset("cyc2ns.data") + offset
+        tasks.machine.memory.write(tasks.root, at, struct.pack("<q", -(10**15)))
+    core_dump.dump_of(tasks, tmp_path / "core", has_info=False, hole=range(256 << 20, 3 << 29))
+    tasks.machine.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
+    read = 0
+    pread = os.pread
+
+    def counted(file: int, size: int, offset: int) -> bytes:
+        nonlocal read
+        read += size
+        return pread(file, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", counted)
+        guest, kernel = started_core(str(tmp_path / "core"))
+    assert 48 << 20 < read < 600 << 20
+    # What was read of it is what is mounted, whatever becomes of the file.
+    os.truncate(tmp_path / "core", 0)
+    mount = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
+    assert 0 < guest.time <= mount._engine.machine.clock.now_ns() < guest.time + 10**9
+    assert "int_sqrt" in Files(mount, CLIENT).read("/available_filter_functions").splitlines()
+    shell = Files(mount, CLIENT)
+    shell.write("/.control/machine/call", "int_sqrt 81\n")
+    assert shell.read("/.control/machine/call") == "int_sqrt = 0x9 (9)\n"
+    # What loops is stopped anywhere, and was never there.
+    guest.machine._watchdog.budget = 0.5
+    assert shell.errno("/.control/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
+    assert "it ran for too long" in shell.read("/.control/machine/call")
+    shell.write("/.control/machine/call", "int_sqrt 64\n")
+    assert shell.read("/.control/machine/call") == "int_sqrt = 0x8 (8)\n"
+    mount.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["core"]
+
+
+def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is too large for the cache: one line, which says what to do."""
+    monkeypatch.setattr(snapshot, "LIMIT", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
+    monkeypatch.setattr(spill_file, "_MARGIN", 1 << 60)
+    options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
+    prepare(str(dumped))
+    with pytest.raises(CliError, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
+        core_mount(options, str(dumped))
+    assert refused.value.status == ExitStatus.USAGE
+
+
+@pytest.mark.usefixtures("mount")
+def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part of its text that nobody needs before it is probed."""
+    read = snapshot.read
+
+    def damaged(file: int, *, with_parts: bool, is_checked: bool = True) -> snapshot.SnapshotContents | None:
+        kept = read(file, with_parts=with_parts, is_checked=is_checked)
+        assert kept is not None
+        table = kept.about["facts"]["root"]
+        for slot in (511, 510):
+            table = struct.unpack_from("<Q", kept.ram, table + 8 * slot)[0] & 0xFFFFFFFFFF000
+        struct.pack_into("<Q", kept.ram, table + 8 * 10, 0)
+        return kept
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    monkeypatch.setattr(snapshot, "read", damaged)
+    options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
+    with pytest.raises(CliError, match="its kernel's structures lead nowhere: 0xffffffff81400000") as refused:
+        core_mount(options, str(dumped))
+    assert refused.value.status == ExitStatus.USAGE
+
+
+def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
+    dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made anew."""
+    read, damaged = snapshot.read, []
+
+    def first_damaged(
+        file: int, *, with_parts: bool, is_checked: bool = True
+    ) -> snapshot.SnapshotContents | None:
+        kept = read(file, with_parts=with_parts, is_checked=is_checked)
+        if kept is not None and not damaged:
+            kept.about["facts"]["symbols"]["do_sync_core"] = ""
+            damaged.append(file)
+        return kept
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ensure_core_cached(str(dumped))
+    (before,) = snapshot.cached()
+    monkeypatch.setattr(snapshot, "read", first_damaged)
+    guest, _ = started_core(str(dumped))
+    guest.machine.close()
+    assert damaged
+    assert not before.path.exists()
+
+
+@pytest.mark.usefixtures("mount")
+def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made of a dump stays in the cache, and isn't made again to be refused again."""
+
+    def refused(*_given: object) -> None:
+        raise vmcore.unusable_core("by hand")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    monkeypatch.setattr(vmcore_guest, "VmcoreGuest", refused)
+    monkeypatch.setattr(vmcore_guest, "convert", lambda _path: pytest.fail("made again"))
+    with pytest.raises(KernelError, match="by hand"):
+        started_core(str(dumped))
+    assert len(snapshot.cached()) == 1
+
+
+def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    guest, kernel = started_core(str(dumped))
+    mount = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    mount.close()
+    for asked in (lambda: mount.getattr("/files"), lambda: mount.readdir("/files")):
+        with pytest.raises(KernelError) as refused:
+            asked()
+        assert refused.value.errno == errno.EIO
+
+
+def test_a_call_ends_with_its_client(
+    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was never there; the budget is longer than a test may take."""
+    shell.call('strlen "hello"')
+    before, asked = memory(mount), list[int]()
+    monkeypatch.setattr(mount._guest.machine._watchdog, "budget", 1000.0)
+
+    def is_dying(thread: int) -> bool:
+        asked.append(thread)
+        return len(asked) > 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "is_dying", is_dying)
+        assert shell.errno("/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
+    assert "its client was killed" in shell.read("/machine/call")
+    assert set(asked) == {CLIENT.pid}
+    assert memory(mount) == before
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+
+
+SCRIPT = r"""
+set -e
+cd "$1"
+cat files/scratch/dir/note files/scratch/link
+find files/scratch | sort
+head -n 2 files/scratch/numbers
+grep -c 'Linux version' files/proc/version
+cat files/scratch/fifo 2> /dev/null && exit 1
+(echo more >> files/scratch/numbers) 2> /dev/null && exit 1
+echo 'p:opened filp_open path=+0($arg1):string' > kprobe_events
+echo 1 > tracing/events/kprobes/enable
+cat files/scratch/dir/note > /dev/null
+grep -c 'opened: (filp_open+0x0/0x[0-9a-f]*) path="/scratch/dir/note"' tracing/trace > ../opened
+test "$(cat ../opened)" -gt 0
+echo 'int_sqrt 144' > machine/call
+cat machine/call
+(echo 'msleep 1' > machine/call) 2> /dev/null && exit 1
+cut -d'(' -f1 machine/call
+"""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_walk_through_a_mount(dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    with daemon(directory, "--vmcore", str(dumped), program=REAL_PROGRAM) as mounted:
+        done = subprocess.run(
+            ["sh", "-c", SCRIPT, "sh", str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert mounted.log.count("\n") <= 2
+        killed = "echo '__delay 0x7fffffffffffffff' > machine/call & sleep 1; kill -9 $!; wait $!; echo $?"
+        done_with = subprocess.run(
+            ["sh", "-c", killed], cwd=directory, capture_output=True, text=True, timeout=15, check=False
+        )
+        # The call would go on for 20 s.
+        assert done_with.stdout == "137\n"
+        assert (directory / "files/scratch/dir/note").read_text() == TEXT
+    assert (
+        done.stdout
+        == f"""{TEXT}{TEXT}files/scratch
+files/scratch/absolute
+files/scratch/around
+files/scratch/dir
+files/scratch/dir/deep
+files/scratch/dir/note
+files/scratch/fifo
+files/scratch/link
+files/scratch/numbers
+files/scratch/out
+files/scratch/root
+files/scratch/socket
+line 0
+line 1
+1
+int_sqrt = 0xc (12)
+msleep: it sleeps, and nothing else runs in a dump{" "}
+"""
+    )

@@ -1,0 +1,212 @@
+"""The function graph and the profiler over Debian's kernel: whole trees, as its own tracer has them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.kprobes.return_hook.ret_stack import SHADOW_STACK_SIZE
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
+from tests.guests.linux.probing import engine, workload
+
+CLIENT = Client(4242, 0, 0)
+IN_PYTHON = replace(PROFILES[DEFAULT], compiled=False, optimizer=False)
+CALL = re.compile(r"(?P<depth> *)(?P<name>[\w.]+)\(\)(?P<has_calls> \{|;)$")
+END = re.compile(r"(?P<depth> *)\}( /\* (?P<name>[\w.]+) \*/)?$")
+SWITCH = re.compile(r"(?P<prev>\S+-\d+) +=> +(?P<next>\S+-\d+)")
+FAMILIES = "vfs_* ksys_* do_sys* *sched* kmem_cache_* do_exit kernel_clone copy_*"
+
+
+def mounted(profile: Profile = PROFILES[DEFAULT]) -> tuple[LinuxEngine, Files]:
+    guest = engine(profile)
+    # Its own calls on control files are in no tree.
+    return guest, Files(
+        ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
+    )
+
+
+def worked(guest: LinuxEngine) -> list[object]:
+    with guest.lock:
+        return workload(guest)
+
+
+def column(shell: Files) -> Iterator[str]:
+    """Calls and their ends, by their indentation, and who they are of; without times."""
+    for line in shell.read("/tracing/trace").splitlines():
+        if SWITCH.search(line):
+            yield line
+        elif line[2:4] == ") ":
+            yield line.partition("|")[2]
+
+
+def select(shell: Files, names: str, file: str = "set_ftrace_filter") -> None:
+    """Each name by a write of its own: one write takes one."""
+    for name in names.split():
+        shell.write(f"/tracing/{file}", name, os.O_WRONLY | os.O_APPEND)
+
+
+def hits(shell: Files) -> dict[str, int]:
+    """Of each probe."""
+    rows = map(str.split, shell.read("/kprobe_profile").splitlines())
+    return {name: int(count) for name, count, _ in rows}
+
+
+def calls(lines: list[str]) -> Counter[str]:
+    """How often each function is called; each call that begins ends, in its task, if that doesn't end."""
+    awaited: dict[str, list[str]] = {}
+    found: Counter[str] = Counter()
+    first: list[str] = []
+    stack = first
+    for line in lines:
+        if (call := CALL.search(line)) is not None:
+            assert len(call["depth"]) == 2 + 2 * len(stack), line
+            found[call["name"]] += 1
+            if call["has_calls"] != ";":
+                stack.append(call["name"])
+        elif (end := END.search(line)) is not None:
+            assert end["name"] in (None, stack.pop()), line
+            assert len(end["depth"]) == 2 + 2 * len(stack), line
+        else:
+            switch = SWITCH.search(line)
+            assert switch is not None, line
+            if not awaited:
+                awaited[switch["prev"]] = first
+            assert stack is awaited[switch["prev"]]
+            stack = awaited.setdefault(switch["next"], [])
+    for task, left in awaited.items():
+        assert not left or left[0] in ("schedule", "schedule_idle", "do_exit"), (task, left)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[object]:
+    """What the workload answers where nothing is traced."""
+    return worked(engine(PROFILES[DEFAULT]))
+
+
+@pytest.mark.parametrize("profile", [PROFILES[DEFAULT], IN_PYTHON], ids=["guest code", "Python"])
+def test_calls_are_as_many_as_breakpoints_count(profile: Profile, expected: list[object]) -> None:
+    """Each call that is seen at an entry has its begin and its end in the tree."""
+    guest, shell = mounted(profile)
+    probed = ("vfs_write", "shmem_write_end", "kernel_clone", "schedule")
+    for name in probed:
+        # Behind the site, where a breakpoint doesn't share it.
+        shell.write("/kprobe_events", f"p:at/{name} {name}+5\n", os.O_WRONLY | os.O_APPEND)
+    select(shell, f"{FAMILIES} {' '.join(probed)}")
+    shell.write("/tracing/options/funcgraph-tail", "1")
+    shell.write("/tracing/events/at/enable", "1")
+    shell.write("/tracing/current_tracer", "function_graph")
+    assert worked(guest) == expected
+    shell.write("/tracing/tracing_on", "0")
+    shell.write("/tracing/events/at/enable", "0")
+    counted = hits(shell)
+    found = calls([line for line in column(shell) if not line.lstrip().startswith("/* ")])
+    assert {name: found[name] for name in probed} == counted
+    assert min(counted.values()) > 1
+    shell.write("/tracing/current_tracer", "nop")
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert not guest.machine.text.ledger
+
+
+def test_trees_are_the_kernel_s_own_tracer_s() -> None:
+    """What Debian's kernel itself shows of requests to its tmpfs, and what we show, line by line."""
+    native = Files(debian_kernel.mount(), CLIENT)
+    _, ours = mounted()
+    trees = []
+    for shell in (native, ours):
+        roots = "shmem_file_read_iter generic_file_write_iter shmem_unlink"
+        select(shell, roots, "set_graph_function")
+        shell.write("/tracing/set_graph_notrace", "*balance_dirty*")
+        shell.write("/tracing/max_graph_depth", "4")
+        shell.write("/tracing/current_tracer", "function_graph")
+        for option in ("funcgraph-tail", "nofuncgraph-overhead"):
+            shell.write("/tracing/trace_options", option)
+        mount = shell.mount
+        mount.release(mount.create(CLIENT, "/scratch/one", 0o644, os.O_WRONLY))
+        shell.write("/scratch/one", "some text")
+        shell.write("/scratch/one", "x" * 9000)
+        assert shell.read("/scratch/one") == "x" * 9000
+        mount.unlink(CLIENT, "/scratch/one")
+        shell.write("/tracing/tracing_on", "0")
+        trees.append([line for line in column(shell) if not SWITCH.search(line)])
+        shell.write("/tracing/current_tracer", "nop")
+    assert trees[0] == trees[1]
+    found = calls(trees[0])
+    assert found["generic_file_write_iter"] == 2
+    assert found["shmem_unlink"] == 1
+    assert found.total() > 40
+
+
+def test_nothing_is_left_of_tasks_that_end() -> None:
+    """Each live task has an array and no other has; without a tracer nobody has one."""
+    guest, shell = mounted()
+    stacks = KernelStacks(
+        guest.kernel, guest.tasks.machine, guest.machine.memory, guest.tasks.per_cpu, guest.tasks.current_cell
+    )
+
+    def hung() -> list[int]:
+        places = [
+            guest.kernel.btf.offset(f"task_struct.{name}") for name in ("kretprobe_instances", "rethooks")
+        ]
+        return [guest.machine.memory.read_word(task + at) for task in stacks.task_structs() for at in places]
+
+    # Of these some never return.
+    select(shell, "do_exit do_group_exit do_task_dead vfs_* kernel_clone")
+    shell.write("/tracing/current_tracer", "function_graph")
+    shell.write("/kprobe_events", "r:hooked/exits do_exit\nr:hooked/writes vfs_write\n")
+    shell.write("/tracing/events/hooked/enable", "1")
+    with guest.lock:
+        for _ in range(3):
+            workload(guest)
+        # The dead are freed when no CPU looks at them any more.
+        guest.tasks.idle(1_000_000)
+    live = [*stacks.task_structs()]
+    arrays = [word for word in hung() if word]
+    assert len(set(arrays)) == len(arrays) == len(live)
+    with guest.lock:
+        stack = guest.components.engine.hook_sets.graph().stack
+    assert stack.shared_memory == len(live) * SHADOW_STACK_SIZE
+    shell.write("/tracing/events/hooked/enable", "0")
+    shell.write("/tracing/current_tracer", "nop")
+    with guest.lock:
+        workload(guest)
+    assert not any(hung())
+    assert stack.shared_memory == 0
+    log = shell.read("/machine/dmesg")
+    assert "WARN" not in log
+    assert "BUG" not in log
+
+
+def test_profiles_count_what_the_tree_shows() -> None:
+    """Each function has the hits of its probe; with what it calls it takes longer than without."""
+    guest, shell = mounted()
+    select(shell, "vfs_write ksys_write vfs_read kernel_clone")
+    shell.write("/kprobe_events", "p:at/vfs_write vfs_write+5\np:at/kernel_clone kernel_clone+5\n")
+    shell.write("/tracing/events/at/enable", "1")
+    times = []
+    for graph_time in ("1", "0"):
+        shell.write("/tracing/options/graph-time", graph_time)
+        shell.write("/tracing/function_profile_enabled", "1")
+        worked(guest)
+        shell.write("/tracing/function_profile_enabled", "0")
+        rows = map(str.split, shell.read("/tracing/trace_stat/function0").splitlines()[2:])
+        profile = {name: (int(count), float(time)) for name, count, time, *_ in rows}
+        times.append(profile["ksys_write"][1])
+        # Linux: "hits" of a second run begin anew.
+        assert profile["vfs_write"][0] == profile["ksys_write"][0] == 12
+    counted = hits(shell)
+    assert counted == {"vfs_write": 24, "kernel_clone": 2 * profile["kernel_clone"][0]}
+    assert times[0] > times[1] > 0

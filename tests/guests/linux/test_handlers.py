@@ -1,0 +1,102 @@
+"""Handlers in Debian's kernel are guest code: they record what Python's do, and time never goes back."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux import debian_kernel
+from tests.oracle.inside import CLIENT, read, write
+
+DEFINITIONS = (
+    "p:called vfs_write count=$arg3 task=$comm",
+    "p:begun shmem_write_begin at=%dx:x32 first=+0(+0(%si)):x64",
+    "p:within shmem_write_end+5 copied=%r8:u32",
+    # In an interrupt.
+    "p:tick update_process_times user=%di:u8",
+    # One within another; by ftrace and, where there is no fentry site, by a breakpoint.
+    "r:returned vfs_write size=$retval:s64 first=+0($stack):x64",
+    "r:ended shmem_write_end copied=$retval",
+    # A task that goes on after others have run.
+    "r:slept schedule task=$comm",
+    # The host's, since it asks for symbols.
+    "p:named ksys_write caller=+0($stack):symstr",
+)
+EVENT = re.compile(r"^ *(\S+)-\d+ +\[000\] (\S+) +(\d+\.\d{6}): (\w+): (.*)")
+
+
+@cache
+def recorded(*, compiled: bool) -> tuple[LinuxEngine, list[tuple[Any, ...]], Counter[int]]:
+    """Records of a workload, and how often Python had to take a hit of its second half."""
+    # When a breakpoint becomes a jump is a matter of time, which isn't the same for both.
+    profile = replace(PROFILES[DEFAULT], compiled=compiled, optimizer=False)
+    engine = LinuxEngine(*debian_kernel.with_kernel(), profile)
+    # Calls on control files would be hits as well, and how long those take is the host's.
+    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    for definition in DEFINITIONS:
+        assert not write(mount, "/kprobe_events", definition, os.O_APPEND), definition
+    assert not write(mount, "/tracing/events/kprobes/enable", "1")
+    workload(engine, mount)
+    taken: Counter[int] = Counter()
+    breakpoints = engine.machine.breakpoints
+    for address, handler in [*breakpoints.items()]:
+        breakpoints[address] = counting(address, handler, taken)
+    workload(engine, mount)
+    lines = read(mount, "/tracing/trace").splitlines()
+    return engine, [match.groups() for line in lines if (match := EVENT.match(line))], taken
+
+
+def counting(address: int, handler: Callable[[Any], object], taken: Counter[int]) -> Callable[[Any], object]:
+    def count(regs: Any) -> object:
+        taken[address] += 1
+        return handler(regs)
+
+    return count
+
+
+def workload(engine: LinuxEngine, mount: ProbedMount) -> None:
+    handle = mount.create(CLIENT, "/scratch/file", 0o600, os.O_RDWR)
+    for size in range(1, 40):
+        mount.write(CLIENT, handle, bytes(size), 0)
+    mount.release(handle)
+    engine.tasks.idle(20_000)
+
+
+def test_records_are_those_that_python_makes() -> None:
+    engine, records, _ = recorded(compiled=True)
+    _, expected, _ = recorded(compiled=False)
+    assert engine.kprobes.compiler.made >= 4
+    without_time = [(task, flags, *rest) for task, flags, _, *rest in records]
+    assert without_time == [(task, flags, *rest) for task, flags, _, *rest in expected]
+    names = {record[3] for record in records}
+    assert names >= {"called", "begun", "within", "named", "tick", "returned", "ended", "slept"}
+    assert any("h" in record[1] for record in records)
+
+
+def test_hits_stay_in_the_guest() -> None:
+    _, records, taken = recorded(compiled=True)
+    _, _, by_python = recorded(compiled=False)
+    assert len(records) > 200
+    # Where fentry sites call Python, and where what has returned does.
+    for trampoline, trapped in by_python.most_common(2):
+        assert trapped > 70
+        assert taken[trampoline] < 3
+
+
+def test_time_never_goes_back() -> None:
+    """Not where guest code reads it behind Python, nor the other way round."""
+    for compiled in (True, False):
+        _, records, _ = recorded(compiled=compiled)
+        times = [float(record[2]) for record in records]
+        assert times == sorted(times)
+        assert len(set(times)) > len(times) // 6

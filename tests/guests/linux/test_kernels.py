@@ -1,0 +1,119 @@
+"""Other kernels than the one that most tests use: the same walk through each of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
+from tests.oracle.inside import read, write
+
+SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
+
+
+class Kernel(NamedTuple):
+    """A kernel's package, and what its version says."""
+
+    meta: str
+    suite: str
+    release: str
+    unknown_symbol: str
+    """Its errno for a probe on no function."""
+
+
+KERNELS = (
+    Kernel("linux-image-amd64", "", r"6\.1\.0-\d+-amd64", "ENOENT"),
+    Kernel("linux-image-cloud-amd64", "trixie", r"6\.12\.\d+\+deb13-cloud-amd64", "EINVAL"),
+    Kernel("linux-image-amd64", "trixie", r"6\.12\.\d+\+deb13-amd64", "EINVAL"),
+)
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: f"{kernel.meta}-{kernel.suite}")
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    found: Kernel = request.param
+    return found
+
+
+@pytest.fixture
+def mount(kernel: Kernel) -> Iterator[NativeMount]:
+    found = debian_kernel.mount(meta=kernel.meta, suite=kernel.suite)
+    yield found
+    found.close()
+
+
+def test_a_walk(kernel: Kernel, mount: NativeMount) -> None:
+    shell, other = Files(mount, SHELL), Files(mount, OTHER)
+    assert re.fullmatch(f"Linux version {kernel.release} .*\n", shell.read("/machine/version"))
+    assert errno.errorcode[shell.errno("/kprobe_events", "p:x no_such_function")] == kernel.unknown_symbol
+    assert "Invalid probed address or symbol" in shell.read("/tracing/error_log")
+    shell.write("/kprobe_events", "p:opened do_sys_openat2 flags=+0(%dx):x64\n")
+    shell.write("/kprobe_events", "r:returned do_sys_openat2 $retval\n", os.O_WRONLY | os.O_APPEND)
+    shell.write("/tracing/events/kprobes/enable", "1")
+    assert len(shell.read("/kprobes/list").splitlines()) == 2
+    handle = mount.create(OTHER, "/scratch/file", 0o640, os.O_RDWR)
+    mount.write(OTHER, handle, b"hello", 0)
+    mount.release(handle)
+    assert other.read("/scratch/file") == "hello"
+    shell.write("/tracing/events/kprobes/enable", "0")
+    trace = shell.read("/tracing/trace")
+    assert re.search(r"-4002 .* opened: \(do_sys_openat2\+0x[04]/0x\w+\) flags=0x8000\n", trace)
+    assert re.search(r"-4002 .* returned: \(.* <- do_sys_openat2\) arg1=(0x)?\w+\n", trace)
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert shell.read("/kprobe_events") == ""
+    assert shell.read("/kprobes/list") == ""
+
+
+def test_free_pages_are_the_kernel_s(mount: NativeMount) -> None:
+    """As its own file counts them, but for those that the end of that read took."""
+    lines = mount._syscalls.read_all("/proc/buddyinfo").decode().splitlines()
+    counted = [sum(map(int, column)) for column in zip(*(line.split()[4:] for line in lines), strict=True)]
+    found = Counter(size for _, size in mount._free_pages._blocks())
+    assert [found[4096 << order] for order in range(2, len(counted))] == counted[2:]
+    assert sum(counted[2:]) > 20
+
+
+def test_entries_of_functions(kernel: Kernel, mount: NativeMount) -> None:
+    """A probe stands behind the pad that indirect calls may lead to, with our engine as with its own."""
+    engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
+    ours = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    found = [_placed(tree) for tree in (ours, mount)]
+    ours.close()
+    assert found[0] == found[1]
+
+
+def _placed(mount: NativeMount) -> tuple[list[str], list[str]]:
+    """What is refused of probes about a function's entry, and where the others stand."""
+    texts = ("p:a vfs_read", "p:b vfs_read+4", "p:c vfs_read+5", "r:d vfs_read", "p:e vfs_write+1")
+    refused = [write(mount, "/kprobe_events", text, os.O_APPEND) for text in texts]
+    write(mount, "/tracing/events/kprobes/enable", "1")
+    places = sorted(line.split(maxsplit=1)[1] for line in read(mount, "/kprobes/list").splitlines())
+    write(mount, "/tracing/events/kprobes/enable", "0")
+    return refused, places
+
+
+def test_instances_and_attributes(mount: NativeMount) -> None:
+    shell = Files(mount, SHELL)
+    mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
+    assert mount.getattr("/tracing/instances/mine/trace").mode & stat.S_IFREG
+    shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "1")
+    shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "0")
+    assert "sched_switch: prev_comm=" in shell.read("/tracing/instances/mine/trace")
+    mount.rmdir(SHELL, "/tracing/instances/mine")
+    mount.mkdir(SHELL, "/scratch/directory", 0o700)
+    found = mount.getattr("/scratch/directory")
+    assert (found.mode, found.uid, found.nlink) == (stat.S_IFDIR | 0o700, 0, 2)
+    assert "BUG" not in shell.read("/machine/dmesg")

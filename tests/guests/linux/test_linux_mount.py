@@ -1,0 +1,452 @@
+"""The distribution's own files in a mount: definitions, records, reads that wait, instances, errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import select
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
+from emulated_kernel.guests.linux.guest import clients, syscalls
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
+from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
+
+SHELL, OTHER, STRANGER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 1000, 1000)
+
+
+class Host(ProcessWatch):
+    """Processes with names, of which some fork and end."""
+
+    def __init__(self) -> None:
+        self.forked: list[Fork] = []
+        self.ended: list[int] = []
+        self.names = {4001: "sh", 4002: "cat"}
+
+    def comm(self, pid: int) -> str | None:
+        return self.names.get(pid, "?")
+
+    def has_news(self) -> bool:
+        return bool(self.forked or self.ended)
+
+    def forks(self) -> list[Fork]:
+        found, self.forked = self.forked, []
+        return found
+
+    def exited(self) -> list[int]:
+        found, self.ended = self.ended, []
+        return found
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def mount(host: Host) -> Iterator[NativeMount]:
+    found = debian_kernel.mount(host)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def shell(mount: NativeMount) -> Files:
+    return Files(mount, SHELL)
+
+
+def test_a_probe_from_its_definition_to_its_record(shell: Files) -> None:
+    shell.write("/kprobe_events", "p:opened do_sys_openat2 flags=+0(%dx):x64\n")
+    assert shell.read("/tracing/kprobe_events") == "p:kprobes/opened do_sys_openat2 flags=+0(%dx):x64\n"
+    shell.write("/tracing/events/kprobes/enable", "1")
+    assert "do_sys_openat2+0x0" in shell.read("/kprobes/list")
+    with pytest.raises(KernelError):
+        Files(shell.mount, OTHER).read("/scratch/nothing")
+    shell.write("/tracing/events/kprobes/enable", "0")
+    trace = shell.read("/tracing/trace")
+    assert re.search(r"\bcat-4002 .* opened: \(do_sys_openat2\+0x0/0x\w+\) flags=0x8000\n", trace)
+    assert re.search(r"opened +[1-9]", shell.read("/kprobe_profile"))
+
+
+@pytest.mark.parametrize(
+    ("definition", "number", "said"),
+    [
+        ("p:x no_such_function", errno.ENOENT, "Invalid probed address or symbol"),
+        ("p:x vfs_read+2", errno.EILSEQ, "Probe point is not an instruction boundary"),
+        ("p:x vfs_read a=\\x", errno.EINVAL, "Invalid immediate value"),
+        ("p:x vfs_read a=%nothing", errno.EINVAL, "Invalid register name"),
+        ("p:1x vfs_read", errno.EINVAL, "Event name must follow the same rules as C identifiers"),
+    ],
+)
+def test_mistakes(definition: str, number: int, said: str, shell: Files) -> None:
+    assert shell.errno("/kprobe_events", definition) == number
+    assert f"error: {said}\n  Command: {definition}\n" in shell.read("/tracing/error_log")
+
+
+def test_a_reader_of_trace_pipe_waits_for_records(shell: Files) -> None:
+    shell.write("/kprobe_events", "p:reads vfs_read\n")
+    mount = shell.mount
+    pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
+    assert mount.is_stream(pipe)
+    notified: list[int] = []
+    assert not mount.poll(pipe, lambda: notified.append(1)) & select.POLLIN
+    for _ in range(3):
+        with pytest.raises(WouldBlock):
+            mount.read(OTHER, pipe, 4096, 0)
+    shell.write("/tracing/events/kprobes/enable", "1")
+    shell.read("/kprobe_profile")
+    shell.write("/tracing/events/kprobes/enable", "0")
+    assert notified == [1]
+    assert b"reads: (vfs_read+0x0" in mount.read(OTHER, pipe, 4096, 0)
+    mount.release(pipe)
+
+
+def test_flags_of_a_file_whose_reader_sleeps(shell: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the next call's: a task that is asleep in this one makes no other."""
+    mount, changed = shell.mount, []
+    pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
+    with pytest.raises(WouldBlock):
+        mount.read(OTHER, pipe, 4096, 0)
+    mount.set_status_flags(pipe, os.O_NONBLOCK)
+    with monkeypatch.context() as patch:
+        patch.setattr(mount._syscalls, "set_status_flags", lambda *_: changed.append(1))
+        with pytest.raises(WouldBlock):
+            mount.read(OTHER, pipe, 4096, 0)
+    assert changed == []
+    mount.give_up(OTHER, pipe, errno.EINTR)
+    with pytest.raises(KernelError) as refused:
+        mount.read(OTHER, pipe, 4096, 0)
+    assert refused.value.errno == errno.EAGAIN
+    mount.release(pipe)
+
+
+def test_who_waits_in_vain_can_be_interrupted(shell: Files) -> None:
+    mount = shell.mount
+    pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
+    with pytest.raises(WouldBlock):
+        mount.read(OTHER, pipe, 4096, 0)
+    mount.give_up(OTHER, pipe, errno.EINTR)
+    mount.release(pipe)
+    assert Files(mount, OTHER).read("/kprobe_events") == ""
+    handle = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(KernelError) as refused:
+        mount.read(OTHER, handle, 4096, 0)
+    assert refused.value.errno == errno.EAGAIN
+
+
+def test_nothing_is_left_out_of_a_directory_that_loses_what_was_seen(shell: Files) -> None:
+    """Whoever lists it in parts and removes each sees all that there was."""
+    mount = shell.mount
+    mount.mkdir(SHELL, "/scratch/many", 0o755)
+    names = {f"file{number}" for number in range(9)}
+    for name in names:
+        mount.release(mount.create(SHELL, f"/scratch/many/{name}", 0o644, os.O_WRONLY))
+    handle, seen = mount.opendir(SHELL, "/scratch/many"), 0
+    while entries := mount.getdents(SHELL, handle, seen)[:3]:
+        seen += len(entries)
+        for entry in entries:
+            if entry.name in names:
+                names.remove(entry.name)
+                mount.unlink(SHELL, f"/scratch/many/{entry.name}")
+    assert not names
+    assert {entry.name for entry in mount.getdents(SHELL, handle, 0)} == {".", ".."}
+    mount.release(handle)
+    mount.rmdir(SHELL, "/scratch/many")
+
+
+def test_instances_and_directories(shell: Files) -> None:
+    mount = shell.mount
+    mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
+    names = {entry.name: entry.kind for entry in mount.readdir("/tracing/instances/mine")}
+    assert names["trace"] == stat.S_IFREG
+    assert names["events"] == names["."] == names[".."] == stat.S_IFDIR
+    mount.opendir(SHELL, "/tracing/instances/mine")
+    mount.rmdir(SHELL, "/tracing/instances/mine")
+    with pytest.raises(KernelError, match="No such file"):
+        mount.getattr("/tracing/instances/mine")
+    top = {entry.name for entry in mount.readdir("/")}
+    assert top >= {"kprobes", "tracing", "scratch", "machine", "kprobe_events", "kprobe_profile"}
+    files = {"dmesg", "kallsyms", "meminfo", "modules", "version"}
+    assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", *files}
+
+
+def test_what_the_guest_s_proc_tells(shell: Files) -> None:
+    mount = shell.mount
+    handle = mount.open(SHELL, "/machine/kallsyms", os.O_RDONLY)
+    assert re.match(rb"[0-9a-f]{16} \w \w+\n", mount.read(SHELL, handle, 4096, 0))
+    mount.release(handle)
+    assert shell.read("/machine/meminfo").startswith("MemTotal: ")
+    assert shell.read("/machine/modules") == ""
+    shell.write("/sysctl/debug/kprobes-optimization", "0")
+    assert shell.read("/sysctl/debug/kprobes-optimization") == "0\n"
+    shell.write("/dev/null", "nothing")
+    assert shell.read("/dev/null") == ""
+    assert stat.S_ISREG(mount.getattr("/dev/null").mode)
+    for path in ("/machine/kallsyms", "/machine/version", "/dev/null/x"):
+        with pytest.raises(KernelError):
+            mount.mkdir(SHELL, path, 0o755)
+
+
+def test_scratch_is_a_tmpfs_with_owners(shell: Files) -> None:
+    mount = shell.mount
+    text = "0123456789" * 2000
+    handle = mount.create(STRANGER, "/scratch/file", 0o640, os.O_RDWR)
+    assert mount.write(STRANGER, handle, text.encode(), 0) == len(text)
+    assert mount.read(STRANGER, handle, 5, 19_000) == text.encode()[19_000:19_005]
+    assert mount.fgetattr(handle) == mount.getattr("/scratch/file")
+    found = mount.getattr("/scratch/file")
+    assert (found.uid, found.gid, found.size, found.mode) == (1000, 1000, 20_000, stat.S_IFREG | 0o640)
+    mount.symlink(SHELL, "/scratch/link", "file")
+    assert mount.readlink(SHELL, "/scratch/link") == "file"
+    mount.rename(SHELL, "/scratch/file", "/scratch/other")
+    mount.chmod(SHELL, "/scratch/other", 0o600)
+    mount.chown(SHELL, "/scratch/other", 0, -1)
+    mount.utimens(SHELL, "/scratch/other", 5, None)
+    mount.truncate(SHELL, "/scratch/other", 7)
+    found = mount.getattr("/scratch/other")
+    assert (found.uid, found.gid, found.size, found.atime_ns) == (0, 1000, 7, 5)
+    with pytest.raises(KernelError) as refused:
+        mount.open(STRANGER, "/scratch/other", os.O_RDONLY)
+    assert refused.value.errno == errno.EACCES
+    mount.unlink(SHELL, "/scratch/other")
+    for change in (mount.unlink, mount.rmdir):
+        with pytest.raises(KernelError):
+            change(SHELL, "/machine/dmesg")
+
+
+def test_an_open_directory_is_listed_where_it_is_now(shell: Files) -> None:
+    mount = shell.mount
+    for path in ("/scratch/a", "/scratch/a/b", "/scratch/a/b/c", "/scratch/empty"):
+        mount.mkdir(SHELL, path, 0o755)
+    moved, removed = (mount.opendir(SHELL, path) for path in ("/scratch/a/b", "/scratch/empty"))
+    mount.rename(SHELL, "/scratch/a", "/scratch/empty")
+    assert [entry.name for entry in mount.getdents(SHELL, moved, 0)] == [".", "..", "c"]
+    with pytest.raises(KernelError, match="removed"):
+        mount.getdents(SHELL, removed, 0)
+    mount.rmdir(SHELL, "/scratch/empty/b/c")
+    mount.rmdir(SHELL, "/scratch/empty/b")
+    with pytest.raises(KernelError, match="removed"):
+        mount.fgetattr(moved)
+    for handle in (moved, removed):
+        mount.release(handle)
+    mount.rmdir(SHELL, "/scratch/empty")
+
+
+def test_links_fifos_and_sockets_in_scratch(shell: Files) -> None:
+    mount = shell.mount
+    mount.release(mount.create(SHELL, "/scratch/file", 0o640, os.O_RDWR))
+    mount.link(SHELL, "/scratch/file", "/scratch/other")
+    assert mount.getattr("/scratch/other") == mount.getattr("/scratch/file")
+    assert mount.getattr("/scratch/file").nlink == 2
+    for name, mode in (("fifo", stat.S_IFIFO | 0o640), ("socket", stat.S_IFSOCK | 0o600)):
+        mount.mknod(STRANGER, f"/scratch/{name}", mode)
+        found = mount.getattr(f"/scratch/{name}")
+        assert (found.mode, found.uid) == (mode, 1000)
+    mount.mknod(SHELL, "/scratch/empty", stat.S_IFREG | 0o600)
+    assert shell.read("/scratch/empty") == ""
+    for number, change in (
+        (errno.EEXIST, lambda: mount.link(SHELL, "/scratch/file", "/scratch/fifo")),
+        (errno.ENOENT, lambda: mount.link(SHELL, "/scratch/none", "/scratch/new")),
+        (errno.EXDEV, lambda: mount.link(SHELL, "/tracing/README", "/scratch/new")),
+        (errno.EPERM, lambda: mount.link(SHELL, "/machine/dmesg", "/scratch/new")),
+        (errno.EEXIST, lambda: mount.mknod(SHELL, "/scratch/file", stat.S_IFIFO | 0o600)),
+        (errno.EPERM, lambda: mount.mknod(SHELL, "/scratch/null", stat.S_IFCHR | 0o600)),
+        (errno.EPERM, lambda: mount.mknod(SHELL, "/tracing/fifo", stat.S_IFIFO | 0o600)),
+    ):
+        with pytest.raises(KernelError) as refused:
+            change()
+        assert refused.value.errno == number
+    assert "new" not in {entry.name for entry in mount.readdir("/scratch")}
+
+
+def test_room_in_scratch_is_what_its_tmpfs_has_left(shell: Files) -> None:
+    mount = shell.mount
+    before = mount.statfs("/scratch")
+    assert before.block_size == 4096
+    assert before.blocks >= before.free == before.available > 1000
+    assert before.files > before.free_files > 0
+    handle = mount.create(SHELL, "/scratch/file", 0o640, os.O_RDWR)
+    mount.write(SHELL, handle, bytes(8 * 4096), 0)
+    after = mount.statfs("/scratch/file")
+    assert (before.free - after.free, before.free_files - after.free_files) == (8, 1)
+    assert mount.statfs("/").blocks == mount.statfs("/tracing").blocks == 0
+
+
+def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -> None:
+    shell.write("/tracing/events/sched/sched_process_fork/enable", "1")
+    shell.write("/tracing/events/sched/sched_process_exit/enable", "1")
+    host.names[4100] = "sh"
+    host.forked = [Fork(4100, 4001, "sh", 0, 0, alive=True), Fork(4200, 999, "?", 0, 0, alive=True)]
+    shell.read("/kprobe_events")
+    host.ended = [4100]
+    trace = shell.read("/tracing/trace")
+    assert re.search(r"sh-4001 .* sched_process_fork: comm=sh pid=4001 child_comm=sh child_pid=4100\n", trace)
+    assert re.search(r"sh-4100 .* sched_process_exit: comm=sh pid=4100 ", trace)
+    assert "4200" not in trace
+
+
+def test_programs_that_clients_execute(host: Host, shell: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that were seen before; who names itself executes nothing."""
+    programs = {"asked": "./asked", "unasked": "/usr/bin/unasked", "shell": "/bin/shell"}
+    monkeypatch.setattr(clients, "program_of", lambda _pid, comm: programs.get(comm))
+    for event in ("sched/sched_process_exec", "syscalls/sys_enter_execve"):
+        shell.write(f"/tracing/events/{event}/enable", "1")
+    forked = [Fork(pid, 4001, "sh", 0, 0, alive=True) for pid in (4100, 4101, 4102)]
+    host.names |= {fork.pid: "sh" for fork in forked}
+    host.forked = forked[:2]
+    handle = shell.mount.create(Client(4100, 0, 0), "/scratch/kept", 0o600, os.O_RDWR)
+    host.names |= {4100: "asked", 4101: "unasked"}
+    shell.mount.write(Client(4100, 0, 0), handle, b"text", 0)
+    host.names |= {4100: "itself", 4001: "shell", 4102: "shell"}
+    host.forked = [Fork(4102, 4001, "shell", 0, 0, alive=True)]
+    assert Files(shell.mount, Client(4100, 0, 0)).read("/scratch/kept") == "text"
+    trace = shell.read("/tracing/trace")
+    assert re.findall(r"(\S+) +\[.* sched_process_exec: (.*)\n", trace) == [
+        ("asked-4100", "filename=./asked pid=4100 old_pid=4100"),
+        ("unasked-4101", "filename=/usr/bin/unasked pid=4101 old_pid=4101"),
+        ("shell-4001", "filename=/bin/shell pid=4001 old_pid=4001"),
+    ]
+    assert trace.count("sys_execve(filename: ") == 3
+    shell.mount.release(handle)
+
+
+def test_who_executes_is_counted_for_nobody_else(
+    host: Host, shell: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of another user's forks, the child executes and ends: the kernel's counts stay in balance."""
+    monkeypatch.setattr(clients, "program_of", lambda _pid, _comm: "/bin/cat")
+    handle = shell.mount.create(SHELL, "/scratch/file", 0o644, os.O_RDWR)
+    shell.mount.write(SHELL, handle, b"text", 0)
+    shell.mount.release(handle)
+    parent, child = (Files(shell.mount, Client(pid, 1000, 1000)) for pid in (4100, 4101))
+    host.names |= {4100: "sh", 4101: "sh"}
+    assert parent.read("/scratch/file") == "text"
+    host.forked = [Fork(4101, 4100, "sh", 0, 0, alive=True)]
+    assert parent.read("/scratch/file") == "text"
+    host.names[4101] = "cat"
+    assert child.read("/scratch/file") == "text"
+    host.ended = [4101, 4100]
+    assert shell.read("/scratch/file") == "text"
+    assert "WARN" not in shell.read("/machine/dmesg")
+
+
+def test_modules_of_that_kernel(shell: Files) -> None:
+    for command, number in (
+        ("load no_such_module", errno.ENOENT),
+        ("load /no/such.ko", errno.ENOENT),
+        ("load /proc", errno.EISDIR),
+        ("load /dev/zero", errno.EINVAL),
+        ("load", errno.EINVAL),
+        ("unload x", errno.ENOENT),
+    ):
+        assert shell.errno("/machine/modules", command) == number
+    shell.write("/machine/modules", "load dm-zero\n")
+    loaded = shell.read("/machine/modules")
+    assert re.match(r"dm_zero \d+ 0 - Live 0x[0-9a-f]+", loaded)
+    assert re.search(r"\ndm_mod \d+ 1 dm_zero, Live", loaded)
+    shell.write("/kprobe_events", "p:mapped dm_zero:zero_map\n")
+    assert "dm_zero:zero_map" in shell.read("/kprobe_events")
+    assert shell.errno("/machine/modules", "load dm_zero") == errno.EEXIST
+    assert shell.errno("/machine/modules", "unload dm_mod") == errno.EWOULDBLOCK
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    for name in ("dm-zero", "dm_mod"):
+        shell.write("/machine/modules", f"unload {name}")
+    assert "dm_" not in shell.read("/machine/modules")
+    with pytest.raises(KernelError):
+        Files(shell.mount, STRANGER).write("/machine/modules", "load dm_zero")
+
+
+def test_a_module_that_is_refused_leaves_nothing_behind(shell: Files, tmp_path: Path) -> None:
+    """Neither what it needs, nor a file, nor a descriptor."""
+    tasks = shell.mount._tasks
+    guest = LinuxSyscalls(tasks)
+    *_, (_, module) = debian_kernel.modules(tasks.release).read("dm-zero")
+    path = tmp_path / "dm zero.ko"
+    # Its signature doesn't fit any more.
+    path.write_bytes(module.replace(b"vermagic=6", b"vermagic=7"))
+
+    def lowest() -> int:
+        fd = guest.open(tasks.init, "/dev/null", os.O_RDONLY)
+        guest.close(tasks.init, fd)
+        return fd
+
+    before = guest.listdir("/"), lowest()
+    assert shell.errno("/machine/modules", f"load {path}\n") == errno.EKEYREJECTED
+    assert (guest.listdir("/"), lowest()) == before
+    assert shell.read("/machine/modules") == ""
+
+
+@pytest.mark.parametrize("text", ["load a\nload b\n", "load /a\0b", "unload a\0", "loads a", ""])
+def test_what_is_no_command_for_modules(text: str, shell: Files) -> None:
+    assert shell.errno("/machine/modules", text) == errno.EINVAL
+
+
+def test_a_write_to_modules_holds_nobody_up(shell: Files) -> None:
+    """The file to load may be in the mount itself."""
+    handle = shell.mount.open(SHELL, "/machine/modules", os.O_WRONLY)
+    assert shell.mount.reads_host(handle)
+    assert not shell.mount.reads_host(shell.mount.open(SHELL, "/machine/modules", os.O_RDONLY))
+    read = shell.mount.open(SHELL, "/machine/modules", os.O_RDONLY)
+    assert shell.mount.fgetattr(read).mode == shell.mount.getattr("/machine/modules").mode
+
+
+def test_tracefs_can_be_the_root() -> None:
+    mount = debian_kernel.mount(is_tracefs=True)
+    assert "p[:[<group>/][<event>]]" in Files(mount, SHELL).read("/README")
+    mount.close()
+    with pytest.raises(KernelError) as refused:
+        mount.getattr("/README")
+    assert refused.value.errno == errno.EIO
+
+
+def test_a_dead_guest_answers_eio_and_says_why(shell: Files) -> None:
+    mount = shell.mount
+    assert not mount.is_dead()
+    assert "Linux version 6." in shell.read("/machine/dmesg")
+    tasks = mount._tasks
+    with pytest.raises(GuestFault):
+        tasks.exit(tasks.init)
+    assert mount.is_dead()
+    with pytest.raises(KernelError) as refused:
+        shell.read("/kprobe_events")
+    assert refused.value.errno == errno.EIO
+    assert "Attempted to kill init" in shell.read("/machine/dmesg")
+
+
+@pytest.mark.parametrize("count", [40_000, 1 << 20, 1 << 62])
+def test_a_kernel_that_says_it_has_given_more(
+    count: int, mount: NativeMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged one says anything; the front end has room for what it asked for."""
+    handle = mount.create(SHELL, "/scratch/file", 0o600, os.O_RDWR)
+    assert mount.write(SHELL, handle, b"some text", 0) == 9
+    mount.symlink(SHELL, "/scratch/link", "file")
+    with monkeypatch.context() as patch:
+        patch.setattr(mount._syscalls, "_call", lambda *_arguments, **_options: count)
+        for ask in (
+            lambda: mount.read(SHELL, handle, 4, 0),
+            lambda: mount.readlink(SHELL, "/scratch/link"),
+            lambda: mount.readdir("/scratch"),
+        ):
+            with pytest.raises(KernelError) as refused:
+                ask()
+            assert refused.value.errno == errno.EIO
+    assert mount.read(SHELL, handle, 4, 0) == b"some"
+    mount.release(handle)
+
+
+def test_entries_of_a_directory_that_are_none() -> None:
+    """One of no bytes would be read again and again."""
+    with pytest.raises(KernelError, match="entries of a directory that are none"):
+        list(syscalls._entries(bytes(64), 0))
+    assert list(syscalls._entries(bytes(10), 0)) == []

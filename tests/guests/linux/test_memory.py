@@ -1,0 +1,78 @@
+"""What a mount of a distribution's kernel takes of the host's memory, behind requests, events and probes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.guests.linux import debian_kernel
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+LIMIT = 120 << 10
+"""KiB of VmRSS, in which are pages of libraries and the snapshot that mounts share; while all functions
+are traced, of what is this mount's alone."""
+TRACERS = ("function", "function_graph")
+PROBES = 100
+
+
+def steps(directory: Path) -> Iterator[str]:
+    """Names of what has been done."""
+    tracing, place = directory / "tracing", directory / "scratch/file"
+
+    def work() -> None:
+        for _ in range(30):
+            place.write_text("hello\n")
+            assert place.read_text() == "hello\n"
+
+    work()
+    yield "files"
+    for group in ("sched", "syscalls"):
+        (tracing / f"events/{group}/enable").write_text("1")
+    work()
+    assert (tracing / "trace").read_text().count("sys_read(") >= 30
+    yield "events"
+    (tracing / "events/enable").write_text("0")
+    functions = [line.split()[0] for line in (tracing / "available_filter_functions").open()]
+    with (directory / "kprobe_events").open("wb", buffering=0) as definitions:
+        for number, function in enumerate(functions[:: len(functions) // PROBES]):
+            # The blacklist holds some of them.
+            with suppress(OSError):
+                definitions.write(f"p:k{number} {function} $arg1\n".encode())
+    yield "definitions"
+    (tracing / "events/kprobes/enable").write_text("1")
+    work()
+    assert (directory / "kprobes/list").read_text().count("[FTRACE]") > PROBES * 0.9
+    yield "probes"
+    assert " k" in (tracing / "trace").read_text()
+    assert len((directory / "machine/kallsyms").read_text().splitlines()) > 50_000
+    yield "texts"
+    for tracer in TRACERS:
+        (tracing / "current_tracer").write_text(tracer)
+        work()
+        assert "vfs_read" in (tracing / "trace").read_text()
+        yield tracer
+        (tracing / "current_tracer").write_text("nop")
+        yield f"no {tracer}"
+
+
+def resident(pid: int, step: str) -> int:
+    """KiB."""
+    name = "RssAnon" if step.startswith(TRACERS) else "VmRSS"
+    found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_typical_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    with daemon(directory, "--image", str(debian_kernel.image()), program=REAL_PROGRAM) as mounted:
+        taken = {step: resident(mounted.process.pid, step) for step in steps(directory)}
+    assert {step: size for step, size in taken.items() if size >= LIMIT} == {}

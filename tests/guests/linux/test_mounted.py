@@ -1,0 +1,232 @@
+"""A distribution's kernel behind a real mount: a script works as on the machine that runs it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kprobefs.cli import control
+from kprobefs.cli.top import Probes
+from kprobefs.common.errors import CliError
+from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.guests.linux import debian_kernel
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+SCRIPT = r"""
+set -e
+cd "$1"
+echo 'p:opened do_sys_openat2' > kprobe_events
+(echo 'p:wrong no_such_function' >> kprobe_events) 2> /dev/null && exit 1
+grep -c 'Invalid probed address or symbol' tracing/error_log
+echo 1 > tracing/events/kprobes/enable
+awk '{ print $2, $3 }' kprobes/list
+echo hello > scratch/file
+cat scratch/file
+echo 0 > tracing/events/kprobes/enable
+grep -c 'cat-[0-9]* .*opened: (do_sys_openat2+0x0' tracing/trace > scratch/count
+test "$(cat scratch/count)" -gt 0
+mkdir tracing/instances/mine
+test -f tracing/instances/mine/trace
+rmdir tracing/instances/mine
+(echo "load $PWD/scratch/file" > machine/modules) 2> /dev/null && exit 1
+echo load dm_mod > machine/modules
+grep -c '^dm_mod ' machine/modules
+echo unload dm_mod > machine/modules
+echo 1 > tracing/events/sched/sched_process_fork/enable
+timeout 20 cat tracing/trace_pipe > ../piped &
+reader=$!
+for number in 1 2 3; do (true); cat machine/version > /dev/null; done
+until grep -q 'comm=sh pid=[0-9]* child_comm=sh' ../piped; do cat kprobe_profile > /dev/null; done
+kill $reader
+echo 1 > tracing/events/sched/sched_process_exec/enable
+cat scratch/file > /dev/null
+grep -c 'cat-[0-9]* .*sched_process_exec: filename=.*/cat pid=' tracing/trace
+echo 0 > tracing/events/enable
+echo > kprobe_events
+grep -c 'Linux version' machine/dmesg
+"""
+
+
+OURS = r"""
+set -e
+cd "$1"
+echo 'p:opened do_sys_openat2 path=+0(%si):ustring' > kprobe_events
+echo 'r:returned vfs_read size=$retval:s64' >> kprobe_events
+echo 'p:within vfs_read+5 size=%dx' >> kprobe_events
+(echo 'p:wrong no_such_function' >> kprobe_events) 2> /dev/null && exit 1
+grep -c 'Invalid probed address or symbol' tracing/error_log
+echo 1 > tracing/events/kprobes/enable
+echo hello > scratch/file
+for number in 1 2 3 4 5 6 7 8; do cat scratch/file > /dev/null; done
+echo nothing > dev/null
+test -z "$(cat dev/null)"
+ls dev | grep -qx null
+awk '{ print $2, $3, $4 }' kprobes/list | sort
+cat kprobes/stats/kprobes/within/mode kprobes/stats/kprobes/within/hits > ../stats
+grep -c 'cat-[0-9]* .*opened: (do_sys_openat2+0x0/0x[0-9a-f]*) path="/scratch/file"' tracing/trace
+grep -c 'sh-[0-9]* .*opened: (do_sys_openat2+0x0/0x[0-9a-f]*) path="/dev/null"' tracing/trace
+grep -c 'cat-[0-9]* .*returned: (ksys_read+0x[0-9a-f]*/0x[0-9a-f]* <- vfs_read) size=6$' tracing/trace
+echo mark > tracing/trace_marker
+grep -c 'sh-[0-9]* .*tracing_mark_write: mark' tracing/trace
+: > ../piped
+timeout 20 cat tracing/trace_pipe > ../piped &
+reader=$!
+until grep -q 'within: (vfs_read+0x5' ../piped; do cat scratch/file > /dev/null; done
+kill $reader
+echo 0 > tracing/events/enable
+echo > kprobe_events
+mv scratch/file tracing/trace 2> /dev/null && exit 1
+echo load dm_mod > machine/modules
+grep -c '^dm_mod ' machine/modules
+echo unload dm_mod > machine/modules
+echo vfs_read > tracing/set_ftrace_filter
+echo function > tracing/current_tracer
+cat scratch/file > /dev/null
+echo nop > tracing/current_tracer
+grep -c 'Linux version' machine/dmesg
+"""
+
+
+def links_and_room(directory: Path) -> None:
+    """In scratch/, by the host's own calls."""
+    scratch = directory / "scratch"
+    room = os.statvfs(scratch)
+    assert room.f_blocks >= room.f_bfree > 0
+    (scratch / "whole").write_text("text")
+    (scratch / "linked").hardlink_to(scratch / "whole")
+    assert (scratch / "linked").read_text() == "text"
+    assert (scratch / "linked").stat().st_nlink == 2
+    os.mkfifo(scratch / "fifo")
+    reader = os.open(scratch / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    (scratch / "fifo").write_bytes(b"through")
+    assert os.read(reader, 99) == b"through"
+    os.close(reader)
+
+
+def appends_as_the_host_does(directory: Path) -> None:
+    """Behind the end as long as the flag is there, whoever set it; the position is where that leaves it."""
+    answers = []
+    for file in (directory.parent / "appended", directory / "scratch/appended"):
+        file.write_bytes(b"x" * 100)
+        opened = os.open(file, os.O_RDWR | os.O_APPEND)
+        said: list[object] = [os.write(opened, b"0123456789"), os.lseek(opened, 10, 0), os.read(opened, 999)]
+        for flags, at in ((0, 3), (os.O_APPEND, 5), (0, 5), (os.O_NONBLOCK, 9)):
+            fcntl.fcntl(opened, fcntl.F_SETFL, flags)
+            said += [os.lseek(opened, at, 0), os.write(opened, b"now"), os.read(opened, 7)]
+            said += [os.pwrite(opened, b"P", 1), os.lseek(opened, 0, os.SEEK_CUR)]
+        os.close(opened)
+        answers.append((said, file.read_bytes()))
+    assert answers[0] == answers[1]
+
+
+def names_come_and_go_as_the_hosts_do(directory: Path) -> None:
+    """Whatever the host's kernel remembers of them: each call's answer, and what is left."""
+    places = directory.parent / "names", directory / "scratch/names"
+    for place in places:
+        place.mkdir()
+    names = ("a", "b", "c", "a/x", "a/y", "b/x", "b/a/z")
+
+    def said(call: Callable[[Random, Path, Path], object], seed: float, one: Path, other: Path) -> object:
+        try:
+            return call(Random(seed), one, other)
+        except OSError as error:
+            return error.errno
+
+    def opened(path: Path, flags: int) -> object:
+        with open(os.open(path, flags | os.O_RDWR, 0o644), "r+b", buffering=0) as file:
+            found = file.read()
+            file.write(b"more")
+            return found, os.fstat(file.fileno()).st_nlink
+
+    def looked(path: Path) -> object:
+        found = path.lstat()
+        return stat.S_IFMT(found.st_mode), stat.S_ISREG(found.st_mode) and (found.st_nlink, found.st_size)
+
+    flags = (0, os.O_CREAT, os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_APPEND, os.O_DIRECTORY)
+    calls: tuple[Callable[[Random, Path, Path], object], ...] = (
+        *[lambda it, one, _: opened(one, it.choice(flags))] * 4,
+        *[lambda _, one, __: looked(one)] * 2,
+        lambda _, one, __: sorted(os.listdir(one)),
+        lambda _, one, __: one.mkdir(),
+        lambda _, one, __: one.rmdir(),
+        lambda _, one, __: one.unlink(),
+        lambda _, one, other: os.rename(one, other),
+        lambda _, one, other: os.link(one, other),
+        lambda _, one, other: one.symlink_to(os.path.relpath(other, one.parent)),
+        lambda _, one, __: os.readlink(one),
+        lambda it, one, __: os.truncate(one, it.randrange(9)),
+    )
+    random = Random(20)
+    for number in range(1500):
+        call, one, other, seed = random.choice(calls), *random.sample(names, 2), random.random()
+        answers = [said(call, seed, place / one, place / other) for place in places]
+        assert answers[0] == answers[1], (number, one, other)
+
+
+def is_refused_to_reboot(directory: Path) -> None:
+    with pytest.raises(CliError, match="isn't booted anew: mount it again"):
+        control.reboot(str(directory))
+
+
+def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    with daemon(directory, "--image", str(debian_kernel.image()), program=REAL_PROGRAM) as mounted:
+        done = subprocess.run(
+            ["sh", "-c", OURS, "sh", str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        error, *listed, opened, null, returned, marks, loaded, log = done.stdout.splitlines()
+        assert (error, marks, loaded, log) == ("1", "1", "1", "1")
+        assert listed == [
+            "k do_sys_openat2+0x0 [FTRACE]",
+            "k vfs_read+0x5 [OPTIMIZED]",
+            "r vfs_read+0x0 [FTRACE]",
+        ]
+        assert (opened, null, returned) == ("8", "1", "8")
+        links_and_room(directory)
+        appends_as_the_host_does(directory)
+        names_come_and_go_as_the_hosts_do(directory)
+        (directory / "kprobe_events").write_text("p:k/seen vfs_read")
+        (probe,) = Probes(str(directory)).look()
+        assert (probe.event, probe.mode, probe.enabled) == ("k/seen", "disarmed", False)
+        is_refused_to_reboot(directory)
+        mode, hits = (tmp_path / "stats").read_text().split()
+        assert mode == "optimized"
+        assert int(hits) >= 16
+        assert mounted.log.count("\n") <= 2
+
+
+def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    options = ("--image", str(debian_kernel.image()), "--kprobes", "kernel")
+    with daemon(directory, *options, program=REAL_PROGRAM) as mounted:
+        done = subprocess.run(
+            ["sh", "-c", SCRIPT, "sh", str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1", "1", "1"]
+        links_and_room(directory)
+        appends_as_the_host_does(directory)
+        names_come_and_go_as_the_hosts_do(directory)
+        is_refused_to_reboot(directory)
+        assert mounted.log.count("\n") <= 2

@@ -1,0 +1,168 @@
+"""open, read and close in scratch/: what they take below FUSE, and that a close put off comes in its turn."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
+
+SHELL, OTHER = Client(4001, 0, 0), Client(4002, 0, 0)
+FILE = "/scratch/file"
+CALLS, STARTS = 109, 2
+"""At most so many calls of Python, and runs of the emulator; lower them when it takes less."""
+
+
+class Host(ProcessWatch):
+    """Two processes, of which the first changes its name and forks."""
+
+    def __init__(self) -> None:
+        self.name = "sh"
+        self.forked: list[Fork] = []
+
+    def comm(self, pid: int) -> str | None:
+        return self.name if pid == SHELL.pid else "cat"
+
+    def has_news(self) -> bool:
+        return bool(self.forked)
+
+    def forks(self) -> list[Fork]:
+        found, self.forked = self.forked, []
+        return found
+
+
+@pytest.fixture(scope="module")
+def mount() -> Iterator[NativeMount]:
+    found = ProbedMount(
+        LinuxEngine(*debian_kernel.with_kernel()), ProcessWatch(), Owner(0, 0), is_tracefs=False
+    )
+    found.release(found.create(SHELL, FILE, 0o644, os.O_WRONLY))
+    yield found
+    found.close()
+
+
+def opened_and_read(mount: NativeMount, client: Client = SHELL) -> None:
+    """What `open(FILE)`, `read()` and `close()` ask for: the host's kernel knows the name."""
+    handle = mount.open(client, FILE, os.O_RDONLY)
+    mount.read(client, handle, 4096, 0)
+    mount.release(handle)
+
+
+def test_how_much_it_takes(mount: NativeMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two rounds that follow each other the less: a tick of the guest's may come into one."""
+    starts = 0
+    engine = mount._tasks.machine.engine
+    start = engine.start
+
+    def counted(address: int) -> int:
+        nonlocal starts
+        starts += 1
+        return start(address)
+
+    monkeypatch.setattr(engine, "start", counted)
+    found = []
+    for _ in range(2):
+        opened_and_read(mount)
+        starts, calls = 0, 0
+
+        def profile(frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event == "call" and "/emulated_kernel/" in frame.f_code.co_filename
+
+        sys.setprofile(profile)
+        try:
+            opened_and_read(mount)
+        finally:
+            sys.setprofile(None)
+        found.append((calls, starts))
+    calls, starts = min(found)
+    assert CALLS / 2 < calls <= CALLS
+    assert starts == STARTS
+
+
+def events(shell: Files) -> list[tuple[str, str]]:
+    """Who closed and opened since the trace was emptied, in order; what reads the trace is left out."""
+    text = shell.read("/tracing/trace")
+    found = re.findall(r": (closed|opened): .* comm=\"(.*?)\"(?: name=\"(.*)\")?$", text, re.MULTILINE)
+    return [(comm, event) for event, comm, name in found if name != "/tracing/trace"][1:]
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def traced(host: Host) -> Iterator[Files]:
+    mount = debian_kernel.mount(host)
+    shell = Files(mount, SHELL)
+    mount.release(mount.create(SHELL, FILE, 0o644, os.O_WRONLY))
+    opened_and_read(mount, OTHER)
+    define(shell, "do_sys_openat2", "name=+0($arg2):ustring")
+    yield shell
+    mount.close()
+
+
+def define(shell: Files, function: str, *arguments: str) -> None:
+    """Events at close(2) and at a function, with who they come from; the trace is empty then."""
+    shell.write("/tracing/events/enable", "0")
+    opened = " ".join((f"p:opened {function} comm=$comm", *arguments))
+    shell.write(
+        "/kprobe_events", f"p:closed __x64_sys_close comm=$comm\n{opened}\n", os.O_WRONLY | os.O_TRUNC
+    )
+    shell.write("/tracing/events/kprobes/enable", "1")
+    shell.write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
+
+
+def test_each_close_stands_where_it_was_made(traced: Files, host: Host) -> None:
+    """By who made it, in front of what it or another did next, under the name that it had then."""
+    mount = traced.mount
+    opened_and_read(mount)
+    opened_and_read(mount, OTHER)
+    with pytest.raises(KernelError):
+        mount.getattr("/scratch/nothing")
+    with pytest.raises(KernelError):
+        mount.open(OTHER, "/scratch/nothing", os.O_RDONLY)
+    opened_and_read(mount)
+    host.name = "renamed"
+    opened_and_read(mount)
+    assert events(traced) == [
+        ("sh", "opened"), ("sh", "closed"), ("cat", "opened"), ("cat", "closed"), ("cat", "opened"),
+        ("sh", "opened"), ("sh", "closed"), ("renamed", "opened"), ("renamed", "closed"),
+    ]  # fmt: skip
+
+
+def test_a_fork_comes_behind_the_close_in_front_of_it(traced: Files, host: Host) -> None:
+    define(traced, "kernel_clone")
+    opened_and_read(traced.mount)
+    host.forked.append(Fork(4003, SHELL.pid, "child", 0, 0, alive=True))
+    opened_and_read(traced.mount)
+    assert [event for _, event in events(traced)] == ["closed", "opened", "closed"]
+
+
+def test_no_descriptor_is_left(traced: Files) -> None:
+    mount = traced.mount
+    before = mount.open(SHELL, FILE, os.O_RDONLY)
+    number = mount._opened(before).fd
+    mount.release(before)
+    for path in (FILE, "/scratch/nothing", FILE):
+        handle = None
+        try:
+            handle = mount.open(SHELL, path, os.O_RDONLY)
+        except KernelError:
+            continue
+        assert mount._opened(handle).fd == number
+        mount.release(handle)

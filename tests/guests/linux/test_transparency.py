@@ -1,0 +1,83 @@
+"""A short form of tests.guests.linux.transparency, and that it sees what a probe would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.kprobes.kprobe import Kprobe
+from tests.guests.linux.everywhere import functions
+from tests.guests.linux.probing import MODES, engine, kernel
+from tests.guests.linux.rewind import Rewind
+from tests.guests.linux.traced import TRACED
+from tests.guests.linux.transparency import OBJECTS, PROBED, Call, Caller, Comparison
+from tests.sample import fewer
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the host has no pagemap")
+
+
+def test_calls_are_the_same_in_all_modes() -> None:
+    comparison = Comparison(seed=2)
+    comparison.compare(functions(fewer(300, 20), seed=2), 2)
+    comparison.close()
+    assert comparison.differences == []
+    assert comparison.ends["its"] > comparison.functions / 2
+    for mode in (*PROBED, *TRACED):
+        assert comparison.hits[mode] > comparison.functions
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Caller]:
+    found = Caller(engine(MODES["boosted"]), 1.0)
+    yield found
+    found.engine.tasks.machine.close()
+
+
+def address_of(name: str) -> int:
+    found = kernel().kallsyms.lookup_name(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("wrong", ["register", "memory"])
+def test_what_a_probe_changes_is_told(wrong: str, caller: Caller) -> None:
+    memory = caller.engine.machine.memory
+    call = Call(address_of("strlcpy"), (OBJECTS, OBJECTS + 4096, 64), (bytes(4096), b"some text\0"))
+
+    def change(_kprobe: Kprobe, regs: object) -> None:
+        if wrong == "register":
+            regs.r10 = 1  # type: ignore[attr-defined]
+        else:
+            memory.write(OBJECTS + 100, b"y")
+
+    caller.begin()
+    expected = caller.call(call)
+    assert expected is not None
+    assert expected.end == "its return"
+    assert expected.memory
+    probe = Kprobe(addr=call.function, pre_handler=change)
+    with caller.engine.lock:
+        caller.engine.kprobes.register_kprobe(probe)
+    caller.begin()
+    found = caller.call(call)
+    with caller.engine.lock:
+        caller.engine.kprobes.unregister_kprobe(probe)
+    assert found is not None
+    assert ("r10=0x1" if wrong == "register" else "page") in found.difference(expected, 0)
+
+
+def test_memory_is_as_before() -> None:
+    machine = engine(MODES["boosted"]).tasks.machine
+    rewind, ram = Rewind(machine.memory.ram, bool), machine.memory.ram
+    rewind.keep()
+    # All pages are this process's where it has booted the kernel itself; page 0 isn't compared.
+    written, clean = next(filter(None, rewind.written())), 100 << 20
+    before = ram[written : written + 4096], ram[clean : clean + 4096]
+    ram[written : written + 4096] = ram[clean : clean + 4096] = b"z" * 4096
+    assert {written, clean} <= set(rewind.changed())
+    rewind.back()
+    assert (ram[written : written + 4096], ram[clean : clean + 4096]) == before
+    assert rewind.changed() == {}
+    machine.close()
