@@ -1,4 +1,6 @@
-"""One scripted session with a kernel, as text: python -m tests.guests.builtin.determinism RUNS [ARCH [SEED [CPUS]]].
+"""Print one scripted session with a kernel as text.
+
+python -m tests.guests.builtin.determinism RUNS [ARCH [SEED [CPUS]]]
 
 Prints the digest of each run, and of the last one all lines.
 """

@@ -1,4 +1,6 @@
-"""Clients, files, instances, modules and probes of a real kernel come and go: python -m tests.guests.linux.churn."""
+"""Create and remove clients, files, instances, modules and probes of a real kernel.
+
+python -m tests.guests.linux.churn"""
 
 from __future__ import annotations
 

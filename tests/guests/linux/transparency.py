@@ -1,4 +1,4 @@
-"""Calls of a real kernel's functions with generated inputs, in all modes: python -m tests.guests.linux.transparency.
+"""Call a real kernel's functions with generated inputs, in all modes: tests.guests.linux.transparency.
 
 A function is called as any code of the kernel would call it, from its idle loop. However it ends, by its
 return or by an exception, registers and memory have to be what they are without a probe on its instructions.
