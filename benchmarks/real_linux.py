@@ -1,4 +1,4 @@
-"""What a distribution's kernel costs with our engine, beside our own kernel; targets: docs/real-linux.md's.
+"""What a distribution's kernel costs with our engine, beside our own kernel; targets: docs/guide/real-linux.md's.
 
 A hit makes a record with an argument: it is what the same calls of a function take longer with the probe.
 """

@@ -1,4 +1,4 @@
-"""Our rows of the tables in docs/sources/, measured as `kprobefs bench hit` and `kinds` do, net.
+"""Our rows of the tables in docs/reference/sources/, measured as `kprobefs bench hit` and `kinds` do, net.
 
 `--write` puts the medians into the pages. Run it on a machine that does nothing else.
 """
@@ -14,7 +14,7 @@ from common import Distribution, arguments, report
 from emulated_kernel.kprobes.profile import RETURN_HOOKS
 from kprobefs.measure import bench, bench_cpus, bench_kinds, bench_return
 
-PAGES = Path(__file__).resolve().parents[1] / "docs" / "sources"
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "reference" / "sources"
 BY_MODE = [
     (probe, mode)
     for probe in (bench.RECORDING, bench.RETURNING)
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", metavar="LABEL", choices=[row.label for row in ROWS], help="one row alone")
     parser.add_argument("--write", action="store_true", help="put the medians into the pages")
-    parser.add_argument("--pages", type=Path, default=PAGES, help="(default: docs/sources)")
+    parser.add_argument("--pages", type=Path, default=PAGES, help="(default: docs/reference/sources)")
     options = parser.parse_args()
     figures: list[Distribution] = []
     lines = {}

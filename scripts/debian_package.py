@@ -188,7 +188,7 @@ def install_documents(tree: Path) -> None:
     place = tree / "usr/share/doc/kprobefs"
     put(place / "copyright", (ROOT / "LICENSE").read_bytes())
     put(place / "changelog.gz", packed((ROOT / "CHANGELOG.md").read_bytes()))
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         put(place / document.relative_to(ROOT), document.read_bytes())
 
 

@@ -16,7 +16,7 @@ from tests.image.linux import made
 from tests.oracle.recorded import oracle_directory
 
 Counted = dict[str, Any]
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 VERDICTS = ("optimized", "breakpoint", "ftrace", "refused")
 CALL_FENTRY = b"\xe8\0\0\0\0"
 MOVES = bytes.fromhex("4889e5") * 8
@@ -75,7 +75,7 @@ def test_our_own_kernels(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     symbols = {symbol["name"]: symbol for symbol in found["symbols"]}
     assert symbols["vfs_read"]["verdicts"]["instructions"] > 20
     assert (found["pairs"] or 0) > found["verdicts"]["optimized"] or not arch.startswith("riscv")
-    assert row(found) in PAGE.read_text(), "docs/coverage.md"
+    assert row(found) in PAGE.read_text(), "docs/reference/coverage.md"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_the_page_says_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None
     """Each operation of libfuse's is on one side, and each kind of write."""
     adapter = pytest.importorskip("kprobefs.fuse.operations")
     monkeypatch.setattr(adapter, "_client", lambda: Client(1, 0, 0))
-    page = " ".join((ROOT / "docs/reliability.md").read_text().split())
+    page = " ".join((ROOT / "docs/reference/reliability.md").read_text().split())
     said = re.search(r"what looks \(([^)]*)\) and what ends \((.*?)\) is answered", page)
     assert said is not None
     looking, ending, written = (

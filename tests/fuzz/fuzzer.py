@@ -44,7 +44,7 @@ _PARTLY_DONE = frozenset(
 )
 """Linux: of several events that a command means those are removed, or enabled, that can be.
 
-Each kind of file and errno has its words in docs/compatibility.md.
+Each kind of file and errno has its words in docs/reference/compatibility.md.
 """
 _WORD_BY_WORD = frozenset(
     {

@@ -1,6 +1,6 @@
 """perf-tools over a mount: each tool with its options prints what the clients beside it did.
 
-The table in docs/compatibility.md says which of them can't, and why.
+The table in docs/reference/compatibility.md says which of them can't, and why.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ EXEMPTIONS: dict[str, Callable[[Mounted, Record], bool]] = {
     "histograms": _is_histogram,
     "other tracers": _chooses_missing_tracer,
 }
-"""What this kernel doesn't have, and so can't answer as Linux does; docs/compatibility.md lists the same."""
+"""What this kernel doesn't have, and so can't answer as Linux does; docs/reference/compatibility.md lists the same."""
 
 
 def exemption(mounted: Mounted, record: Record) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from tests.oracle.recorded import oracle_directory, recording, versions
 from tests.oracle.shares import WAYS, share
 
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 DIRECTORY = oracle_directory()
 KERNELS = ("6.1", "6.1-rethunk")
 """The page's columns."""

@@ -102,7 +102,7 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_memory_table_is_the_one_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    [body] = blocks("console memory", README.parent / "docs" / "return-hooks.md")
+    [body] = blocks("console memory", README.parent / "docs" / "reference" / "return-hooks.md")
     [step] = steps(body)
     program, *arguments = step.command.split()
     assert program == "kprobefs"

@@ -97,7 +97,7 @@ def _lines(folder: Path) -> list[str]:
 
 def test_rows_of_the_sources_are_filled_in(tmp_path: Path) -> None:
     """Each has its place in one page, and one run fills one row."""
-    pages, copies = BENCHMARKS.parent / "docs" / "sources", tmp_path / "sources"
+    pages, copies = BENCHMARKS.parent / "docs" / "reference" / "sources", tmp_path / "sources"
     shutil.copytree(pages, copies)
     run("sources.py", *QUICK["sources.py"], "--write", "--pages", str(copies))
     before, after = _lines(pages), _lines(copies)

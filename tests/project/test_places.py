@@ -187,7 +187,7 @@ def test_each_shadow_stack_can_be_chosen_and_is_documented() -> None:
     assert sorted(found) == sorted(RETURN_HOOKS)
     assert tuple(SHADOW_STACKS) == RETURN_HOOKS == choices("--return-hook", "mount")
     assert {profile.return_hook for profile in PROFILES.values()} <= set(RETURN_HOOKS)
-    documented = (ROOT / "docs/return-hooks.md").read_text()
+    documented = (ROOT / "docs/reference/return-hooks.md").read_text()
     with Kernel() as kernel, kernel.lock:
         hooks = kernel.kretprobes.hooks
         for name in SHADOW_STACKS:
@@ -225,7 +225,7 @@ def test_each_command_is_in_the_manual() -> None:
 
 
 def test_each_group_of_events_is_in_the_page_of_differences() -> None:
-    documented = (ROOT / "docs/compatibility.md").read_text()
+    documented = (ROOT / "docs/reference/compatibility.md").read_text()
     with Kernel() as kernel:
         groups = {event.group for event in kernel.tracing.system.events}
     assert groups > {"sched", "syscalls", "raw_syscalls"}

@@ -16,7 +16,7 @@ from tests.project.readme import README, Step, blocks, normalise, of_image, step
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
 EXAMPLES, FIRST, OWN, ASSEMBLY = (
-    README.parent / "docs" / name
+    README.parent / "docs/guide" / name
     for name in ("examples.md", "first-probe.md", "own-kernel.md", "assembly.md")
 )
 SESSIONS = [
@@ -86,7 +86,7 @@ def test_the_memory_that_the_kernel_has_is_told() -> None:
         (known,) = [line for line in map(str, kernel.guest.messages()) if "K available" in line]
         mebibytes = int(re.findall(r"/(\d+)K available", known)[0]) >> 10
         told = f"{kernel.config.ram_size >> 20} MiB ({mebibytes} MiB that it knows of"
-    assert f"RAM is {told}" in " ".join((README.parent / "docs/security.md").read_text().split())
+    assert f"RAM is {told}" in " ".join((README.parent / "docs/reference/security.md").read_text().split())
 
 
 def test_a_sample_of_another_image_is_found() -> None:

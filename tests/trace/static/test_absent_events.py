@@ -1,4 +1,4 @@
-"""Which of Linux's events are absent is said in docs/compatibility.md, all of them and no others."""
+"""Which of Linux's events are absent is said in docs/reference/compatibility.md, all of them and no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.events.link_order import linux_events
 
-PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 ROW = re.compile(r"^\| `(\w+)` \| ((?:`[\w*]+`(?:, )?)+) \| ", re.MULTILINE)
 
 
