@@ -244,10 +244,7 @@ def refusals() -> str:
     parts = (
         f"# From refusals to checks\n\nWhich function refuses what. {NOTE}\n",
         "## Reasons, and texts of error_log\n\n" + table(("kind", "member", "checked in"), rows),
-        "## Errors\n\n"
-        + table(
-            ("errno", "raised in"), ((f"`{name}`", _lines(ours)) for name, ours in sorted(errnos.items()))
-        ),
+        "## Errors\n\n" + table(("errno", "raised in"), raised),
     )
     return "\n".join(parts)
 
