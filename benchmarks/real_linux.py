@@ -1,4 +1,4 @@
-"""What a distribution's kernel costs with our engine, beside our own kernel; targets: docs/guide/real-linux.md's.
+"""Measure a distribution's kernel with kprobefs's kprobes; the targets are those of docs/guide/real-linux.md.
 
 A hit makes a record with an argument: it is what the same calls of a function take longer with the probe.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.churn.__main__ import churn, main, verdict
-from tests.churn.session import Session
+from stress.churn.__main__ import churn, main, verdict
+from stress.churn.session import Session
 from tests.sample import fewer
 
 SECONDS = fewer(20, 4)
@@ -33,7 +33,7 @@ def test_thousands_of_probes_come_and_go() -> None:
 
 def test_what_grows_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A page that each cycle keeps."""
-    monkeypatch.setattr("tests.churn.__main__.WARM_UP", 1)
+    monkeypatch.setattr("stress.churn.__main__.WARM_UP", 1)
 
     def keep(session: Session) -> None:
         session.kernel.call("__get_free_pages", 0, 0)

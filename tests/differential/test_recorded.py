@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential import sides
-from tests.differential.areas import AREAS
-from tests.differential.compare import ResetError, Tally, answers_of, prepared
-from tests.differential.normal import Normal
-from tests.differential.recorded import Recorded, Sample
-from tests.differential.steps import read
+from stress.differential import sides
+from stress.differential.areas import AREAS
+from stress.differential.compare import ResetError, Tally, answers_of, prepared
+from stress.differential.normal import Normal
+from stress.differential.recorded import Recorded, Sample
+from stress.differential.steps import read
 
 FEWEST = 15
 """Answers of an area."""

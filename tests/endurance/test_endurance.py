@@ -1,4 +1,4 @@
-"""The attacks of `python -m tests.endurance` for a moment each."""
+"""The attacks of `python -m stress.endurance` for a moment each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from subprocess import PIPE
 
 import pytest
 
-from tests.endurance import late
-from tests.endurance.attacks import full_disk, kills, leap, operations, readers, traffic
-from tests.endurance.starved import starved
+from stress.endurance import late
+from stress.endurance.attacks import full_disk, kills, leap, operations, readers, traffic
+from stress.endurance.starved import starved
 from tests.fuse.conftest import directory, runtime
 from tests.fuse.harness import environment, eventually, needs_fuse
 
@@ -30,7 +30,7 @@ def test_operations_of_all_kinds(directory: Path) -> None:
 
 _WAITING = """
 import faulthandler, sys, time
-from tests.endurance.late import SIGNAL
+from stress.endurance.late import SIGNAL
 def stands_here():
     print("ready", flush=True)
     time.sleep(60)

@@ -1,4 +1,4 @@
-"""A small sample of what `python -m tests.fuzz` writes, and whether it would notice what must not happen."""
+"""A small sample of what `python -m stress.fuzz` writes, and whether it would notice what must not happen."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.util.errors import KernelError
-from tests.fuzz.fuzzer import RESET_EVERY, Fuzzer
-from tests.fuzz.parse import ParserFuzzer
-from tests.fuzz.parsers import Target, targets
-from tests.fuzz.report import Finding, Violation
-from tests.fuzz.session import TRACING, Session
+from stress.fuzz.fuzzer import RESET_EVERY, Fuzzer
+from stress.fuzz.parse import ParserFuzzer
+from stress.fuzz.parsers import Target, targets
+from stress.fuzz.report import Finding, Violation
+from stress.fuzz.session import TRACING, Session
 from tests.sample import fewer
 
 INPUTS = fewer(2000, 4)
@@ -79,7 +79,7 @@ def _first_finding(write: Callable[[KprobeEvents, bytes], int], monkeypatch: pyt
 
 def test_a_late_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Session()) as session:
-        monkeypatch.setattr("tests.fuzz.report.SLOWEST", 0.0)
+        monkeypatch.setattr("stress.fuzz.report.SLOWEST", 0.0)
         with pytest.raises(Violation, match="/machine/version answered after"):
             session.read("/machine/version")
 

@@ -1,4 +1,4 @@
-"""A sample of `python -m tests.fuzz.wild_calls`; it would notice a guest that ends without a word."""
+"""A sample of `python -m stress.fuzz.wild_calls`; it would notice a guest that ends without a word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner
-from tests.fuzz.wild_calls import WildCalls
+from stress.fuzz.wild_calls import WildCalls
 
 SAMPLE = 20
 LOST = (

@@ -1,4 +1,4 @@
-"""A sample of the events that tests.kprobes.everywhere puts on every instruction."""
+"""A sample of the events that stress.everywhere puts on every instruction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
-from tests.kprobes.everywhere import by_function, places, probe
+from stress.everywhere import by_function, places, probe
 from tests.sample import share
 
 CASES = (

@@ -197,7 +197,7 @@ EXEMPTIONS: dict[str, Callable[[Mounted, Record], bool]] = {
     "histograms": _is_histogram,
     "other tracers": _chooses_missing_tracer,
 }
-"""What this kernel doesn't have, and so can't answer as Linux does; docs/reference/compatibility.md lists the same."""
+"""Areas that this kernel lacks; its answers differ from Linux's. docs/reference/compatibility.md has them."""
 
 
 def exemption(mounted: Mounted, record: Record) -> str | None:

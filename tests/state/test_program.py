@@ -14,7 +14,7 @@ from kprobefs.cli.main import main
 from kprobefs.common.errors import ExitStatus
 from kprobefs.daemon.backends import build_kernel
 from kprobefs.mount_options import MountOptions
-from tests.endurance.state_kills import state_kills
+from stress.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.sample import fewer
 from tests.state.life import DEFINITIONS

@@ -19,7 +19,7 @@ from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from kprobefs.cli.main import main
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
-from tests.guests.linux.images_mutated import Mutated, small_cases, snapshots
+from stress.linux.images_mutated import Mutated, small_cases, snapshots
 from tests.image.linux import made
 from tests.sample import fewer
 
@@ -114,7 +114,7 @@ def test_hostile_kernels_end_with_their_boot(
 
 
 def test_damaged_files_by_the_dozen(tmp_path: Path) -> None:
-    """A short form of tests.guests.linux.images_mutated."""
+    """A short form of stress.linux.images_mutated."""
     mutated = Mutated(seed=3, directory=tmp_path)
     small_cases(mutated, fewer(100, 3))
     snapshots(mutated, fewer(500, 40))

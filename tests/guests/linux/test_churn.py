@@ -1,4 +1,4 @@
-"""Short forms of tests.guests.linux.churn, and that one seed gives one trace."""
+"""Short forms of stress.linux.churn, and that one seed gives one trace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from emulated_kernel.vfs.core.client import Client
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
+from stress.linux.churn import SHELL, Session, churn, grown
 from tests.guests.linux import debian_kernel
-from tests.guests.linux.churn import SHELL, Session, churn, grown
 from tests.guests.linux.files import Files
 from tests.sample import fewer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.guests.linux import everywhere
+from stress.linux import everywhere
 from tests.guests.linux.probing import MODES
 
 

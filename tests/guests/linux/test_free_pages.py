@@ -16,9 +16,9 @@ from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
+from stress.linux.churn import COMPLAINT
 from tests.guests.builtin.conftest import ScriptedWatch
 from tests.guests.linux import debian_kernel
-from tests.guests.linux.churn import COMPLAINT
 from tests.guests.linux.files import Files
 from tests.guests.linux.probing import MODES, engine
 from tests.guests.linux.rewind import PAGE, Rewind

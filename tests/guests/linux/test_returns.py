@@ -14,7 +14,7 @@ from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.vfs.core.node import Owner
-from tests.guests.linux.everywhere import ALWAYS
+from stress.linux.everywhere import ALWAYS
 from tests.guests.linux.probing import engine, workload
 from tests.oracle.inside import read, write
 from tests.sample import fewer

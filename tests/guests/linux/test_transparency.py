@@ -1,4 +1,4 @@
-"""A short form of tests.guests.linux.transparency, and that it sees what a probe would do."""
+"""A short form of stress.linux.transparency, and that it sees what a probe would do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.kprobes.kprobe import Kprobe
-from tests.guests.linux.everywhere import functions
+from stress.linux.everywhere import functions
+from stress.linux.transparency import OBJECTS, PROBED, Call, Caller, Comparison
 from tests.guests.linux.probing import MODES, engine, kernel
 from tests.guests.linux.rewind import Rewind
 from tests.guests.linux.traced import TRACED
-from tests.guests.linux.transparency import OBJECTS, PROBED, Call, Caller, Comparison
 from tests.sample import fewer
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the host has no pagemap")

@@ -15,10 +15,10 @@ from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.quiescence import Span
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from emulated_kernel.util.config import MachineConfig
+from stress.exhaustion.compiled import CompiledProof
+from stress.exhaustion.proof import Place, Proof
+from stress.exhaustion.sites import SiteProof, fentry_sites
 from tests.arch.decoding import insn_length
-from tests.kprobes.exhaustion.compiled import CompiledProof
-from tests.kprobes.exhaustion.proof import Place, Proof
-from tests.kprobes.exhaustion.sites import SiteProof, fentry_sites
 from tests.kprobes.optimizer.conftest import Boot, Probed
 from tests.kprobes.optimizer.regions import instructions, is_optimizable
 from tests.sample import fewer

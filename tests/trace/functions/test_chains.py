@@ -6,8 +6,8 @@ import pytest
 
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import ARCHITECTURES
+from stress.chains import Code, compare
 from tests.sample import share
-from tests.trace.functions.chains import Code, compare
 
 ONE_OF = 12
 """Of how many instructions one is compared."""

@@ -1,4 +1,4 @@
-"""Which of Linux's events are absent is said in docs/reference/compatibility.md, all of them and no others."""
+"""docs/reference/compatibility.md lists all events of Linux that are absent, and no others."""
 
 from __future__ import annotations
 

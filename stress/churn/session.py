@@ -1,0 +1,236 @@
+"""One kernel, churned: tasks, files, pipes, connections, modules and probes come and go; nothing stays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
+from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, kinds_of
+from emulated_kernel.guests.common.host_processes import Fork
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from stress.fuzz.report import answered_in_time
+from tests.guests.builtin.conftest import ScriptedWatch
+from tests.kprobes.boundaries import all_boundaries
+
+SHELL, WORKER = Client(500, 0, 0), Client(501, 1000, 1000)
+LOAD_PID = 70_000
+FIRST_CHILD, CHILDREN = 1000, 30_000
+ROUNDS = 5
+"""Of each kind of load in a cycle."""
+MODULES = ("ktgt", "twins", "counter_user")
+EVENTS = "/tracing/events/kprobes"
+MANY, AT_ONCE = "many", 500
+"""The group of thousands of probes, and how many of them one write defines."""
+OOPS_EVERY = 10
+"""Cycles from one task that is killed to the next."""
+BEHIND_ENTRY = {"riscv64": 8, "riscv64i": 8}
+"""Bytes of the nops at a function's entry; 5 on x86."""
+DEFINITIONS = (
+    "p:a vfs_read count=$arg3 comm=$comm\n"
+    "r:b do_sys_openat2 $retval\n"
+    "p:c vfs_write+{body}\n"
+    "p:d kmem_cache_alloc\n"
+    "p:e ktgt:ktgt_add a=$arg1\n"
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a kernel and its process hold at the end of a cycle."""
+
+    cycle: int
+    seconds: float
+    free_pages: int
+    """Of the guest's page allocator."""
+    objects: int
+    """In the guest's slab caches."""
+    tasks: int
+    host_bytes: int
+    """Of the machine's memory that the host has in use: module text, ring buffers."""
+    resident: int
+    """Bytes of this process in memory, the machine's RAM not counted."""
+    descriptors: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What has to be the same after each cycle."""
+        names = ("free_pages", "objects", "tasks", "descriptors")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What may change within bounds, in bytes."""
+        return {"host_bytes": self.host_bytes, "resident": self.resident}
+
+
+class Session:
+    """A kernel with its mount, and all that happens to it in a cycle."""
+
+    def __init__(self, arch: str = "x86_64", cpus: int = 1, probes: int = 0) -> None:
+        self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
+        self.kernel = Kernel(MachineConfig(arch=arch, cpus=cpus), self.watch)
+        self.mount = self.kernel.mount()
+        self.cycles = 0
+        self._body = BEHIND_ENTRY.get(arch, 5)
+        memory = self.kernel.machine.memory
+        self._memory = memory, self.kernel.image.kallsyms, self.kernel.image.abi
+        self._loads = [
+            BackgroundWorkload(self.kernel.guest, kind, LOAD_PID + number)
+            for number, kind in enumerate(kinds_of(self.kernel.guest))
+        ]
+        self.places = [*islice(places(self, probes), probes)] if probes else []
+        """Where probes come and go by the thousand, besides."""
+
+    def cycle(self) -> None:
+        """Everything once. Raises: KernelError, where something fails that must not."""
+        self.modules("load")
+        self.write("/kprobe_events", DEFINITIONS.format(body=self._body))
+        self.write(f"{EVENTS}/enable", "1")
+        self.loads()
+        files_come_and_go(self.mount, SHELL, WORKER)
+        self.forks()
+        self.write("/machine/call", "ktgt_add 1 2")
+        self.read("/tracing/trace")
+        if self.places:
+            self.many()
+        self.write(f"{EVENTS}/enable", "0")
+        self.write("/kprobe_events", "".join(f"-:{name}\n" for name in "abcde"))
+        self.mount.release(self.mount.open(SHELL, "/tracing/trace", os.O_WRONLY | os.O_TRUNC))
+        self.modules("unload")
+        if self.cycles % OOPS_EVERY == 0:
+            with suppress(KernelError):
+                self.write("/machine/call", "strlen 0")
+            self.write("/machine/call", "strlen 'the next task'")
+        self.settle()
+        self.cycles += 1
+
+    def many(self) -> None:
+        """Thousands of probes defined, armed, hit, disarmed and gone."""
+        definitions = [f"p:{MANY}/p{number} {place}\n" for number, place in enumerate(self.places)]
+        for first in range(0, len(definitions), AT_ONCE):
+            self.write("/kprobe_events", "".join(definitions[first : first + AT_ONCE]))
+        self.write(f"/tracing/events/{MANY}/enable", "1")
+        self.loads()
+        self.settle()
+        files_come_and_go(self.mount, SHELL, WORKER)
+        self.write(f"/tracing/events/{MANY}/enable", "0")
+        for first in range(0, len(definitions), AT_ONCE):
+            gone = range(first, min(first + AT_ONCE, len(definitions)))
+            self.write("/kprobe_events", "".join(f"-:{MANY}/p{number}\n" for number in gone))
+
+    def modules(self, verb: str) -> None:
+        """Load or unload them, in order or against it; the one whose init fails leaves nothing either."""
+        if verb == "load":
+            for name in MODULES:
+                self.write("/machine/modules", f"load {name}")
+            with suppress(KernelError):
+                self.write("/machine/modules", "load initfail")
+        else:
+            for name in (*reversed(MODULES), "counter"):
+                self.write("/machine/modules", f"unload {name}")
+
+    def loads(self) -> None:
+        for load in self._loads:
+            with self.kernel.lock:
+                for _ in range(ROUNDS):
+                    load.round()
+                load.end()
+
+    def forks(self) -> None:
+        """Processes of the host that use the mount, execute something and end."""
+        for number in range(3):
+            pid = FIRST_CHILD + (3 * self.cycles + number) % CHILDREN
+            self.watch.comms[pid] = "child"
+            self.watch.pending_forks.append(Fork(pid, SHELL.pid, "child", 0, 0, alive=True))
+            self.read("/machine/version", Client(pid, 0, 0))
+            self.watch.pending_exits.append(pid)
+            del self.watch.comms[pid]
+        self.watch.followed.clear()
+        self.read("/machine/version")
+
+    def settle(self) -> None:
+        """Let work that waits be done: code is freed some jiffies after its last use."""
+        for _ in range(12):
+            self.read("/machine/version")
+
+    def write(self, path: str, text: str) -> None:
+        with answered_in_time(path):
+            handle = self.mount.open(SHELL, path, os.O_WRONLY | os.O_APPEND)
+            try:
+                self.mount.write(SHELL, handle, text.encode(), 0)
+            finally:
+                self.mount.release(handle)
+
+    def read(self, path: str, client: Client = SHELL) -> bytes:
+        with answered_in_time(path):
+            handle = self.mount.open(client, path, os.O_RDONLY)
+            data = b"".join(self._pieces(client, handle))
+            self.mount.release(handle)
+        return data
+
+    def _pieces(self, client: Client, handle: int) -> Iterator[bytes]:
+        at = 0
+        while more := self.mount.read(client, handle, 1 << 16, at):
+            at += len(more)
+            yield more
+
+    def sample(self, seconds: float) -> Sample:
+        kernel = self.kernel
+        info = read_memory(*self._memory)
+        return Sample(
+            cycle=self.cycles,
+            seconds=seconds,
+            free_pages=info.free,
+            objects=sum(cache.objects for cache in read_slabs(*self._memory)),
+            tasks=len(list(kernel.guest.processes)),
+            host_bytes=kernel.machine.memory.host_pages.used,
+            resident=resident_bytes(),
+            descriptors=len(os.listdir("/proc/self/fd")),
+        )
+
+
+def files_come_and_go(mount: GuestMount | NativeMount, owner: Client, worker: Client) -> None:
+    """A directory of one client with files of another: grown, cut, linked and gone again."""
+    mount.mkdir(owner, "/scratch/d", 0o777)
+    for number in range(3):
+        path = f"/scratch/d/{number}"
+        handle = mount.create(worker, path, 0o644, os.O_RDWR)
+        mount.write(worker, handle, bytes(30_000 * number), 0)
+        mount.read(worker, handle, 1000, 10)
+        mount.release(handle)
+        mount.truncate(worker, path, 100)
+    mount.symlink(worker, "/scratch/d/s", "0")
+    mount.rename(worker, "/scratch/d/1", "/scratch/d/2")
+    for name, *_ in mount.readdir("/scratch/d")[2:]:
+        mount.unlink(worker, f"/scratch/d/{name}")
+    mount.rmdir(owner, "/scratch/d")
+
+
+def places(session: Session, count: int) -> Iterator[str]:
+    """So many places all over the text at which a probe is taken."""
+    kernel = session.kernel
+    probeable = [b for b in all_boundaries(kernel.image) if b.refusal is None]
+    for boundary in probeable[:: max(1, len(probeable) // (2 * count))]:
+        where = kernel.image.kallsyms.lookup(boundary.addr)
+        assert where is not None
+        place = f"{where.symbol.name}+{where.offset}"
+        with suppress(KernelError):
+            session.write("/kprobe_events", f"p:tried {place}\n")
+            session.write("/kprobe_events", "-:tried\n")
+            yield place
+
+
+def resident_bytes() -> int:
+    """What this process has in memory and shares with nobody: the machine's RAM isn't in it."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10

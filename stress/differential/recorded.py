@@ -1,0 +1,73 @@
+"""A sample of cases with the distribution's kernel's answers, kept for runs that can't boot it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stress.differential.steps import Case, Step
+
+SAMPLE = Path(__file__).with_name("sample.json.gz")
+
+
+class Recorded(NamedTuple):
+    """One case, and what the kernel said to each of its steps, without what may differ."""
+
+    case: Case
+    answers: list[str]
+
+
+class Sample:
+    """What a file of recorded cases holds."""
+
+    def __init__(self, events: frozenset[str] = frozenset()) -> None:
+        self.events = events
+        """The static events that both kernels have."""
+        self._areas: dict[str, list[Recorded]] = {}
+
+    def add(self, area: str, case: Case, answers: list[str]) -> None:
+        """One more case."""
+        self._areas.setdefault(area, []).append(Recorded(case, answers))
+
+    def forget(self, area: str) -> None:
+        """Those of an area."""
+        self._areas.pop(area, None)
+
+    def cases(self, area: str) -> Iterator[Recorded]:
+        """Those of an area, in their order."""
+        return iter(self._areas.get(area, ()))
+
+    def save(self, path: Path = SAMPLE) -> None:
+        """Write the file: the same bytes for the same cases."""
+        # An answer that stands in many cases is written once.
+        texts: dict[str, int] = {}
+        areas = {
+            name: [[_numbers(texts, [*each.case]), _answers(texts, each.answers)] for each in cases]
+            for name, cases in self._areas.items()
+        }
+        whole = {"events": sorted(self.events), "areas": areas, "texts": [*texts]}
+        data = json.dumps(whole, separators=(",", ":")).encode()
+        path.write_bytes(gzip.compress(data, 9, mtime=0))
+
+    @classmethod
+    def load(cls, path: Path = SAMPLE) -> Sample:
+        """Read it."""
+        whole: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+        texts = whole["texts"]
+        sample = cls(frozenset(whole["events"]))
+        for area, cases in whole["areas"].items():
+            for steps, answers in cases:
+                case = [Step(*(texts[number] for number in step)) for step in steps]
+                sample.add(area, case, [texts[number] for number in answers])
+        return sample
+
+
+def _numbers(texts: dict[str, int], case: list[Step]) -> list[list[int]]:
+    return [_answers(texts, [*step]) for step in case]
+
+
+def _answers(texts: dict[str, int], words: list[str]) -> list[int]:
+    return [texts.setdefault(word, len(texts)) for word in words]

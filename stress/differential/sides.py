@@ -1,0 +1,185 @@
+"""The two kernels as files: the distribution's own in the emulator, and ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.boot_cache import started
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from stress.differential.steps import Case, Step
+
+PID, COMM = 4001, "client"
+PROBED_FILES = ("/etc/passwd", "/etc/group")
+"""Files for uprobes; the host has them, and the distribution's guest gets them."""
+_CLIENT = Client(PID, 0, 0)
+_PIECE = 1 << 17
+_CLEARED = 8192
+_MAX = 4 << 20
+"""Bytes of a file that never ends."""
+
+
+class _Host(ProcessWatch):
+    def comm(self, pid: int) -> str | None:
+        return COMM if pid == PID else None
+
+
+@dataclass
+class Side:
+    """One kernel, and what its client does; every answer is text: a file's, or the name of an errno."""
+
+    mount: GuestMount | NativeMount
+    close: Callable[[], None]
+
+    def do(self, step: Step) -> str:
+        """One step's answer."""
+        try:
+            return VERBS[step.verb](
+                self, step.path if step.path[:1] == "/" else f"/tracing/{step.path}", step.text
+            )
+        except KernelError as error:
+            return errno.errorcode[error.errno or 0]
+        except WouldBlock:
+            return "would block"
+
+    def run(self, case: Case) -> list[str]:
+        """All answers."""
+        return [self.do(step) for step in case]
+
+    def _opened(self, path: str, flags: int, text: str) -> str:
+        handle = self.mount.open(_CLIENT, path, flags)
+        try:
+            if text:
+                data = text.encode("latin-1")
+                count = self.mount.write(_CLIENT, handle, data, 0)
+                return "" if count == len(data) else f"{count} of {len(data)}"
+        finally:
+            self.mount.release(handle)
+        return ""
+
+    def write(self, path: str, text: str) -> str:
+        """One write(2)."""
+        return self._opened(path, os.O_WRONLY, text)
+
+    def append(self, path: str, text: str) -> str:
+        """One write(2) of a file opened so."""
+        return self._opened(path, os.O_WRONLY | os.O_APPEND, text)
+
+    def truncate(self, path: str, text: str) -> str:
+        """One write(2), or none, to a file opened so."""
+        return self._opened(path, os.O_WRONLY | os.O_TRUNC, text)
+
+    def read(self, path: str, _text: str) -> str:
+        """All of it."""
+        handle, data = self.mount.open(_CLIENT, path, os.O_RDONLY | os.O_NONBLOCK), b""
+        try:
+            while len(data) < _MAX and (piece := self.mount.read(_CLIENT, handle, _PIECE, len(data))):
+                data += piece
+        except WouldBlock:
+            data += b"(would block)"
+        except KernelError as error:
+            data += f"({error.name})".encode()
+        finally:
+            self.mount.release(handle)
+        return data.decode("latin-1")
+
+    def list(self, path: str, _text: str) -> str:
+        """The names in a directory."""
+        return "\n".join(sorted(entry.name for entry in self.mount.readdir(path)))
+
+    def mkdir(self, path: str, _text: str) -> str:
+        """mkdir(2)."""
+        self.mount.mkdir(_CLIENT, path, 0o755)
+        return ""
+
+    def rmdir(self, path: str, _text: str) -> str:
+        """rmdir(2)."""
+        self.mount.rmdir(_CLIENT, path)
+        return ""
+
+    def rename(self, path: str, text: str) -> str:
+        """rename(2)."""
+        self.mount.rename(_CLIENT, path, text)
+        return ""
+
+    def unlink(self, path: str, _text: str) -> str:
+        """unlink(2)."""
+        self.mount.unlink(_CLIENT, path)
+        return ""
+
+    def create(self, path: str, text: str) -> str:
+        """A new file, and what is written to it."""
+        handle = self.mount.create(_CLIENT, path, 0o644, os.O_WRONLY | os.O_TRUNC)
+        try:
+            if text:
+                self.mount.write(_CLIENT, handle, text.encode("latin-1"), 0)
+        finally:
+            self.mount.release(handle)
+        return ""
+
+    def untrigger(self, path: str, _text: str) -> str:
+        """Each trigger of an event is taken back, histograms first; answers what is left."""
+        with suppress(KernelError):
+            self.truncate(path, "")
+        for line in reversed(self._triggers(path)):
+            with suppress(KernelError):
+                self.write(path, f"!{line}")
+        return "\n".join(self._triggers(path))
+
+    def _triggers(self, path: str) -> list[str]:
+        return [line for line in self.read(path, "").splitlines() if line and line[0] != "#"]
+
+    def uncommand(self, path: str, _text: str) -> str:
+        """Each command of a function filter is taken back."""
+        lines = [line for line in self.read(path, "").splitlines() if line[0] != "#" and ":" in line]
+        for line in lines:
+            command, _, limit = line.rpartition(":")
+            # Those with a limit are a kind of their own.
+            self.write(path, f"!{command}{'' if limit == 'unlimited' else ':0'}\n")
+        return ""
+
+
+VERBS: Final[dict[str, Callable[[Side, str, str], str]]] = {
+    method.__name__: method
+    for method in (
+        Side.write, Side.append, Side.truncate, Side.read, Side.list, Side.mkdir, Side.rmdir, Side.rename,
+        Side.unlink, Side.create, Side.untrigger, Side.uncommand,
+    )
+}  # fmt: skip
+
+
+def linux(image: str, seed: int = 1) -> Side:
+    """The kernel of a vmlinuz, a vmlinux or a package."""
+    tasks = started(image, seed)
+    mount = NativeMount(tasks, _Host(), Owner(0, 0), is_tracefs=False)
+    init, put = tasks.init, tasks.copy_to_user
+    # Both: behind what a client wrote its memory holds zero, where else a probe finds what was there before.
+    tasks.copy_to_user = lambda task, address, data: put(task, address, data + b"\0")
+    mount._syscalls.on_path(init, "mkdirat", os.path.dirname(PROBED_FILES[0]), 0o755)
+    for path in PROBED_FILES:
+        mount._syscalls.close(init, mount._syscalls.open(init, path, os.O_CREAT | os.O_WRONLY, 0o644))
+    return Side(mount, mount.close)
+
+
+def ours() -> Side:
+    """Ours."""
+    kernel = Kernel(watch=_Host())
+    buffers, get = kernel.guest.syscalls._buffers, kernel.guest.syscalls._buffers.get
+
+    def cleared() -> int:
+        address = get()
+        kernel.guest.syscalls._memory.write(address, bytes(_CLEARED))
+        return address
+
+    buffers.get = cleared
+    return Side(kernel.mount(), kernel.close)

@@ -1,0 +1,85 @@
+"""What an attacked mount has to answer, and how long that took."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from stress.fuzz.report import Violation
+from tests.fuse.harness import Daemon
+from tests.mounted.files import EVENTS, Files
+
+SLOWEST = 2.0
+"""Seconds that a request may take on a machine with nothing else to do."""
+WITHIN = 120.0
+"""Seconds for a client to end by itself."""
+
+
+def read_each(pipes: list[Path]) -> list[str]:
+    """A read of each by a thread of its own; the list gets how it ended: an errno's name or ""."""
+    answers: list[str] = []
+
+    def read(descriptor: int) -> None:
+        answers.append(errno_of(lambda: os.read(descriptor, 4096)))
+        with suppress(OSError):
+            os.close(descriptor)
+
+    for pipe in pipes:
+        threading.Thread(target=read, args=(os.open(pipe, os.O_RDONLY),), daemon=True).start()
+    return answers
+
+
+def errno_of(request: Callable[[], object]) -> str:
+    try:
+        request()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return ""
+
+
+def look(files: Files, event: str | None) -> tuple[float, str]:
+    """What must always answer: the slowest of it; `event` is disabled."""
+    late = max(
+        timed("kprobes/list", lambda: files.read("kprobes/list")),
+        timed("machine/dmesg", lambda: files.read("machine/dmesg")),
+    )
+    if event is not None:
+        late = max(late, timed("disabling", lambda: files.write(f"{EVENTS}/{event}/enable", "0")))
+    return late
+
+
+def timed(name: str, request: Callable[[], object]) -> tuple[float, str]:
+    start = time.monotonic()
+    request()
+    return time.monotonic() - start, name
+
+
+def told(late: tuple[float, str], slowest: float) -> str:
+    seconds, request = late
+    if seconds > slowest:
+        raise Violation(f"{request} took {seconds:.2f} s")
+    return f"{seconds:.2f} s the slowest request: {request}"
+
+
+def soundly_serves(running: Daemon) -> None:
+    """It answers, records a hit, and has nothing in its log."""
+    files = Files(running.directory)
+    files.write("kprobes/enabled", "1")
+    files.write("tracing/tracing_on", "1")
+    files.write("kprobe_events", "p:endured vfs_mkdir\n")
+    files.write(f"{EVENTS}/endured/enable", "1")
+    path = files.path("scratch/endured")
+    path.mkdir()
+    path.rmdir()
+    files.write(f"{EVENTS}/endured/enable", "0")
+    hits = files.read("kprobes/stats/kprobes/endured/hits")
+    if int(hits) != 1:
+        raise Violation(f"{hits.strip()} hits of one mkdir")
+    files.write("kprobe_events", "-:endured\n")
+    if "Traceback" in running.log or "ERROR" in running.log:
+        raise Violation(running.log[-2000:])

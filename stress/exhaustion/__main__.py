@@ -1,0 +1,92 @@
+"""The whole proof: python -m stress.exhaustion [--profile P] [--arch A] [--save-regs R] [--sites]
+[--states N] [--part I/N] [--jobs N].
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
+from stress.exhaustion.compiled import CompiledProof
+from stress.exhaustion.proof import Proof
+from stress.exhaustion.sites import SiteProof, fentry_sites
+from tests.kprobes.optimizer.conftest import Probed
+from tests.kprobes.optimizer.regions import optimizable
+from tests.progress import show_progress
+
+Where = tuple[str, int, int]
+
+
+class Prover:
+    """A kernel of its own, and the proof on it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        is_compiled = options.save_regs is not None
+        config = MachineConfig(arch=options.arch, profile=options.profile, save_regs=options.save_regs)
+        kernel = Kernel(config)
+        kind = SiteProof if options.sites else CompiledProof if is_compiled else Proof
+        self._find = fentry_sites if options.sites else optimizable
+        self._proof = kind(Probed(kernel), options.states)
+
+    def places(self) -> list[Where]:
+        """Where there is something to prove."""
+        return list(self._find(self._proof.probed))
+
+    def check(self, place: Where) -> tuple[int, list[str]]:
+        """Runs made for a place, and what went wrong."""
+        proof = self._proof
+        runs, known = proof.runs, len(proof.problems)
+        proof.check(place)
+        return proof.runs - runs, proof.problems[known:]
+
+
+_prover: Prover
+"""This process's."""
+
+
+def _boot(options: argparse.Namespace) -> None:
+    global _prover
+    _prover = Prover(options)
+
+
+def _places() -> list[Where]:
+    return _prover.places()
+
+
+def _check(place: Where) -> tuple[int, list[str]]:
+    return _prover.check(place)
+
+
+def main() -> int:
+    """Check every optimizable address of the image; 1 if anything goes wrong anywhere."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", default="linux-6.1")
+    parser.add_argument("--arch", default="x86_64")
+    parser.add_argument(
+        "--save-regs", choices=["live", "all"], help="compile the handlers, and save these registers"
+    )
+    parser.add_argument("--sites", action="store_true", help="fentry sites instead of optimizable places")
+    parser.add_argument("--states", type=int, default=1, help="register states a place, 3 at most")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth place, from the Ith on")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args()
+    first, step = map(int, options.part.split("/"))
+    runs, problems, start = 0, [], time.monotonic()
+    with ProcessPoolExecutor(options.jobs, initializer=_boot, initargs=(options,)) as pool:
+        places = pool.submit(_places).result()[first::step]
+        for number, (more, found) in enumerate(pool.map(_check, places, chunksize=8), 1):
+            runs += more
+            problems += found
+            show_progress(number, len(places), start, f"{runs} runs, {len(problems)} problems")
+    print(f"{len(places)} places, {runs} runs, {len(problems)} problems")
+    print(*problems[:20], sep="\n")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The proof for handlers in guest code: made, replaced and dropped while CPUs stand in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.program import ir
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import RegisterSaving
+from stress.exhaustion.proof import Group, Place, Proof, Spans, joined
+from stress.exhaustion.standing import OtherCpu, Standing
+from tests.kprobes.optimizer.regions import Pieces
+
+
+@contextmanager
+def enabled(compiler: Compiler) -> Iterator[None]:
+    """Within, hits have their handlers compiled."""
+    compiler.enabled = True
+    try:
+        yield
+    finally:
+        compiler.enabled = False
+
+
+class CompiledProof(Proof):
+    """The handler counts in a cell, asks the host, reads what may not be mapped, overwrites registers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kernel = self.probed.kernel
+        records = kernel.machine.records
+        self.cell = records.alloc_percpu(8)
+        self._counted = kernel.machine.memory.view(records.address(self.cell), 8).cast("Q")
+        kernel.kprobes.compiler.enabled = False
+        self.pointer = "di" if "di" in kernel.arch.general_registers else "a0"
+        """A register that may hold an address."""
+
+    def count(self) -> int:
+        """See Proof."""
+        return super().count() + self._counted[0]
+
+    def own(self) -> Pieces:
+        """See Proof: where counting takes several instructions, a CPU is between them."""
+        return [(self.probed.kernel.machine.records.address(self.cell), self._counted.tobytes())]
+
+    def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
+        """See Proof."""
+        return CompiledPlace(self, address, cpus)
+
+    def live_at(self, addr: int) -> LiveRegisters:
+        """See Proof."""
+        kprobes = self.probed.kernel.kprobes
+        if kprobes.profile.saving is RegisterSaving.ALL:
+            return super().live_at(addr)
+        return self.probed.verdict.live_at(addr)
+
+    def emit(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
+        """The handler as a program."""
+        unread, end = builder.label(), builder.label()
+        builder.emit(
+            ir.GetRegister(0, self.pointer),
+            ir.Load(1, 0, 0, 4, on_fault=unread),
+            ir.Place(unread),
+            *(ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(2, ir.NR_VREGS)),
+            ir.Compute(ir.Arithmetic.XOR, 2, 3),
+        )
+        builder.call_host(lambda: True, end)
+        builder.emit(ir.AddToPerCpu(self.cell, 1), ir.Place(end))
+        return True
+
+
+@dataclass
+class CompiledPlace(Place):
+    """As Place; code is made when it says so, and at no other hit."""
+
+    proof: CompiledProof
+    codes: list[CompiledCode] = field(default_factory=list, init=False)
+    """Compiled detours, oldest first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.compiler, self.garbage = self.kernel.kprobes.compiler, self.kernel.kprobes.garbage
+
+    def _register(self) -> Kprobe:
+        return self.probed.probe("probe", at=self.address, program=self.proof.emit)
+
+    def _delays(self, interiors: Group, slots: Group) -> None:
+        """A CPU in a stub is on its way to the slot."""
+        super()._delays(interiors, joined(slots, self._stubs()))
+
+    def _handled_otherwise(self, detours: Group) -> Group:
+        """The jump is led to one compiled detour, back to Python's, and to another."""
+        compiler = self.compiler
+        self.codes.clear()
+        self._watched("compiling", self._compile, detours)
+        old = self._in_code(self.codes[0])
+        self._all("compiled", joined(detours, old))
+        self._watched("changing the handler", self._change, joined(detours, old))
+        self._waits_for(old)
+        self._watched("compiling again", self._compile, joined(detours, old))
+        now = joined(detours, self._in_code(self.codes[1]))
+        self._all("compiled again", joined(now, old))
+        self.garbage.work.flush()
+        if self.codes[0] in compiler.codes or self.codes[1] not in compiler.codes:
+            self._note("compiled again", "the replaced code isn't freed, or the new one is")
+        self._all("freed", now)
+        self.scheduler.occupied_of = lambda spans: spans
+        return now
+
+    def _leave(self, detours: Group) -> None:
+        super()._leave(detours)
+        self.scheduler.occupied_of = lambda _spans: ()
+        self.garbage.work.flush()
+        if self.compiler.codes:
+            self._note("unregistered", "code isn't freed")
+
+    def _stubs(self) -> Group:
+        """Have the handler compiled by a hit of the breakpoint; in its code."""
+        self._change()
+        with enabled(self.compiler):
+            self._all("compiling a stub", None)
+        stub = self.head.stub
+        if stub is None:
+            if not self.kernel.machine.in_clock_loop(self.address):
+                self._note("compiling a stub", "there is none")
+            return [[] for _ in self.cpus]
+        self._all("compiled stub", None)
+        return [self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus]
+
+    def _compile(self) -> None:
+        """What the first hit by the jump does; it is no run of this machine, so that others can go on."""
+        with enabled(self.compiler):
+            self.kernel.kprobes.routes.compile_detour(self.head)
+        assert self.head.compiled is not None
+        self.codes.append(self.head.compiled)
+
+    def _change(self) -> None:
+        self.kernel.kprobes.handler_changed(self.probe)
+
+    def _in_code(self, code: CompiledCode) -> Group:
+        return [self._inside(cpu, code.address, code.size, "code") for cpu in self.cpus]
+
+    def _waits_for(self, group: Group) -> None:
+        """Replaced code isn't freed while a CPU stands in it."""
+        waited: list[bool] = []
+
+        def occupied(spans: Spans) -> Spans:
+            waited.append(all(any(a <= at.ip < b for a, b in spans) for each in group for at in each))
+            return spans
+
+        self.scheduler.occupied_of = occupied
+        self.garbage.work.flush()
+        self._all("changed", group)
+        if waited != [True]:
+            self._note("changed", "a CPU in replaced code isn't waited for")
+        self.scheduler.occupied_of = lambda _spans: ()
+
+    def _leaving(self, standing: Standing) -> Standing:
+        """A hit in guest code is counted there."""
+        in_code = any(code.contains(standing.ip) for code in self.codes)
+        return standing if in_code else super()._leaving(standing)
+
+    def _jumps(self) -> dict[bytes, int]:
+        return super()._jumps() | self._code_jumps()
+
+    def _code_jumps(self) -> dict[bytes, int]:
+        codes = {*self.codes, *([self.head.compiled] if self.head.compiled is not None else [])}
+        jump, buffer = self.kernel.arch.detour_jump, self._buffer()
+        return {jump(buffer.region, code.entry): code.entry for code in codes}
+
+    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+        # The code counts the hit, whatever has become of the probe.
+        if window.startswith(tuple(self._code_jumps())):
+            at_start = replace(at_start, hits=1)
+        return super()._stale(cpu, at_start, window)

@@ -1,0 +1,328 @@
+"""All stages of optimizing and unoptimizing one region, with another CPU everywhere that it can stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
+from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.machine.text.stale_fetch import Prefetch
+from stress.exhaustion.standing import OtherCpu, Standing
+from tests.arch.decoding import starts_with_breakpoint
+from tests.kprobes.optimizer.conftest import Probed
+from tests.kprobes.optimizer.regions import Bench, Pieces, loose_flags
+from tests.kprobes.scripted import script
+
+Spans = Sequence[tuple[int, int]]
+Group = list[list[Standing]]
+"""Of each CPU the states that it may be in."""
+PUSH_FLAGS = b"\x9c"
+"""Stepping it by the trap flag shows."""
+
+
+class Watch(Prefetch):
+    """Calls `before_sync` when CPUs may still have what they had fetched, for the last time."""
+
+    before_sync: Callable[[], None] = staticmethod(lambda: None)
+
+    def synchronised(self) -> None:
+        """See Prefetch.synchronised."""
+        self.before_sync()
+        super().synchronised()
+
+
+@dataclass
+class Proof:
+    """Checks places one after the other; `problems` gets a line for each thing that goes wrong."""
+
+    probed: Probed
+    states: int = 1
+    problems: list[str] = field(default_factory=list)
+    runs: int = 0
+
+    def __post_init__(self) -> None:
+        self.bench = Bench(self.probed)
+        self.scheduler = script(self.probed.kernel)
+        text = self.probed.kernel.machine.text
+        self.watch = text.watcher = Watch(text, self.probed.kernel.machine.model.fetch_unit)
+
+    def count(self) -> int:
+        """Hits handled so far."""
+        return len(self.probed.hits)
+
+    def own(self) -> Pieces:
+        """The cells of a CPU's own that handlers write."""
+        return ()
+
+    def length(self, address: int) -> int:
+        """Bytes of whole instructions that are replaced."""
+        return self.probed.region(address).length
+
+    def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
+        """What is done at a place."""
+        return Place(self, address, cpus)
+
+    def live_at(self, _addr: int) -> LiveRegisters:
+        """What may not differ from there on."""
+        return self.bench.all_live
+
+    def live_behind(self, address: int, end: int) -> LiveRegisters:
+        """The same behind a region: registers of its jumps may that nobody reads there."""
+        live, region = self.live_at(end), self.probed.verdict.optimized_region(address)
+        if isinstance(region, Rejection) or region.scratch is None:
+            return live
+        free = {region.scratch.entry, region.scratch.exit} - self.probed.verdict.live_at(end).registers
+        return replace(live, registers=live.registers - free)
+
+    def loose_flags(self, address: int, size: int) -> int:
+        """But these flags may too."""
+        arch = self.probed.kernel.arch
+        if not self.bench.all_live.flags:
+            return 0
+        code = self.probed.kernel.machine.text.original(address, size)
+        return loose_flags(code, address, arch.bits, live=self.live_at(address).flags)
+
+    def check(self, place: tuple[str, int, int]) -> None:
+        """Prove one place, or add to the problems."""
+        symbol, offset, address = place
+        region = self.length(address)
+        end = address + region
+        with self.bench.until(end):
+            states = (s._replace(ip=address) for s in self.bench.states(address))
+            # An index gone wild reads the detour's own frame, which no function does.
+            starts = [*islice((s for s in states if not self.bench.reads_below_stack(s)), self.states)]
+        live = self.live_behind(address, end)
+        behind = live, self.loose_flags(address, region)
+        cpus = [OtherCpu(self.probed, self.bench, end, at, self.count, self.own, *behind) for at in starts]
+        before = len(self.problems)
+        self.place(address, cpus).run()
+        self.probed.hits.clear()
+        self.problems[before:] = [f"{symbol}+{offset:#x}: {line}" for line in self.problems[before:]]
+
+
+@dataclass
+class Place:
+    """One region, and the CPUs that are about to execute it."""
+
+    proof: Proof
+    address: int
+    cpus: Sequence[OtherCpu]
+
+    def __post_init__(self) -> None:
+        self.probed = self.proof.probed
+        self.kernel, self.scheduler = self.probed.kernel, self.proof.scheduler
+        self.in_jump: Group = [[] for _ in self.cpus]
+        """Those that have executed a part of the jump: see `_stays`."""
+
+    def run(self) -> None:
+        """Optimize, unoptimize, optimize again, unregister; each step watched."""
+        kernel = self.kernel
+        interiors = [self._behind_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
+        self.probe = self._register()
+        self.head = self._head()
+        self._hold(True)
+        slots = [self._slot(cpu) for cpu in self.cpus]
+        if self._breakpoint_size() > len(kernel.arch.breakpoint):
+            around = joined(interiors, slots)
+            self._watched("disarming", lambda: kernel.disable_kprobe(self.probe), around, hits=0)
+            self._watched("arming", lambda: kernel.enable_kprobe(self.probe), around)
+        self._delays(interiors, slots)
+        self._watched("optimizing", lambda: self._hold(False))
+        if not self.head.is_patched:
+            self.proof.problems.append(f"isn't optimized: {kernel.kprobes.reason(self.probe)}")
+        detours = [self._detour(cpu) for cpu in self.cpus]
+        self._all("optimized", detours)
+        detours = self._handled_otherwise(detours)
+        self._watched("unoptimizing", lambda: self._hold(True), detours)
+        self._all("unoptimized", joined(detours, slots))
+        self._watched("optimizing again", lambda: self._hold(False), detours)
+        self._leave(detours)
+
+    def _register(self) -> Kprobe:
+        return self.probed.probe("probe", at=self.address)
+
+    def _breakpoint_size(self) -> int:
+        insn = self.head.insn
+        assert insn is not None
+        return len(self.kernel.arch.breakpoint_for(insn.prepared.length))
+
+    def _handled_otherwise(self, detours: Group) -> Group:
+        """What else can be done while there is a jump; CPUs that may stand somewhere then."""
+        return detours
+
+    # Where a CPU can stand
+
+    def _behind_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[Standing]:
+        """Behind each instruction but the last in so many bytes of what stands at the probe now."""
+        code = self.kernel.machine.text.current(self.address, size)
+        inner = self.kernel.arch.instruction_boundaries(code, self.address)[1:]
+        return self._met(cpu, inner, self.address, f"{what} +", hits)
+
+    def _inside_jump(self) -> Group:
+        """CPUs that have executed a part of what stands at the probe now as one."""
+        size = len(self._buffer().jump) if self.head.is_patched else 0
+        return [self._behind_each(cpu, size, "jump", 1) for cpu in self.cpus]
+
+    def _stays(self, standing: Standing) -> bool:
+        """Whether a CPU may still stand there when all have synchronised: if that may interrupt it."""
+        regs = self.kernel.machine.regs
+        here, regs.ip = regs.ip, standing.ip
+        stays = self.kernel.kprobes.hits.may_interrupt()
+        regs.ip = here
+        return stays
+
+    def _slot(self, cpu: OtherCpu) -> list[Standing]:
+        insn = self.head.insn
+        assert insn is not None
+        if insn.slot is None or insn.step_end is None:
+            return []
+        return self._met(cpu, (insn.slot, insn.step_end), insn.slot, "slot +", 1)
+
+    def _detour(self, cpu: OtherCpu) -> list[Standing]:
+        detour = self._buffer()
+        return self._inside(cpu, detour.address, detour.size, "detour")
+
+    def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> list[Standing]:
+        """At each instruction of code that a hit goes through."""
+        code = self.kernel.machine.text.current(address, size)
+        boundaries = self.kernel.arch.instruction_boundaries(code, address)
+        return self._met(cpu, boundaries, address, f"{what} +", 1)
+
+    def _met(
+        self, cpu: OtherCpu, addresses: Sequence[int], base: int, what: str, hits: int
+    ) -> list[Standing]:
+        if not addresses:
+            return []
+        with cpu.running():
+            return cpu.standings({addr: f"{what}{addr - base:#x}" for addr in addresses}, hits)
+
+    # What is done to the probe
+
+    def _hold(self, held: bool) -> None:
+        self.probed.optimizer.hold(self.head, held)
+
+    def _delays(self, interiors: Group, slots: Group) -> None:
+        """While a CPU stands in the region or in the slot, nothing may be patched, and it goes on well."""
+        standings = joined(interiors, slots)
+        patched: list[bool] = []
+
+        def is_quiescent(spans: Spans) -> bool:
+            inside = all(any(a <= at.ip < b for a, b in spans) for group in standings for at in group)
+            patched.append(inside)
+            return False
+
+        self.scheduler.quiescent_in = is_quiescent
+        self._hold(False)
+        self._all("queued", standings)
+        if self.head.is_patched or patched != [True]:
+            self.proof.problems.append("a CPU in the region or slot isn't waited for")
+        self._hold(True)
+        self.scheduler.quiescent_in = lambda _spans: True
+
+    def _leave(self, detours: Group) -> None:
+        """Unregistered with CPUs in the detour: it stays until they have left."""
+        waited: list[bool] = []
+
+        def is_quiescent(spans: Spans) -> bool:
+            waited.append(all(any(a <= at.ip < b for a, b in spans) for group in detours for at in group))
+            return False
+
+        self.scheduler.quiescent_in = is_quiescent
+        in_detour = [[self._leaving(standing) for standing in group] for group in detours]
+        self.in_jump = [[self._leaving(standing) for standing in group] for group in self.in_jump]
+        self._watched("unregistering", self._unregister, in_detour, hits=0)
+        self._all("unregistered", in_detour, hits=0)
+        if waited[-1:] != [True]:
+            self.proof.problems.append("a CPU in the detour isn't waited for")
+        self.scheduler.quiescent_in = lambda _spans: True
+        self.probed.settle()
+
+    def _leaving(self, standing: Standing) -> Standing:
+        """In the detour of a probe that is unregistered: there is no handler any more."""
+        return Standing(standing.what, standing.registers, standing.memory, 0)
+
+    def _unregister(self) -> None:
+        self.kernel.unregister_kprobe(self.probe)
+        self.probed.settle()
+
+    # Looking
+
+    def _watched(
+        self,
+        what: str,
+        action: Callable[[], None],
+        others: Group | None = None,
+        hits: int = 1,
+    ) -> None:
+        """Do it, and before each synchronisation let all CPUs go on from where they stand."""
+        self.moment = 0
+
+        def look() -> None:
+            self.moment += 1
+            self._all(f"{what}, {self.moment}", others, hits)
+            self.in_jump = [[at for at in group if self._stays(at)] for group in self.in_jump]
+
+        self.proof.watch.before_sync = look
+        try:
+            action()
+        finally:
+            self.proof.watch.before_sync = lambda: None
+        self.in_jump = joined(self.in_jump, self._inside_jump())
+
+    def _all(self, stage: str, others: Group | None, hits: int = 1) -> None:
+        for number, cpu in enumerate(self.cpus):
+            at_start, in_jump = cpu.at_start(hits), self.in_jump[number]
+            windows = self._windows(self.address)
+            in_windows = [(at, window) for at in in_jump for window in self._windows(at.ip, changed=True)]
+            with cpu.running():
+                for standing in (at_start, *(others[number] if others else ()), *in_jump):
+                    self._note(stage, cpu.problem(standing))
+                for window in windows:
+                    self._note(stage, self._stale(cpu, at_start, window))
+                for standing, window in in_windows:
+                    self._note(stage, cpu.stale_problem(standing, window, self._jumps().values()))
+
+    def _windows(self, address: int, *, changed: bool = False) -> set[bytes]:
+        """All that a CPU there may have fetched that can be stepped; `changed`: nothing if that is as now."""
+        watch = self.proof.watch
+        if changed and not watch.concerns(address):
+            return set()
+        traps = self.kernel.arch.trap_flag
+        return {window for window in watch.windows(address) if not (traps and PUSH_FLAGS in window)}
+
+    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+        jumps = self._jumps()
+        if starts_with_breakpoint(self.kernel.arch, window) or window.startswith(tuple(jumps)):
+            return cpu.stale_problem(at_start, window, jumps.values())
+        # Executing the original instruction, it has passed before the probe was there.
+        passed = Standing(at_start.what, at_start.registers, (), 0)
+        return cpu.stale_problem(passed, window, jumps.values())
+
+    def _jumps(self) -> dict[bytes, int]:
+        """Those that may stand at the probe, and where they lead."""
+        buffer = self._buffer()
+        return {buffer.jump: buffer.address}
+
+    def _note(self, stage: str, problem: str | None) -> None:
+        self.proof.runs += 1
+        if problem is not None:
+            self.proof.problems.append(f"{stage}: {problem}")
+
+    def _head(self) -> AggrKprobe:
+        head = self.kernel.kprobes.table.valid(self.probe)
+        assert isinstance(head, AggrKprobe)
+        return head
+
+    def _buffer(self) -> DetourBuffer:
+        detour = self.head.detour
+        assert detour is not None
+        return detour
+
+
+def joined(some: Group, others: Group) -> Group:
+    """Of each CPU both."""
+    return [a + b for a, b in zip(some, others, strict=True)]

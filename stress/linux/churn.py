@@ -1,0 +1,177 @@
+"""Create and remove clients, files, instances, modules and probes of a real kernel.
+
+python -m stress.linux.churn
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from emulated_kernel.guests.common.host_processes import Fork
+from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
+from stress.churn.session import files_come_and_go, resident_bytes
+from tests.guests.builtin.conftest import ScriptedWatch
+from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
+from tests.guests.linux.probing import MODES, engine
+from tests.guests.linux.rewind import Rewind
+
+SHELL, WORKER = Client(4500, 0, 0), Client(4501, 1000, 1000)
+FIRST_CHILD, CHILDREN = 5000, 20_000
+EVENTS = "/tracing/events/kprobes"
+COMPLAINT = re.compile(r"BUG|WARN|Oops|Call Trace|cut here")
+DEFINITIONS = (
+    "p:a vfs_read count=%dx comm=$comm\nr:b do_sys_openat2 $retval\np:c vfs_write+5\np:d kmem_cache_alloc\n"
+)
+
+
+GROWTH = {"guest": 4 << 20, "resident": 24 << 20}
+"""Bytes that there may be more from the first sample on."""
+SAMPLES = 30
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the kernel and its process hold at the end of a cycle."""
+
+    cycle: int
+    seconds: float
+    counts: dict[str, int]
+    """What has to be the same after each cycle."""
+    sizes: dict[str, int]
+    """What may change within bounds, in bytes."""
+
+
+class Session:
+    """A mount of Debian's kernel, and all that happens to it in a cycle; `name` of one of options.KPROBES."""
+
+    def __init__(self, name: str) -> None:
+        self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
+        self.cycles = 0
+        self.tasks = debian_kernel.tasks()
+        self.has_kernel_kprobes = name == KERNEL_KPROBES
+        owner = Owner(0, 0)
+        modules = debian_kernel.modules(self.tasks.release)
+        if self.has_kernel_kprobes:
+            self.mount: NativeMount = NativeMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
+        else:
+            probing = engine(MODES["ftrace"])
+            self.tasks = probing.tasks
+            self.mount = ProbedMount(probing, self.watch, owner, modules, is_tracefs=False)
+        self.shell, self.worker = Files(self.mount, SHELL), Files(self.mount, WORKER)
+        self._written = Rewind(self.tasks.machine.memory.ram, bool)
+
+    def cycle(self) -> None:
+        """Everything once. Raises: KernelError, where something fails that must not."""
+        shell = self.shell
+        # With kprobefs's own all else is so fast that it would be most of a cycle.
+        with_modules = self.has_kernel_kprobes or not self.cycles % 5
+        if with_modules:
+            shell.write("/machine/modules", "load dm-zero\n")
+            shell.write("/kprobe_events", "p:e dm_zero:zero_map\n", os.O_WRONLY | os.O_APPEND)
+        if self.has_kernel_kprobes:
+            self.mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
+            shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "1")
+        shell.write("/kprobe_events", DEFINITIONS, os.O_WRONLY | os.O_APPEND)
+        shell.write(f"{EVENTS}/enable", "1")
+        files_come_and_go(self.mount, SHELL, WORKER)
+        self.forks()
+        shell.write(f"{EVENTS}/enable", "0")
+        # Not before: each read would add to what is read.
+        shell.read("/tracing/trace")
+        shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+        shell.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
+        if self.has_kernel_kprobes:
+            shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "0")
+            self.mount.rmdir(SHELL, "/tracing/instances/mine")
+        for module in ("dm_zero", "dm_mod") if with_modules else ():
+            shell.write("/machine/modules", f"unload {module}")
+        self.cycles += 1
+
+    def forks(self) -> None:
+        """Processes of the host that use the mount and end."""
+        for number in range(3):
+            pid = FIRST_CHILD + (3 * self.cycles + number) % CHILDREN
+            self.watch.comms[pid] = "child"
+            self.watch.pending_forks.append(Fork(pid, SHELL.pid, "child", 0, 0, alive=True))
+            Files(self.mount, Client(pid, 0, 0)).read("/kprobe_profile")
+            self.watch.pending_exits.append(pid)
+            del self.watch.comms[pid]
+        self.watch.followed.clear()
+        self.shell.read("/kprobe_profile")
+
+    def sample(self, seconds: float) -> Sample:
+        """What there is now; the guest has had the time to free what it frees late."""
+        self.tasks.idle(2_000_000)
+        written = len(self._written.written()) * 4096
+        counts = {
+            "tasks": len(self.tasks._by_address),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "complaints": len(COMPLAINT.findall(self.shell.read("/machine/dmesg"))),
+            "probes": len(self.shell.read("/kprobes/list").splitlines()),
+        }
+        sizes = {"guest": self._used(), "resident": resident_bytes() - written}
+        return Sample(self.cycles, seconds, counts, sizes)
+
+    def _used(self) -> int:
+        """Bytes of the guest's memory that it can't give away."""
+        text = self.mount._syscalls.read_all("/proc/meminfo").decode()
+        found = {name: int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
+        return found["MemTotal"] - found["MemAvailable"] << 10
+
+
+def churn(session: Session, seconds: float, warm_up: int = 20) -> Iterator[Sample]:
+    """Cycles for that long, and samples from when everything is warm: at least two."""
+    start, taken = time.monotonic(), 0
+    while (now := time.monotonic() - start) < seconds or taken < 2:
+        session.cycle()
+        if session.cycles >= warm_up * (taken + 1) and now >= seconds * (taken + 1) / SAMPLES:
+            gc.collect()
+            taken += 1
+            yield session.sample(now)
+
+
+def grown(first: Sample, last: Sample) -> list[str]:
+    """What isn't flat: counts that aren't what they were, memory that grew beyond its bound."""
+    faults = [
+        f"{name}: {first.counts[name]}, then {n}"
+        for name, n in last.counts.items()
+        if n != first.counts[name]
+    ]
+    return faults + [
+        f"{name}: {first.sizes[name]} bytes, then {size}"
+        for name, size in last.sizes.items()
+        if size - first.sizes[name] > GROWTH[name]
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 1 where something grew, or the kernel has complained."""
+    parser = argparse.ArgumentParser(prog="python -m stress.linux.churn", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--kprobes", choices=KPROBES, default=KERNEL_KPROBES)
+    options = parser.parse_args(argv)
+    session, samples = Session(options.kprobes), list[Sample]()
+    for sample in churn(session, options.minutes * 60):
+        samples.append(sample)
+        print(f"{sample.seconds:7.1f} s {sample.cycle:7} cycles", sample.counts, sample.sizes, flush=True)
+    session.mount.close()
+    faults = grown(samples[0], samples[-1])
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

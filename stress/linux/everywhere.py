@@ -1,0 +1,140 @@
+"""Every boundary of thousands of a real kernel's functions armed: python -m stress.linux.everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.util.errors import KernelError
+from tests.guests.linux.probing import (
+    MODES,
+    boundaries,
+    chosen,
+    differing,
+    engine,
+    kernel,
+    probed,
+    ram,
+    unprobed_engine,
+    workload,
+)
+
+ALWAYS = (
+    "vfs_read", "vfs_write", "do_sys_openat2", "do_filp_open", "path_openat", "shmem_file_read_iter",
+    "shmem_write_begin", "shmem_write_end", "generic_perform_write", "getname_flags", "alloc_fd", "fput",
+    "__fput", "dput", "kmem_cache_alloc", "kmem_cache_free", "kernel_clone", "copy_process", "do_exit",
+    "schedule", "try_to_wake_up", "strncpy_from_user", "handle_mm_fault", "wake_up_new_task",
+)  # fmt: skip
+"""What the workload runs through."""
+
+
+def functions(count: int, seed: int) -> list[int]:
+    """Where that many functions begin that probes may be in, those of ALWAYS first."""
+    symbols, (start, end) = kernel().kallsyms, kernel().text
+    # Since 6.10 what allocates has this name, under a macro of the old one.
+    names = ((name, f"{name}_noprof") for name in ALWAYS)
+    found = [next(filter(None, map(symbols.lookup_name, either))) for either in names]
+    others = {
+        symbol.address: symbol.name
+        for symbol in symbols.symbols
+        if start <= symbol.address < end and symbol.size and symbol.address not in found
+    }
+    shuffled = random.Random(seed).sample(sorted(others), len(others))
+    described = (address for address in shuffled if _is_described(others[address]))
+    return [*found, *islice(described, max(0, count - len(found)))][:count]
+
+
+def _is_described(function: str) -> bool:
+    try:
+        kernel().btf.parameters(function)
+    except KernelError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Unprobed:
+    """What the workload answers without a probe, and all memory behind it."""
+
+    answers: list[Any]
+    memory: bytes
+
+
+def unprobed() -> Unprobed:
+    alone = unprobed_engine()
+    found = Unprobed(workload(alone), ram(alone))
+    alone.tasks.machine.close()
+    return found
+
+
+@dataclass(frozen=True)
+class Armed:
+    """What became of the probes: where they were, and how often each was hit."""
+
+    places: list[int]
+    hits: Counter[int]
+
+
+def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
+    """Probes in all of these functions during the workload, where they can have that mode.
+
+    Raises: AssertionError where the kernel noticed: an answer, its memory but for stacks, its log, its text.
+    """
+    probing = engine(MODES[mode])
+    addresses = boundaries(probing, starts)
+    if mode == "ftrace":
+        verdict = probing.kprobes.probe_checker
+        places = [site for site in addresses if site in verdict.fentry and verdict.may_probe(site) is None]
+    else:
+        places = [*chosen(probing, addresses)]
+    answers, hits = probed(probing, places)
+    assert answers == expected.answers, "the workload's answers differ"
+    if mode in ("stepped", "boosted"):
+        changed = differing(ram(probing), expected.memory)
+        assert not changed, f"its memory differs: {changed}"
+    log = LinuxSyscalls(probing.tasks).log().decode()
+    assert "WARN" not in log, log
+    assert "BUG" not in log, log
+    assert not probing.tasks.machine.death, probing.tasks.machine.death
+    probing.tasks.machine.close()
+    return Armed(places, hits)
+
+
+def compare(counts: dict[int, int], armed: Armed) -> None:
+    """Whatever the mode, a place is hit as often as in those before. Raises: AssertionError."""
+    for address in armed.places:
+        assert counts.setdefault(address, armed.hits[address]) == armed.hits[address], hex(address)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 1 where the kernel noticed."""
+    parser = argparse.ArgumentParser(prog="python -m stress.linux.everywhere", description=__doc__)
+    parser.add_argument("--functions", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(argv)
+    starts, expected = functions(options.functions, options.seed), unprobed()
+    counts: dict[int, int] = {}
+    for mode in MODES:
+        try:
+            armed = arm(mode, starts, expected)
+            compare(counts, armed)
+        except AssertionError as error:
+            print(f"{mode}: {error}", file=sys.stderr)
+            return 1
+        print(
+            f"{mode}: {len(armed.places)} places of {len(starts)} functions, "
+            f"{len(armed.hits)} of them hit {sum(armed.hits.values())} times",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,368 @@
+"""Hostile kernel files and snapshots by the thousand: python -m stress.linux.images_mutated [IMAGE].
+
+Headers, sizes, counts and offsets of small kernels in each format are damaged, files are cut at each
+structure's border, payloads are packed anew around damaged tables; with IMAGE that kernel's tables are.
+Each is read as a mount reads it, and either is a kernel or ends in one line at status 2, in bounded time
+and memory, with nothing left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import random
+import resource
+import struct
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.kernel_offsets import kernel_offsets
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.linux_kernel import open_kernel
+from emulated_kernel.image.linux.open_image import open_elf
+from emulated_kernel.util.errors import KernelError
+from kprobefs.cli.main import main as kprobefs
+from tests.guests.linux.test_snapshot import header, rewritten, save
+from tests.image.linux import made
+
+SECONDS, MEMORY = 30.0, 1 << 20
+"""CPU time of a case; KiB that the process has at most."""
+EDGES = (
+    0,
+    1,
+    2,
+    7,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 47,
+    1 << 63,
+    (1 << 64) - 1,
+)
+_XZ_BLOCK = 12
+"""Where an .xz file's first block begins."""
+SHOWN_EVERY = 20
+"""Of so many refused cases one goes to the command line too: that takes longer."""
+
+
+class Mutated:
+    """Cases, and what came of them."""
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        self.dice = random.Random(seed)
+        self.directory = directory
+        self.outcomes: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.slowest = 0.0
+
+    def check(self, name: str, data: bytes) -> None:
+        """A file with these bytes."""
+        file = self.directory / "image"
+        file.write_bytes(data)
+        started = time.process_time()
+        try:
+            outcome = self._read(file)
+        except Exception as error:
+            outcome = "failed"
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+        self.outcomes[outcome] += 1
+        if outcome == "refused" and self.outcomes[outcome] % SHOWN_EVERY == 1:
+            self._show(name, file)
+        self._bounded(name, time.process_time() - started)
+
+    def _read(self, file: Path) -> str:
+        """All that a mount does with it but for the boot."""
+        try:
+            kernel = open_kernel(str(file))
+            parts = {part: memoryview(data) for part, data in cached_parts(kernel).items()}
+            assert CachedKernelTables(parts).kallsyms.symbols
+        except (KernelError, OSError) as error:
+            return self._refused(error)
+        try:
+            kernel_offsets(kernel)
+        except KernelError as error:
+            self._refused(error)
+            return "no kernel to boot"
+        return "a kernel"
+
+    @staticmethod
+    def _refused(error: OSError) -> str:
+        said = error.strerror or ""
+        assert said, "no reason"
+        assert "\n" not in said, "more than a line"
+        return "refused"
+
+    def _show(self, name: str, file: Path) -> None:
+        """At the command line."""
+        target = self.directory / "mnt"
+        target.mkdir()
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = kprobefs(["mount", "--kprobes", "kernel", "--image", str(file), str(target)])
+        lines = err.getvalue().splitlines()
+        left = [path.name for path in self.directory.iterdir() if path != file]
+        target.rmdir()
+        if (status, out.getvalue(), len(lines), left) != (2, "", 1, ["mnt"]):
+            self.failures.append(f"{name}: status {status}, {lines}, left {left}")
+
+    def check_snapshot(self, name: str, whole: bytes) -> None:
+        """Loaded as a mount loads it: a damaged one is removed."""
+        file = snapshot.directory() / "mutated.booted"
+        file.write_bytes(whole)
+        started = time.process_time()
+        try:
+            found = snapshot.load(file, with_parts=True)
+        except Exception as error:
+            self.outcomes["failed"] += 1
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+            return
+        self.outcomes["no snapshot" if found is None else "a snapshot"] += 1
+        if found is None and file.exists():
+            self.failures.append(f"{name}: it isn't removed")
+        if found is not None:
+            found.machine.close()
+            file.unlink()
+        self._bounded(name, time.process_time() - started)
+
+    def _bounded(self, name: str, seconds: float) -> None:
+        self.slowest = max(self.slowest, seconds)
+        if seconds > SECONDS:
+            self.failures.append(f"{name}: {seconds:.0f} s")
+        if self.memory > MEMORY:
+            self.failures.append(f"{name}: {self.memory >> 10} MiB of memory")
+
+    @property
+    def memory(self) -> int:
+        """KiB that the process had at most."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def damaged(dice: random.Random, data: bytes, area: range) -> bytes:
+    """Fields there are other numbers, bits are flipped, pieces are moved, or the end is missing."""
+    whole = bytearray(data)
+    for _ in range(dice.choice((1, 1, 1, 2, 4))):
+        size = dice.choice((1, 2, 4, 8))
+        at = dice.randrange(area.start, max(area.stop - size, area.start + 1))
+        value = dice.choice((*EDGES, dice.getrandbits(64), len(data) + dice.randrange(-9, 9)))
+        kind = dice.randrange(8)
+        if kind < 4:
+            whole[at : at + size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+        elif kind < 6:
+            whole[at] ^= 1 << dice.randrange(8)
+        elif kind < 7:
+            other = dice.randrange(area.start, area.stop)
+            whole[at : at + 16] = whole[other : other + 16]
+        else:
+            del whole[dice.randrange(area.start, area.stop) :]
+            break
+    return bytes(whole)
+
+
+# Small kernels in each format
+
+
+def small_kernel() -> made.Kernel:
+    """With symbols, types and tables."""
+    built, btf = made.Kernel(), made.Btf()
+    number = btf.add(1, "int", 4, struct.pack("<I", 32))
+    pointer = btf.add(2, "", number)
+    structure = btf.structure(
+        "task_struct", 64, ("pid", number, 0), ("stack", pointer, 8), ("comm", number, 16)
+    )
+    btf.prototype(number, ("task", structure), ("size", number))
+    btf.enum("pid_type", PIDTYPE_PID=0)
+    for index in range(300):
+        built.function(f"func_{index}", b"\x31\xc0\xc3")
+    text = made.TEXT + 16
+    here = built.next_data()
+    built.table("__ex_table", struct.pack("<iii", text - here, text + 16 - here - 4, 1))
+    built.table("mcount_loc", struct.pack("<2Q", text, text + 16))
+    built.table("__jump_table", struct.pack("<iiq", 16, 32, 64))
+    built.table("__bug_table", struct.pack("<iiHH", 16, 32, 7, 1))
+    built.table("kprobe_blacklist", struct.pack("<Q", text), "__stop_kprobe_blacklist")
+    built.table("ftrace_events", struct.pack("<2Q", made.DATA, made.DATA + 8))
+    built.table("BTF", btf.data(), "__stop_BTF")
+    return built
+
+
+def formats() -> Iterator[tuple[str, Callable[[bytes], bytes], int]]:
+    """What a vmlinux may come in, and how many bytes of headers that has."""
+    yield "vmlinux", bytes, 64 + 3 * 56
+    for packer in made.PACKERS:
+        yield f"vmlinuz by {packer}", lambda data, by=packer: made.vmlinuz(data, by), 0xA00 + 64  # type: ignore[misc]
+    for by in ("gzip", "xz", "zstd", None):
+        yield (
+            f"package by {by}",
+            lambda data, by=by: made.deb({"./boot/vmlinuz-6.1.0-made": made.vmlinuz(data)}, by),  # type: ignore[misc]
+            400 if by else 2500,
+        )
+
+
+def small_cases(mutated: Mutated, count: int) -> None:
+    """So many of each format: its headers damaged, then the kernel in it."""
+    dice, vmlinux = mutated.dice, small_kernel().elf()
+    inside = range(len(vmlinux))
+    for name, packed, headers in formats():
+        whole = packed(vmlinux)
+        for number in range(count):
+            mutated.check(f"{name}, header {number}", damaged(dice, whole, range(min(headers, len(whole)))))
+        for number in range(count):
+            mutated.check(f"{name}, inside {number}", packed(damaged(dice, vmlinux, inside)))
+        for end in (
+            0,
+            1,
+            63,
+            64,
+            120,
+            0x1F1,
+            0x202,
+            0x248,
+            0x250,
+            0xA00,
+            0xA10,
+            len(whole) // 2,
+            len(whole) - 1,
+        ):
+            mutated.check(f"{name}, cut at {end:#x}", whole[:end])
+
+
+def bombs(mutated: Mutated) -> None:
+    """Payloads that want more than there is: output, and windows of decompressors."""
+    zeros = bytes(300 << 20)
+    for by in made.PACKERS:
+        payload = made.packed(zeros, by)
+        for declared in (1 << 20, 256 << 20, (1 << 32) - 1):
+            mutated.check(f"a bomb by {by}", made.around(payload + struct.pack("<I", declared)))
+        if by in ("gzip", "xz", "zstd"):
+            mutated.check(f"a package that is a bomb by {by}", made.deb({"./usr/zeros": zeros}, by))
+    del zeros
+    small = made.packed(b"\x7fELF" + bytes(4000), "xz")
+    size = (small[_XZ_BLOCK] + 1) * 4
+    block = bytearray(small[_XZ_BLOCK : _XZ_BLOCK + size - 4])
+    block[block.index(b"\x21\x01") + 2] = 40
+    xz = small[:_XZ_BLOCK] + block + struct.pack("<I", zlib.crc32(block)) + small[_XZ_BLOCK + size :]
+    windows = {
+        "xz's dictionary of 4 GiB": xz,
+        "lzma's dictionary of 4 GiB": b"\x5d\0\0\xff\xff" + b"\xff" * 8 + bytes(100),
+        "zstd's window of 2 TiB": b"\x28\xb5\x2f\xfd\0\xf8" + bytes(100),
+        "zstd's content of 16 EiB": b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8 + bytes(100),
+    }
+    for name, payload in windows.items():
+        mutated.check(name, made.around(payload + struct.pack("<I", 4004)))
+
+
+# Snapshots
+
+
+def snapshots(mutated: Mutated, count: int) -> None:
+    """Damaged with and without a checksum that fits."""
+    dice = mutated.dice
+    snapshot.directory().mkdir(parents=True, exist_ok=True)
+    whole = save(snapshot.directory() / "kernel.booted").read_bytes()
+    (snapshot.directory() / "kernel.booted").unlink()
+    start, about = header(whole)
+    end = start + len(json.dumps(about))
+    for number in range(count):
+        mutated.check_snapshot(f"a snapshot's header {number}", damaged(dice, whole, range(end)))
+    for number in range(count):
+        other = json.loads(json.dumps(about))
+        _change(dice, other)
+        mutated.check_snapshot(f"a snapshot that says {other} ({number})"[:300], rewritten(whole, other))
+    for at in (0, start, end, snapshot.HEADER, len(whole) - 1):
+        mutated.check_snapshot(f"a snapshot cut at {at}", whole[:at])
+
+
+def _change(dice: random.Random, about: dict[str, object]) -> None:
+    """One value in it, somewhere; what the CPU's registers were is nobody's to invent."""
+    place: object = about
+    while True:
+        keys: list[object] = [*place] if isinstance(place, dict) else [*range(len(place))]  # type: ignore[arg-type]
+        key = dice.choice([key for key in keys if key != "cpu"])
+        inner = place[key]  # type: ignore[index]
+        if not isinstance(inner, dict | list) or not inner or dice.random() < 0.2:
+            break
+        place = inner
+    strange = (None, -1, 5.5, "", "x", [], {}, True, [[]], *EDGES)
+    place[key] = dice.choice(strange)  # type: ignore[index]
+
+
+# A distribution's kernel
+
+
+def real_cases(mutated: Mutated, image: Path, count: int) -> None:
+    """Its tables damaged, in turns; all else is left, so that reading goes on as far as it can."""
+    kernel = open_kernel(str(image))
+    with open_elf(image) as file:
+        vmlinux = file.read()
+    load = kernel.vmlinux.segments
+    dice = mutated.dice
+
+    def offset(va: int) -> int:
+        segment = next(each for each in load if each.va <= va < each.va + len(each.data))
+        return vmlinux.index(bytes(segment.data[:4096])) + va - segment.va
+
+    btf = kernel._btf_data()
+    types = vmlinux.index(btf)
+    names = offset(kernel.kallsyms.lookup_name("kallsyms_names") or kernel.text.start)
+    tables = [
+        kernel.between(f"__start_{name}", f"__stop_{name}") for name in ("ftrace_events", "syscalls_metadata")
+    ]
+    areas = [
+        ("BTF's header", range(types, types + 24)),
+        ("BTF's types", range(types + 24, types + 4096)),
+        ("types", range(types, types + len(btf))),
+        ("kallsyms", range(names, names + 4096)),
+        ("headers", range(64 + 56 * 6)),
+        *(
+            ("tables", range(offset(area.start), offset(area.start) + area.end - area.start))
+            for area in tables
+            if area.end
+        ),
+    ]
+    for number in range(count):
+        name, area = areas[number % len(areas)]
+        mutated.check(f"{image.name}, {name} {number}", damaged(dice, vmlinux, area))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 1 where a file does anything else than it may."""
+    parser = argparse.ArgumentParser(prog="python -m stress.linux.images_mutated", description=__doc__)
+    parser.add_argument("image", nargs="?", type=Path, help="a distribution's kernel to damage, too")
+    parser.add_argument("--cases", type=int, default=100, help="of each kind")
+    parser.add_argument("--real", type=int, default=60, help="cases of IMAGE")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(argv)
+    logging.disable()
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as directory:
+        os.environ["XDG_CACHE_HOME"] = cache
+        mutated = Mutated(options.seed, Path(directory))
+        if options.image is None:
+            small_cases(mutated, options.cases)
+            snapshots(mutated, 5 * options.cases)
+            bombs(mutated)
+        else:
+            real_cases(mutated, options.image, options.real)
+        left = [str(path) for path in Path(cache).rglob("*") if path.is_file()]
+    print(f"{mutated.outcomes.total()} files: {dict(mutated.outcomes)}; left in the cache: {len(left)}")
+    print(f"slowest {mutated.slowest:.1f} s of CPU time, at most {mutated.memory >> 10} MiB of memory")
+    for failure in mutated.failures[:40]:
+        print(failure)
+    return bool(mutated.failures or left)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

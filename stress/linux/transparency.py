@@ -1,0 +1,437 @@
+"""Call a real kernel's functions with generated inputs, in all modes: stress.linux.transparency.
+
+A function is called as any code of the kernel would call it, from its idle loop. However it ends, by its
+return or by an exception, registers and memory have to be what they are without a probe on its instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import struct
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
+from emulated_kernel.machine.traps.trap import GuestFault, Trap
+from emulated_kernel.util.abi import Prot
+from emulated_kernel.util.errors import KernelError
+from stress.linux.everywhere import functions
+from tests.guests.linux.probing import (
+    GUEST_RAM,
+    MODES,
+    PLAIN,
+    armed,
+    boundaries,
+    chosen,
+    disarmed,
+    engine,
+    kernel,
+)
+from tests.guests.linux.prototypes import Prototype, prototype
+from tests.guests.linux.rewind import PAGE, Rewind
+from tests.guests.linux.traced import TRACED, Traced, time_stands
+from tests.kprobes.optimizer.regions import undefined_flags
+
+PROBED = ("stepped", "boosted", "optimized")
+BATCH = 50
+"""Functions that are armed together."""
+RETURN = 0xFFFFFFFF70400000
+"""Where calls return to: nothing is mapped there."""
+STACK, IRQ_STACK, OBJECT = 64 << 10, 16 << 10, 4096
+ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
+OBJECTS, OBJECTS_SIZE = 0xFFFFFFFF70800000, OBJECT * len(ARGUMENTS)
+"""Nothing is mapped around them: who counts further than they go reads nothing of a mode's own."""
+STACK_AT = 0xFFFFFFFF70C00000
+REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "r10", "r11", "r12", "r13", "r14", "r15", "flags")
+SAVED = ("bx", "bp", "sp", "r12", "r13", "r14", "r15")
+KEPT = ("ax", *SAVED)
+"""What callers of C functions expect of them: those that tracers follow are such. Events at entries leave
+alone what such a function finds there."""
+RETURNED = "its return"
+DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
+"""What these print of the stack has dead words in it, which are tracers' too."""
+SHORT, LONG = 0.02, 20.0
+"""Seconds that a call may take unprobed; and probed, where each instruction may be a trap."""
+NUMBERS = (0, 1, 2, 3, 7, 8, 63, 64, 255, 4095, 4096, 1 << 20, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
+TEXTS = (b"", b"a", b"12", b"-7", b"0x1f", b"hello, world", b"a,b=c d", b"/scratch/file", b"%s %d\n")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with values for its arguments; objects are what some of these point to."""
+
+    function: int
+    values: tuple[int, ...]
+    objects: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a call did."""
+
+    end: str
+    registers: tuple[int, ...]
+    memory: dict[int, bytes]
+    """Changed pages, by their physical address."""
+
+    def difference(self, other: Effect, loose_flags: int) -> str:
+        """What of another one isn't so; empty if all is, but for the flags that may differ."""
+        if self.end != other.end:
+            return f"ends by {self.end}, not by {other.end}"
+        wrong = [
+            f"{name}={one:#x}, not {two:#x}"
+            for name, one, two in zip(REGISTERS, self.registers, other.registers, strict=True)
+            if (one ^ two) & ~(loose_flags if name == "flags" else 0)
+        ]
+        pages = {page for page, _ in self.memory.items() ^ other.memory.items()}
+        return ", ".join([*wrong, *(f"page {page:#x}" for page in sorted(pages))])
+
+    def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
+        """It with another one's registers but for some, and its words where these are only the host's own."""
+        registers = tuple(
+            own(one, two) if name in names else two
+            for name, one, two in zip(REGISTERS, self.registers, like.registers, strict=True)
+        )
+        memory = dict(self.memory)
+        for page in memory.keys() & like.memory.keys():
+            pairs = zip(_words(memory[page]), _words(like.memory[page]), strict=True)
+            memory[page] = struct.pack(f"<{PAGE // 8}Q", *(own(one, two) for one, two in pairs))
+        return Effect(self.end, registers, memory)
+
+
+def _words(page: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{PAGE // 8}Q", page)
+
+
+class Caller:
+    """Calls functions in one engine's guest, whose memory is as before after each. Raises: OSError."""
+
+    def __init__(self, engine: LinuxEngine, seconds: float, traced: Traced | None = None) -> None:
+        """What is `traced` goes on from call to call: its code, records and counts aren't taken back."""
+        self.engine = engine
+        self._traced = traced
+        self.machine = engine.tasks.machine
+        stack = engine.machine.memory.host_pages.alloc(STACK)
+        engine.machine.memory.map(STACK_AT, stack, STACK, Prot.READ | Prot.WRITE)
+        engine.machine.memory.write(STACK_AT, bytes(STACK))
+        self._stack = STACK_AT + STACK - 64
+        self._objects = objects = engine.machine.memory.host_pages.alloc(OBJECTS_SIZE)
+        engine.machine.memory.map(OBJECTS, objects, OBJECTS_SIZE, Prot.READ | Prot.WRITE)
+        engine.machine.memory.write(OBJECTS, bytes(OBJECTS_SIZE))
+        # From here on the kernel's page tables lead to the host's window of code.
+        engine.machine.text.free_text(engine.machine.text.alloc_text(16))
+        engine.tasks.idle(0)
+        if traced is not None:
+            traced.keep_arrays()
+        self._context = self.machine.engine.context_alloc()
+        self.machine.engine.context_save(self._context)
+        self._pc = self.machine.pc.state()
+        self.machine._watchdog.budget = seconds
+        self._trap: Trap | None = None
+        self._registers: tuple[int, ...] = ()
+        start, end = kernel().text
+        memory = engine.machine.memory
+        text = range(memory.translate(start) & -4096, memory.translate(start) + end - start)
+        # A detour leaves its frame below the stack pointer, on that stack too.
+        irq_stack = kernel().kallsyms.lookup_name("irq_stack_backing_store")
+        assert irq_stack is not None
+        irq_pages = range(memory.translate(engine.tasks.per_cpu + irq_stack), GUEST_RAM)[:IRQ_STACK]
+        self._running, self._root = engine.tasks.current_cell, self.machine.cpu.root
+        self._clock = memory.translate(engine.machine.clock.cell) & -PAGE
+        own = (range(objects, objects + OBJECTS_SIZE), range(stack, stack + STACK))
+        self._outside = lambda page: (
+            page in text or (page >= GUEST_RAM and not any(page in pages for pages in own))
+        )
+        self.has_strayed = False
+        """The last call wrote to text or to the host's memory."""
+        self.has_tables = True
+        """What was mapped in front of it is so behind it: else its next instruction is nowhere."""
+        self._rewind = Rewind(
+            self.machine.memory.ram,
+            lambda page: (
+                page in range(objects, objects + OBJECTS_SIZE)
+                or (page < GUEST_RAM and page not in text and page not in irq_pages)
+            ),
+            lambda page: traced is not None and self._outside(page),
+        )
+        self._rewind.keep()
+
+    def begin(self) -> None:
+        """Calls begin with the text of this moment, and all else as it was at first."""
+        self._rewind.keep_rest()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.machine.engine.context_restore(self._context)
+        self.machine.pc.restore(self._pc)
+        self.machine.engine.flush_tlb()
+
+    def call(self, call: Call) -> Effect | None:
+        """None where it takes too long."""
+        machine, regs, memory = self.machine, self.machine.regs, self.engine.machine.memory
+        for number, content in enumerate(call.objects):
+            memory.write(OBJECTS + OBJECT * number, content)
+        memory.write(self._stack, RETURN.to_bytes(8, "little"))
+        for name in REGISTERS[:-1]:
+            # Parameters of two words take one more than their number.
+            setattr(regs, name, 0)
+        for name, value in zip(ARGUMENTS, call.values, strict=False):
+            setattr(regs, name, value)
+        regs.ip, regs.sp, regs.flags = call.function, self._stack, FLAG_FIXED | FLAG_IF
+        if self._traced is not None:
+            self._traced.before()
+        end = self._ran()
+        if self._traced is not None:
+            self._traced.after()
+        memory_now = {self._place(page): data for page, data in self._rewind.changed().items()}
+        others = [page for page in self._rewind.others() if page != self._clock]
+        self.has_strayed = any(map(self._outside, others))
+        self.has_tables = machine.cpu.root == self._root and memory.is_mapped(self._running)
+        if self._rewind.back():
+            machine.engine.flush_code()
+        self._reset()
+        return None if end is None else Effect(end, self._registers, memory_now)
+
+    def _place(self, page: int) -> int:
+        """Of an object's page where it is mapped: what is on decides where there is room for it."""
+        at = page - self._objects
+        return OBJECTS + at if 0 <= at < OBJECTS_SIZE else page
+
+    def _ran(self) -> str | None:
+        machine = self.machine
+        kept, machine.hooks.dispatch = machine.hooks.dispatch, self._ended
+        self._trap = None
+        try:
+            machine.run()
+        except GuestFault as fault:
+            if "for too long" in str(fault):
+                return None
+        finally:
+            machine.hooks.dispatch = kept
+            machine.death, machine._is_reset, machine._is_text_stale = "", False, False
+        if self._trap is None:
+            self._registers = self._now()
+            return f"a halt at {self._named(machine.regs.ip)}"
+        if self._trap.address == RETURN:
+            return RETURNED
+        return f"exception {self._trap.vector} at {self._named(self._trap.address)}, {self._trap.cr2:#x}"
+
+    def _ended(self, trap: Trap) -> None:
+        self._trap = trap
+        self._registers = self._now()
+        self.machine.hooks.end_run()
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(getattr(self.machine.regs, name) for name in REGISTERS)
+
+    def _named(self, address: int) -> str:
+        """Of a copy the original's."""
+        copied = self.engine.kprobes.resolve_probed_address(address)
+        where = kernel().kallsyms.lookup(copied[0] if copied else address)
+        return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"
+
+
+# Inputs
+
+
+class Inputs:
+    """Values for a function's parameters by their types, out of the running kernel or out of the air."""
+
+    def __init__(self, engine: LinuxEngine, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self._real = _real_objects(engine)
+
+    def calls(self, function: int, declared: Prototype, count: int) -> Iterator[Call]:
+        """That many calls of it."""
+        for _ in range(count):
+            contents = [self._content() for _ in declared.parameters]
+            values = [self._value(kind, number, contents) for number, kind in enumerate(declared.parameters)]
+            yield Call(function, tuple(values), tuple(contents))
+
+    def _value(self, kind: str, number: int, contents: list[bytes]) -> int:
+        dice = self._dice
+        if "(*" in kind:
+            return kernel().kallsyms.lookup_name("jiffies_to_msecs") or 0
+        if not kind.endswith("*"):
+            return dice.choice(NUMBERS) if dice.random() < 0.8 else dice.getrandbits(64)
+        real = self._real.get(kind.removesuffix("*").strip())
+        if real is not None and dice.random() < 0.8:
+            return real
+        if "char" in kind:
+            contents[number] = dice.choice(TEXTS).ljust(OBJECT, b"\0")
+        return OBJECTS + OBJECT * number
+
+    def _content(self) -> bytes:
+        """Zeros, with some small numbers and some pointers to objects among them."""
+        dice, words = self._dice, [0] * (OBJECT // 8)
+        for _ in range(dice.choice((0, 8, 64))):
+            pointer = OBJECTS + dice.randrange(0, OBJECTS_SIZE, 8)
+            words[dice.randrange(64)] = dice.choice((pointer, dice.choice(NUMBERS[:12])))
+        return b"".join(word.to_bytes(8, "little") for word in words)
+
+
+def _real_objects(engine: LinuxEngine) -> dict[str, int]:
+    """By their types: of init, what is opened at descriptor 2."""
+    btf, memory, task = kernel().btf, engine.machine.memory, engine.tasks.init.address
+
+    def member(structure: int, path: str) -> int:
+        return memory.read_word(structure + btf.offset(path))
+
+    files = member(task, "task_struct.files")
+    file = memory.read_word(member(member(files, "files_struct.fdt"), "fdtable.fd") + 16)
+    inode = member(file, "file.f_inode")
+    return {
+        "struct task_struct": task,
+        "struct files_struct": files,
+        "struct mm_struct": member(task, "task_struct.mm"),
+        "struct cred": member(task, "task_struct.cred"),
+        "struct file": file,
+        "struct inode": inode,
+        "struct dentry": member(file, "file.f_path.dentry"),
+        "struct super_block": member(inode, "inode.i_sb"),
+    }
+
+
+# Comparing
+
+
+class Comparison:
+    """Calls of many functions in all modes, and what came of them."""
+
+    def __init__(self, seed: int, modes: Sequence[str] = (*PROBED, *TRACED)) -> None:
+        self._plain = Caller(engine(PLAIN), SHORT)
+        self._has_dumped = False
+        dumps = [*filter(None, map(kernel().kallsyms.lookup_name, DUMPS))]
+        assert dumps
+        for address in dumps:
+            self._plain.machine.call_at(address, self._dumped)
+        self._probed = {mode: Caller(engine(MODES[mode]), LONG) for mode in PROBED if mode in modes}
+        self._traced: dict[str, tuple[Traced, Caller]] = {}
+        for mode in TRACED:
+            if mode in modes:
+                traced = TRACED[mode](engine(MODES["ftrace"]))
+                self._traced[mode] = traced, Caller(traced.engine, LONG, traced)
+        self._inputs = Inputs(self._plain.engine, seed)
+        self.ends: Counter[str] = Counter()
+        self.hits: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+        self.functions = 0
+        self.differences: list[str] = []
+
+    def _dumped(self) -> None:
+        self._has_dumped = True
+
+    def compare(self, starts: Sequence[int], count: int) -> None:
+        """`count` calls of each of these functions; those of one batch are probed together."""
+        for at in range(0, len(starts), BATCH):
+            self._batch(starts[at : at + BATCH], count)
+
+    def _batch(self, starts: Sequence[int], count: int) -> None:
+        expected: list[tuple[Call, Effect]] = []
+        quiet: list[tuple[Call, Effect]] = []
+        for start in starts:
+            calls = [*self._calls(start, count)]
+            self.functions += bool(calls)
+            for call in calls:
+                self._has_dumped = False
+                effect = self._plain.call(call)
+                if not self._plain.has_tables:
+                    self.ends["tables lost"] += 1
+                    continue
+                self.ends["too long" if effect is None else effect.end.split()[0]] += 1
+                if effect is None:
+                    # So would be the others.
+                    break
+                expected.append((call, effect))
+                if self._has_dumped or self._plain.has_strayed:
+                    self.ends["not traced"] += 1
+                else:
+                    quiet.append((call, effect))
+        for mode, caller in self._probed.items():
+            places = [*chosen(caller.engine, boundaries(caller.engine, starts))]
+            self.places[mode] += len(places)
+            probes, hits = armed(caller.engine, places)
+            caller.begin()
+            for call, effect in expected:
+                self._check(mode, call, caller.call(call), effect)
+            self.hits[mode] += hits.total()
+            disarmed(caller.engine, probes)
+        for mode in self._traced:
+            self._batch_traced(mode, starts, quiet)
+
+    def _batch_traced(
+        self, mode: str, starts: Sequence[int], expected: Sequence[tuple[Call, Effect]]
+    ) -> None:
+        """Twice: first hits are Python's in part, others guest code's; both count the same."""
+        traced, caller = self._traced[mode]
+        with time_stands():
+            traced.on(starts)
+            caller.begin()
+            counts = []
+            for _ in range(2):
+                for call, effect in expected:
+                    self._check(mode, call, caller.call(call), effect)
+                counts.append(traced.hits() - sum(counts))
+            traced.off()
+        self.hits[mode] += sum(counts)
+        if counts[0] != counts[1]:
+            self.differences.append(f"{mode}: hit {counts[0]} times, then {counts[1]} times")
+
+    def _calls(self, start: int, count: int) -> Iterator[Call]:
+        where = kernel().kallsyms.lookup(start)
+        assert where is not None
+        try:
+            found = prototype(kernel().btf, where.name)
+        except KernelError:
+            return
+        if not found.is_variadic and len(found.parameters) <= len(ARGUMENTS):
+            yield from self._inputs.calls(start, found, count)
+
+    def _check(self, mode: str, call: Call, found: Effect | None, expected: Effect) -> None:
+        where = kernel().kallsyms.lookup(call.function)
+        assert where is not None
+        code = self._plain.engine.machine.text.original(call.function, where.symbol.size)
+        loose = undefined_flags(code, call.function, 64)
+        if found is not None and mode in self._traced:
+            traced, _ = self._traced[mode]
+            kept = KEPT if expected.end == RETURNED or not traced.is_at_entries else SAVED
+            found = found.without(kept, traced.own_word, expected)
+        wrong = "takes too long" if found is None else found.difference(expected, loose)
+        if wrong:
+            values = ", ".join(f"{value:#x}" for value in call.values)
+            self.differences.append(f"{mode}: {where.name}({values}): {wrong}")
+
+    def close(self) -> None:
+        """Free the guests."""
+        traced = (caller for _, caller in self._traced.values())
+        for caller in (self._plain, *self._probed.values(), *traced):
+            caller.engine.tasks.machine.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 1 where a call differs."""
+    parser = argparse.ArgumentParser(prog="python -m stress.linux.transparency", description=__doc__)
+    parser.add_argument("--functions", type=int, default=2000)
+    parser.add_argument("--calls", type=int, default=4, help="of each function")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--modes", nargs="+", choices=(*PROBED, *TRACED), default=(*PROBED, *TRACED))
+    options = parser.parse_args(argv)
+    comparison = Comparison(options.seed, options.modes)
+    comparison.compare(functions(options.functions, options.seed), options.calls)
+    print(f"{comparison.functions} functions; calls end by {dict(comparison.ends)}")
+    for mode in options.modes:
+        places = f"{comparison.places[mode]} places, " if mode in PROBED else ""
+        print(f"{mode}: {places}{comparison.hits[mode]} hits")
+    for difference in comparison.differences:
+        print(difference)
+    comparison.close()
+    return bool(comparison.differences)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
