@@ -18,6 +18,9 @@ from emulated_kernel.util.control_lock import ControlLock
 from tests import own_thread
 from tests.sample import WHOLE, fewer
 
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = frozenset((ROOT / "tests/quick.txt").read_text(encoding="ascii").split())
+"""Modules of quick tests; scripts/choose_quick_tests.py chooses them by measured durations."""
 SHRINKING = 480
 """Seconds for a test whose failure is made smaller first; Hypothesis takes up to 300 for that."""
 
@@ -179,8 +182,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         faulthandler.cancel_dump_traceback_later()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m quick`, import only the modules of quick tests; importing all takes longer than running them."""
+    if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
+        return None
+    return str(collection_path.relative_to(ROOT)) not in QUICK or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if str(item.path.relative_to(ROOT)) in QUICK:
+            item.add_marker(pytest.mark.quick)
         if is_hypothesis_test(getattr(item, "obj", None)) or item.get_closest_marker("stateful"):
             item.add_marker(pytest.mark.timeout(SHRINKING))
         elif WHOLE:
