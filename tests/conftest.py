@@ -183,7 +183,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m quick`, import only the modules of quick tests; importing all takes longer than running them."""
+    """With `-m quick`, import the modules of quick tests only; importing all would take longer."""
     if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
         return None
     return str(collection_path.relative_to(ROOT)) not in QUICK or None
