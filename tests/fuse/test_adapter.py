@@ -64,7 +64,7 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
     reserve = Session.operations.reserve
     with monkeypatch.context() as patch:
         # There is none yet.
-        patch.setattr(reserve, "look", lambda: None)
+        patch.setattr(reserve, "check", lambda: None)
         assert wrapper(Session().open) == -errno.ENOMEM
     assert Session.operations.faults == 0
     # There is some again: a library that isn't there is no such case.
