@@ -280,7 +280,7 @@ def _number(prefix: str, bits: int) -> FetchType:
 
 @cache
 def fetch_types(word_size: int) -> dict[str, FetchType]:
-    """Return a map name -> type of all types. Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1)."""
+    """Return a map name -> type. Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1)."""
     strings = {"string": String, "ustring": UserString, "symstr": SymbolString}
     types: list[FetchType] = [
         kind(name, 4, True, '\\"%s\\"', "__data_loc char[]") for name, kind in strings.items()

@@ -161,7 +161,7 @@ class FilterProgram:
 
 @dataclass(frozen=True)
 class EventFilter:
-    """A filter as it was written. If it could not be parsed, it has no program, and its text has the error."""
+    """A filter as it was written. If parsing failed, it has no program, and its text has the error."""
 
     text: str
     program: FilterProgram | None
