@@ -89,7 +89,7 @@ class FetchEmitter:
         self._is_return = way is EntryKind.RETURN
         pushes = way in (EntryKind.CALL, EntryKind.RETURN) and arch.registers.link is None
         self._below = self._word if pushes else 0
-        """Bytes on the stack that were pushed by the hook and not by the probed code."""
+        """Bytes that the hook, and not the probed code, has pushed onto the stack."""
 
     def store(self, args: Sequence[ProbeArg], start: int, too_large: Label) -> None:
         """Emit code that stores all arguments from BASE + start on.

@@ -48,7 +48,7 @@ _CALL = POSITION
 _CALL_DEPTH = LIMIT
 """Virtual register: depth of the call."""
 _CALL_FLAGS = HIGH
-"""Virtual register: CallFlag; after the flags are stored, HIGH has upper halves of times."""
+"""Virtual register: CallFlag of the call. After it is stored, HIGH holds upper halves of times."""
 _CELL = 8
 _HALF = 4
 _INT_MAX = (1 << 31) - 1

@@ -42,7 +42,7 @@ class NeedResched:
     """The way in which a kernel indicates that the current task has to be rescheduled."""
 
     not_needed: int = 0
-    """Value of this information in the u32 `need_resched` while no rescheduling is needed: 0, or one bit."""
+    """Bits of the u32 `need_resched` that are set while no rescheduling is needed: none, or one bit."""
     task_flag: tuple[int, int] | None = None
     """Offset of a u32 in the task_struct, and the bit in it that indicates the same."""
 

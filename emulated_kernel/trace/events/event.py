@@ -43,9 +43,9 @@ class Recorder(ABC):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """Write an entry to the buffer that reserve() returned.
+        """Write an entry to `place`, a buffer that reserve() returned, or by default to that of the CPU.
 
-        `payload` is the entry without the 8 bytes of common fields.
+        `payload` is the entry without its 8 bytes of common fields.
         """
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Handle that an event was enabled or disabled in this trace array."""
+        """Handle the enabling or disabling of an event in this trace array."""
 
     @abstractmethod
     def event_removed(self, event: TraceEvent, /) -> None:

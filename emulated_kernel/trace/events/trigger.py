@@ -12,7 +12,10 @@ from emulated_kernel.trace.ring.trace_entry import RawEntry
 
 
 class TriggerKind(Enum):
-    """Kinds of triggers; an event has at most one of a kind. Mirrors: event_trigger_type (v6.1)."""
+    """Kinds of triggers. An event has at most one trigger each of TRACE_ONOFF, SNAPSHOT and STACKTRACE.
+
+    Mirrors: include/linux/trace_events.h:event_trigger_type (v6.1).
+    """
 
     TRACE_ONOFF = auto()
     SNAPSHOT = auto()

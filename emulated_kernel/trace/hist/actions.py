@@ -48,7 +48,7 @@ class Action:
     tracked_name: str = ""
     """Parameter of onmax() and onchange(): the variable, as written."""
     tracked: HistField | None = None
-    """The reference to that variable."""
+    """The reference to the variable of onmax() or onchange()."""
     track_index: int = -1
     """Index of the variable that keeps the maximal or latest value."""
     synthetic: SyntheticEvent | None = None
@@ -99,7 +99,7 @@ class Action:
             self._snapshot(element, key)
 
     def _snapshot(self, element: Element, key: bytes) -> None:
-        """Take a snapshot if the value exceeds that of the last snapshot.
+        """Take a snapshot if the value is greater than, or different from, that of the last snapshot.
 
         Mirrors: cond_snapshot_update (v6.1).
         """

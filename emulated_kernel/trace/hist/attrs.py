@@ -107,7 +107,7 @@ def _assign(attrs: HistAttrs, part: str, log: LastCommandLog) -> None:
 
 
 def _map_bits(text: str) -> int:
-    """Return the binary logarithm of a map's size. Mirrors: parse_map_size (v6.1)."""
+    """Return the binary logarithm of a map's size, rounded up. Mirrors: parse_map_size (v6.1)."""
     bits = max(kstrtoul(text) - 1, 0).bit_length()
     if not MIN_BITS <= bits <= MAX_BITS:
         raise KernelError(errno.EINVAL, "histogram: the size is out of range; use 128 to 131072")

@@ -65,7 +65,7 @@ class ExpressionParser:
     def _unary(self, text: str, flags: Flag, variable: str | None) -> HistField:
         """Parse `-(EXPRESSION)`.
 
-        Linux: the text between the sign and a parenthesis that is not the first is kept.
+        Linux: one character after the sign is skipped, even if it is not a parenthesis.
         """
         self._subexpressions += 1
         if self._subexpressions > _SUBEXPRESSIONS_MAX:

@@ -249,7 +249,10 @@ class Histogram:
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A variable that was created for a field of the event itself. Mirrors: struct field_var (v6.1)."""
+    """A variable for a field of the histogram's own event; `value` is the field.
+
+    Mirrors: struct field_var (v6.1).
+    """
 
     variable: HistField
     value: HistField

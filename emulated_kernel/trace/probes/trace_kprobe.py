@@ -154,7 +154,7 @@ class TraceKprobe(TraceProbe):
         self.handle: EventProbe | None = None
         """The probe that is registered with the engine."""
         self._hits = 0
-        """Hits that are not in the counter."""
+        """Hits that the counter of guest code does not include."""
         self._counter: HitCounter | None = None
         self._shown = ""
         """The line after maxactive, cached after it is first shown, since a definition never changes."""
@@ -377,7 +377,7 @@ class TraceKprobe(TraceProbe):
     ) -> bool:
         """Emit the same code as emit(), but with other addresses; every record is written to `target`.
 
-        Return False also for a return probe, whose entry part is the smaller part of its cost.
+        Return False also for return probes, because the handler is the smaller part of their cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)
