@@ -96,7 +96,7 @@ class ArrayEvents:
         return file is not None and bool(file.triggers)
 
     def write(self, data: bytes) -> int:
-        """Handle one write(2) to set_event, and return the number of bytes taken.
+        """Handle one write to set_event, and return the number of bytes taken.
 
         Only the first word is taken; a leading "!" disables.
         Raises: KernelError EINVAL (no such event), any error of switching one.

@@ -30,8 +30,9 @@ class PidList:
             self._changed()
 
     def write(self, data: bytes) -> int:
-        """Add the pids of one write(2), and return the number of bytes taken. If one is invalid, add none.
+        """Add the pids of one written text, and return the number of bytes taken.
 
+        If one is invalid, add none.
         Raises: KernelError EINVAL (not a number), EPERM (too big). Mirrors: trace_pid_write (v6.1).
         """
         pids = set(self.pids)

@@ -143,7 +143,7 @@ class EventKind(ABC, Generic[D]):
         """
 
     def write(self, data: bytes) -> int:
-        """Handle one write(2) to the kind's file, and return the number of bytes taken, which is all.
+        """Handle one write to the kind's file, and return the number of bytes taken, which is all.
 
         Raises: KernelError (as run_commands()).
         """
@@ -196,7 +196,7 @@ class DynamicEvents:
         self._kinds = kinds
 
     def write(self, data: bytes) -> int:
-        """Handle one write(2) to the file. Raises: KernelError (as run_commands())."""
+        """Handle one write to the file. Raises: KernelError (as run_commands())."""
         return run_commands(data, self._execute, self._printk)
 
     @property

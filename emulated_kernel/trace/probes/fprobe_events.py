@@ -60,7 +60,10 @@ class TraceFprobe(TraceKprobe):
         self.disable()
 
     def enable(self) -> None:
-        """Hook the function, unless it is already hooked. Raises: KernelError (as register_fprobe)."""
+        """Register the hook of the function, unless it is already hooked.
+
+        Raises: KernelError (as register_fprobe).
+        """
         if self.address and not self._is_hooked:
             self._missed_before += self._fprobe.nmissed
             self.engine.fprobes.register_fprobe(self._fprobe)
