@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--output and --module take one --arch")
     try:
         if not SOURCE.is_dir():
-            raise BuildError("the kernel's sources aren't installed; use a checkout of kprobefs")
+            raise BuildError("needs a checkout of kprobefs: the sources of its kernel aren't installed")
         if options.module:
             return write_module(options.arch[0], options.module.resolve())
         if options.output:
