@@ -19,8 +19,8 @@ def write_boot_params(
 ) -> int:
     """Write struct boot_params to a host page; return its address.
 
-    The structure is {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}. The addresses
-    of RAM are physical, and they exclude the host's pages.
+    The structure is {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}. The
+    addresses of RAM are physical, and they exclude the host's pages.
     """
     direct_map = cpu.layout.direct_map
     where = direct_map + memory.host_pages.alloc(PAGE_SIZE)
@@ -31,7 +31,7 @@ def write_boot_params(
 
 
 def per_cpu_base(image: KernelImage) -> int:
-    """Return the address of the boot CPU's per-CPU area: from the ABI table, or from Linux's __per_cpu_load."""
+    """Return the address of the boot CPU's per-CPU area: from the ABI table, or Linux's __per_cpu_load."""
     base = image.abi.get("percpu.base")
     return base if base is not None else image.kallsyms.lookup_name("__per_cpu_load") or 0
 

@@ -59,9 +59,9 @@ class HostCalls:
     def execute(self, start: Any) -> Any:
         """Run from a complete register state until the function returns; return the complete end state.
 
-        Both states are register sets of the CPU model. On x86 the return address is written at `start.sp`, for
-        which `stack_top` is suitable. The end state's ip is after the return pad. The guest's own registers are
-        always restored. The clock isn't set, so that the same start gives the same end.
+        Both states are register sets of the CPU model. On x86 the return address is written at `start.sp`,
+        for which `stack_top` is suitable. The end state's ip is after the return pad. The guest's own
+        registers are always restored. The clock isn't set, so that the same start gives the same end.
 
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
@@ -70,17 +70,19 @@ class HostCalls:
     def trap_of(self, start: Any, *, fixup: bool = False, goes_on: bool = False) -> tuple[Trap, Any]:
         """Run from a complete register state until a trap; return the trap and the registers.
 
-        All exceptions stop the run, except those with a fixup if `fixup` is set. TF in `start.flags` runs a single
-        instruction (DEBUG). Nothing is pushed: `start.sp` can be any value. The guest's own registers are restored.
-        `goes_on` means that the caller continues from the returned state, so `on_leave` isn't called.
+        All exceptions stop the run, except those with a fixup if `fixup` is set. TF in `start.flags` runs a
+        single instruction (DEBUG). Nothing is pushed: `start.sp` can be any value. The guest's own registers
+        are restored. `goes_on` means that the caller continues from the returned state, so `on_leave` isn't
+        called.
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
     def call_within(self, address: int, *args: int, sp: int) -> int:
         """Call a function from a deferred handler, on the guest's own stack below `sp`.
 
-        The function runs with interrupts off. Arguments are only passed in registers. Probes in the function are hit
-        as usual. Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
+        The function runs with interrupts off. Arguments are only passed in registers. Probes in the function
+        are hit as usual. Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't
+        writable).
         """
         regs = self._regs
         hooks = self._hooks

@@ -86,7 +86,8 @@ class RealClock:
     def advance(self, ns: int) -> None:
         """Advance the time while nothing runs.
 
-        Deviates: the host doesn't wait while the guest sleeps; from then on the guest's time is ahead of real time.
+        Deviates: the host doesn't wait while the guest sleeps; from then on the guest's time is ahead of real
+        time.
         """
         self._boot -= ns
 

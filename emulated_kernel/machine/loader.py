@@ -1,4 +1,4 @@
-"""Loading of an image into RAM, mapped like Linux: text RX, rodata R, data RW, and the direct map of all RAM."""
+"""Loading of an image into RAM, mapped like Linux: text RX, rodata R, data RW, direct map of all RAM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def page_up(value: int) -> int:
 
 
 def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
-    """Copy and map all segments and the direct map; return the first free physical address after the segments.
+    """Copy and map all segments and the direct map; return the first physical address after the segments.
 
     Raises: HardwareError (the image does not fit in RAM, or the RAM does not fit in the direct map).
     """

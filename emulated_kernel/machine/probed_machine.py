@@ -34,7 +34,10 @@ class ProbedMachine(ABC):
 
     def __init__(self) -> None:
         self.on_leave: list[Callable[[], None]] = []
-        """Functions to call after a run on a host stack. A guest function that was interrupted in it never returns."""
+        """Functions to call after a run on a host stack.
+
+        A guest function that was interrupted in it never returns.
+        """
         self.on_switch: list[Callable[[int], None]] = []
         """Functions to call with the number of the new current CPU."""
         self.clock_loops: list[range] = []
@@ -42,7 +45,7 @@ class ProbedMachine(ABC):
         self.interrupt_if: list[Callable[[], bool]] = []
         """The current CPU takes an interrupt at its current instruction only if all of these return True."""
         self.in_handler: list[Callable[[int], bool]] = []
-        """Functions that return True if an ip is in a compiled handler, where a record may be half-written."""
+        """Functions that return True for an ip in a compiled handler, where a record may be half-written."""
 
     def in_clock_loop(self, address: int) -> bool:
         """Return True if an address is in one of `clock_loops`; handlers there must not advance the clock."""
@@ -69,7 +72,7 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` when a CPU's quantum is used up; if it returns False, the CPU runs one more instruction."""
+        """Call `may_end` at the end of a quantum; if it returns False, the CPU runs one more instruction."""
 
     @property
     def breakpoints(self) -> Breakpoints:
@@ -78,7 +81,7 @@ class ProbedMachine(ABC):
 
     @property
     def debug_traps(self) -> Breakpoints:
-        """Address at which a single step ends -> handler, which is called during the run with regs.ip there."""
+        """Address at which a single step ends -> handler, called during the run with regs.ip there."""
         return self.hooks.debug_traps
 
     def raise_fault(self, fault: MemoryFault) -> None:

@@ -77,10 +77,10 @@ class HandlerTime:
 
 
 class Watchdog:
-    """Stops a run after `budget` seconds of CPU time; callbacks count little in the second half of the budget.
+    """Stops a run after `budget` seconds of CPU time; in the second half, callbacks count little.
 
-    Arming costs only two stores: the thread wakes by itself, at most once per budget, and then reads the start
-    of the current run. If nothing runs, it waits without a timeout.
+    Arming costs only two stores: the thread wakes by itself, at most once per budget, and then reads the
+    start of the current run. If nothing runs, it waits without a timeout.
     """
 
     def __init__(self, stop: Callable[[], None], handler_time: HandlerTime, budget: float) -> None:
@@ -121,7 +121,8 @@ class Watchdog:
     def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
         """Set a function that the thread calls during runs; if it returns True, the run is stopped."""
         self._is_unwanted = is_unwanted
-        # Order matters, as in _guard: either the thread sees the new function, or this code sees its long sleep.
+        # Order matters, as in _guard: either the thread sees the new function, or this code sees its long
+        # sleep.
         if is_unwanted is not None and self._sleeps_long:
             self._wake.set()
 

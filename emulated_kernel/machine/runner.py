@@ -32,7 +32,7 @@ class Runner:
         """True while the guest runs, also inside hooks."""
         self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
-        """Cache of addresses after halt instructions at which the guest stopped; that text is never patched."""
+        """Cache of addresses after halts at which the guest stopped; that text is never patched."""
 
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
         """Run until the guest stops; without `tick`, its time continues from the last reading.
@@ -91,7 +91,7 @@ class Runner:
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
 
     def _drain_stop(self, ip: int) -> None:
-        """Consume a stop that arrived when the run was ending by itself, so that it can't end the next run."""
+        """Consume a stop that arrived when the run ended by itself, so that it can't end the next run."""
         pad = self.cpu.layout.host_text
         while self.regs.ip != pad + len(self.cpu.halt):
             self._engine.start(pad)

@@ -9,7 +9,10 @@ PidObservers = list[Callable[[int], None]]
 
 
 class TaskObserver:
-    """Base class of observers, which override the methods of events they need. The guest is stopped in a call."""
+    """Base class of observers, which override the methods of events they need.
+
+    The guest is stopped in a call.
+    """
 
     def request_begins(self) -> None:
         """Handle the arrival of a host process's request, before its guest task is looked up."""
@@ -40,7 +43,7 @@ class TaskObserver:
 
 
 class TaskEvents:
-    """The observers of one guest: for each event, the methods of those observers that override it, in order."""
+    """The observers of one guest: for each event, the methods of the observers that override it."""
 
     def __init__(self) -> None:
         self.request_begins: Observers = []

@@ -15,7 +15,10 @@ class TaskStacks(ABC):
 
     @abstractmethod
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """Return those of the disjoint ranges [start, end) that contain a CPU's ip or a return address of a task."""
+        """Return the ranges that contain a CPU's ip or a return address on a task's stack.
+
+        `spans` are disjoint ranges [start, end).
+        """
 
     def is_quiescent(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Return True if none of the ranges contains a CPU's ip or a return address on a task's stack."""

@@ -1,4 +1,4 @@
-"""Access to the library's hidden exception state: the error code and the "in flight" mark, which stays set."""
+"""Access to the library's hidden exception state: the error code, and the "in flight" mark that stays set."""
 
 from __future__ import annotations
 

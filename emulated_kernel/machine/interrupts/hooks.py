@@ -27,8 +27,8 @@ class TrapHooks:
 
     All other exceptions are passed as a Trap to `fault_hooks`, then to `dispatch`.
 
-    ctypes would only print a Python exception raised in a callback, and the guest would continue. Therefore the
-    exception is stored, and `check` raises it after the run.
+    ctypes would only print a Python exception raised in a callback, and the guest would continue. Therefore
+    the exception is stored, and `check` raises it after the run.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TrapHooks:
         self.dispatch: Callable[[Trap], None] = self.stop
         """Handler of exceptions that no breakpoint handler and no fault hook handled."""
         self.guest_callers: set[object] = set()
-        """Owners of handlers that call guest functions; while the set isn't empty, all handlers are deferred."""
+        """Owners of handlers that call guest functions; if there are any, all handlers are deferred."""
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))

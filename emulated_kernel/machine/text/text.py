@@ -52,7 +52,7 @@ class OriginalBytes(Mapping[int, int]):
 
     def __init__(self) -> None:
         self.words: dict[int, int] = {}
-        """Address / 8 -> the original bytes that differ, and in bits 64 to 127 a mask with 0xFF for each of them."""
+        """Address / 8 -> original bytes that differ, and from bit 64 on a mask with 0xFF for each of them."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -183,7 +183,10 @@ class Text:
                     self._invalidate(va, len(data))
 
     def substitute(self, va: int, data: bytes) -> None:
-        """Write bytes for temporary use; neither the ledger nor the watcher sees them. Raises: MemoryFault."""
+        """Write bytes for temporary use; neither the ledger nor the watcher sees them.
+
+        Raises: MemoryFault.
+        """
         self._store(data, self._physical(va, len(data)))
         self._invalidate(va, len(data))
 
@@ -261,7 +264,10 @@ class Text:
         self.poke(va, self._filler * (size // len(self._filler)))
 
     def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
-        """Return (pa, length) of the contiguous parts of text. Raises: MemoryFault (a part isn't executable)."""
+        """Return (pa, length) of the contiguous parts of text.
+
+        Raises: MemoryFault (a part isn't executable).
+        """
         pa = self._memory.locate_text(va, size)
         if pa is not None:
             return ((pa, size),)
