@@ -125,7 +125,7 @@ def ex_table(address: int, data: bytes, layout: str = "<iii") -> Iterator[ExTabl
 
 
 def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[JumpLabel]:
-    """Decode a table of jump labels. Mirrors: include/linux/jump_label.h:struct jump_entry (v6.1)"""
+    """Decode a table of jump labels. Mirrors: include/linux/jump_label.h:struct jump_entry (v6.1)."""
     for at, (code, target, key) in _entries(layout, data):
         yield JumpLabel(address + at + code, address + at + 4 + target, address + at + 8 + key & ~_KEY_FLAGS)
 

@@ -29,7 +29,7 @@ _BIG = 1 << 31
 
 
 class Kind(IntEnum):
-    """Kind of a type. Mirrors: include/uapi/linux/btf.h (v6.1)"""
+    """Kind of a type. Mirrors: include/uapi/linux/btf.h (v6.1)."""
 
     VOID = 0
     INT = 1

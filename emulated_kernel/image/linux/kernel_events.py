@@ -142,7 +142,7 @@ def _tracepoint(structures: Structures, address: int) -> tuple[int, int, int, bo
 
 
 def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
-    """Return the event's name. Mirrors: include/linux/trace_events.h:trace_event_name (v6.1)"""
+    """Return the event's name. Mirrors: include/linux/trace_events.h:trace_event_name (v6.1)."""
     if is_tracepoint:
         tracepoint = structures.value(address, "trace_event_call.tp")
         return structures.text(tracepoint, "tracepoint.name")

@@ -158,7 +158,7 @@ class LinuxKernel:
 
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:
-        """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)"""
+        """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)."""
         areas = (
             self.between(f"__{area}_text_start", f"__{area}_text_end") for area in text_tables.BLACKLISTED
         )

@@ -20,7 +20,7 @@ class Delivery:
     """
 
     def __init__(self, hooks: TrapHooks, memory: Memory, handler: int | None, cr2_cell: int | None) -> None:
-        """`handler` is the image's interrupt entry, `cr2_cell` the boot CPU's variable for CR2, or None."""
+        """Use the image's interrupt entry `handler` and the boot CPU's variable for CR2; both can be None."""
         self._engine = hooks.engine
         self._regs = hooks.regs
         self._frame = struct.Struct("<4Q" if hooks.cpu.bits == 64 else "<4I")
