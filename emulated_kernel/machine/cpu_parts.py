@@ -14,9 +14,9 @@ from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
-"""Function that adapts the hooks to the library and tests it. It takes the result of find_cpu_state.
+"""Function that adapts the hooks to Unicorn and tests it. It takes the result of find_cpu_state.
 
-Raises: HardwareError (a check failed: the library can't be used).
+Raises: HardwareError (a check failed: Unicorn can't be used).
 """
 
 

@@ -43,7 +43,7 @@ class Machine(ProbedMachine):
 
     Only one thread at a time may run or inspect it. While the guest runs, other Python threads can run.
 
-    Raises: HardwareError (the image does not fit, the architecture is unknown, or the library is broken),
+    Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
     GuestFault (the kernel stopped before it had booted).
     """
 
@@ -101,7 +101,7 @@ class Machine(ProbedMachine):
         self.hooks = self._parts.hooks(engine, cpu, self.regs, NoExceptionState(), self.handler_time)
         bench = quirks.Bench(self.hooks, self.memory, self._stack)
         self.self_test = self._parts.adapt(bench, found)
-        """Results of the start-up self-test, one for each deviation of the library."""
+        """Results of the start-up self-test, one for each deviation of Unicorn."""
         self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
         self.cpu = 0
         """Number of the current CPU, which `regs` and `deliver` refer to; `switch_to` changes it."""

@@ -30,7 +30,7 @@ class Quantum:
         self._within: Callable[[int], bool] | None = None
         self._overdue = False
         self.may_end: list[Callable[[], bool]] = []
-        """See Machine.preempt_if."""
+        """Functions that can delay the end of a quantum; see Machine.preempt_if."""
         engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
         # A stop in the hook, which is called before an instruction, must take effect at that instruction.
         engine.stop_between_blocks(False)

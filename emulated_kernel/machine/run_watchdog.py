@@ -119,7 +119,10 @@ class Watchdog:
         self._wake.set()
 
     def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
-        """Set a function that the thread calls during runs; if it returns True, the run is stopped."""
+        """Set a function that the thread calls during runs; if it returns True, the run is stopped.
+
+        None: no function.
+        """
         self._is_unwanted = is_unwanted
         # Order matters, as in _guard: either the thread sees the new function, or this code sees its long
         # sleep.

@@ -69,7 +69,7 @@ def _library_path() -> str:
 
 
 def library_release() -> int:
-    """Return the library's version, a byte each for major, minor, patch and extra.
+    """Return Unicorn's version, a byte each for major, minor, patch and extra.
 
     Raises: OSError (there is no library).
     """
@@ -92,11 +92,11 @@ class Engine(CodeCache):
     """A uc_engine; most methods are a single library call.
 
     Short calls keep the GIL (PyDLL). `start` releases it, so that other threads run while the guest runs.
-    Raises: HardwareError (the library is missing, or a call fails).
+    Raises: HardwareError (Unicorn is missing, or a call fails).
     """
 
     def __init__(self, arch: int, mode: int, cpu_model: int | None = None) -> None:
-        """Open an engine; `cpu_model` is the library's number of a CPU other than its default."""
+        """Open an engine; `cpu_model` is Unicorn's number of a CPU other than its default."""
         path = _library_path()
         try:
             self._held = held = ctypes.PyDLL(path)
@@ -110,7 +110,7 @@ class Engine(CodeCache):
         self.address: int = handle.value
         self.handle = handle
         self.exit_switch: memoryview | None = None
-        """The field that quirks.stops.find_exit_switch found."""
+        """Unicorn's field no_exit_request, if quirks.stops.find_exit_switch found it."""
         self.parked: BaseException | None = None
         """Exception that a callback raised, until TrapHooks.check() raises it."""
         self.is_interrupted = False
@@ -150,14 +150,14 @@ class Engine(CodeCache):
             raise HardwareError(f"{what}: {self.strerror(error)}")
 
     def strerror(self, error: int) -> str:
-        """Return the library's text for a uc_err."""
+        """Return Unicorn's text for a uc_err."""
         function = self._held.uc_strerror
         function.restype = ctypes.c_char_p
         return str(function(error).decode())
 
     @property
     def version(self) -> tuple[int, int]:
-        """Major and minor version of the library."""
+        """Major and minor version of Unicorn."""
         packed = int(self._held.uc_version(None, None))
         return packed >> 24, packed >> 16 & 0xFF
 
@@ -207,7 +207,7 @@ class Engine(CodeCache):
     ) -> ctypes.c_void_p:
         """Register a ctypes callback for an address, a range or all, and keep it as long as the engine.
 
-        `instruction` is the library's number of an instruction, for HOOK_INSN.
+        `instruction` is Unicorn's number of an instruction, for HOOK_INSN.
         """
         self._keep.append(callback)
         hook = ctypes.c_void_p()
@@ -234,7 +234,7 @@ class Engine(CodeCache):
 
     @contextmanager
     def stopped_at(self, address: int) -> Iterator[None]:
-        """Stop runs in the block at `address`; all translated code is dropped afterwards."""
+        """Inside the with block, stop each run that reaches `address`; then drop all translated code."""
         hook = self.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: self.stop()), at=address)
         try:
             yield
@@ -261,7 +261,7 @@ class Engine(CodeCache):
         return self.exit_switch is not None and bool(self.exit_switch[0])
 
     def stop_between_blocks(self, only: bool) -> None:
-        """Stop runs only between blocks, or also after each hook and access; drops all translated code."""
+        """Select if runs are stopped only between blocks, or also after each hook and memory access."""
         if self.exit_switch is not None:
             self.exit_switch[0] = int(only)
             self.flush_code()
@@ -339,7 +339,7 @@ class Engine(CodeCache):
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     """Handle SIGINT: during a run it is deferred to the end of the operation; a second one ends the run.
 
-    Most signals arrive while the library runs. Without this handler, KeyboardInterrupt would be raised at the
+    Most signals arrive while Unicorn runs. Without this handler, KeyboardInterrupt would be raised at the
     entry of the next callback, before its `try`: ctypes would print it, and the guest would lose that trap.
     """
     callback = None

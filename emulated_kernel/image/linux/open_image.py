@@ -53,7 +53,7 @@ def open_vmlinux(source: str) -> Vmlinux:
 def is_linux(path: Path) -> bool:
     """Return True if a file seems to be a distribution's kernel, not an image built from image/src.
 
-    Only its header is examined; other errors are found when it is loaded. Raises: OSError.
+    Only headers and symbol names are examined; other errors are found when it is loaded. Raises: OSError.
     """
     with open_regular(path) as file:
         start = file.read(_START)

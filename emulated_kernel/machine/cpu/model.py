@@ -15,30 +15,30 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class CpuModel(ABC):
-    """An instruction set: the numbers that the library uses, and the set-up that Linux makes."""
+    """An instruction set: the numbers that Unicorn uses, and the set-up that Linux makes."""
 
     name: str
     """Name of the architecture, as in MachineConfig.arch."""
     bits: int
     engine_mode: tuple[int, int]
-    """The library's numbers of architecture and mode."""
+    """Unicorn's numbers of architecture and mode."""
     page_tables: type[PageTables]
     layout: MemoryLayout
 
     registers: Mapping[str, int]
-    """Name in Linux's pt_regs -> the library's number, in the order of its CPU structure; ip is last."""
+    """Name in Linux's pt_regs -> Unicorn's number, in the order of its CPU structure; ip is last."""
     ip_slot: int
-    """Number of 8-byte registers before the instruction pointer in the library's CPU structure."""
+    """Number of 8-byte registers before the instruction pointer in Unicorn's CPU structure."""
     register_set: Callable[..., Any]
     """Named tuple type for the values of all registers, followed by the flags."""
     flags_register: int
-    """The library's number of the flags register, or of the register with the interrupt flag."""
+    """Unicorn's number of the flags register, or of the register with the interrupt flag."""
     fixed_flags: int
     """Flags that are always set."""
     interrupt_flag: int
     """The flag that enables interrupts."""
     special_registers: Mapping[str, int]
-    """Read-only registers: name -> the library's number."""
+    """Read-only registers: name -> Unicorn's number."""
     aliases: Mapping[str, str] = MappingProxyType({})
     """Linux's name -> the machine's common name of a register."""
     arguments: tuple[str, ...]
@@ -58,7 +58,7 @@ class CpuModel(ABC):
     syscall_arguments: tuple[str, ...]
     """Registers with a system call's arguments, in the answer to Hypercall.USER."""
     per_cpu_register: int
-    """The library's number of the register with the address of the per-CPU area."""
+    """Unicorn's number of the register with the address of the per-CPU area."""
     boot_argument: str
     """Register with the address of the boot parameters at the kernel's entry."""
 
@@ -71,7 +71,7 @@ class CpuModel(ABC):
     filler: bytes
     """The shortest breakpoint, which fills unused text."""
     trap_flag: int = 0
-    """The flag that makes the CPU trap after the next instruction; the library stores flags after ip."""
+    """The flag that makes the CPU trap after the next instruction; Unicorn stores flags after ip."""
     cleared_flags: int = 0
     """Flags that the delivery of an interrupt clears."""
 
@@ -89,7 +89,7 @@ class CpuModel(ABC):
 
     @abstractmethod
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
-        """Return the trap for an exception or `int n` that the library reported with this ip."""
+        """Return the trap for an exception or `int n` that Unicorn reported with this ip."""
 
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:

@@ -19,7 +19,7 @@ __all__ = ["STATE_SLOT", "RegisterSet", "Regs", "api_regs", "fast_regs"]
 _NO_SLOTS: tuple[str, ...] = ()
 _SLOTS = ("_engine", "orig_ax")
 STATE_SLOT = 8
-"""Bytes of a register in the library's CPU structure, whatever its width."""
+"""Bytes of a register in Unicorn's CPU structure, whatever its width."""
 
 
 class Regs:
@@ -74,7 +74,7 @@ class Regs:
 
     @property
     def flags(self) -> int:
-        """EFLAGS, read through the API because the library computes it lazily. riscv64: sstatus."""
+        """EFLAGS, read through the API because Unicorn computes it lazily. riscv64: sstatus."""
         return self._engine.reg_read(self._flags_register)
 
     @flags.setter
@@ -111,7 +111,7 @@ class Regs:
 
 
 class ApiRegs(Regs):
-    """Registers that are accessed through the library's API."""
+    """Registers that are accessed through Unicorn's API."""
 
     __slots__ = (*_SLOTS,)
 
@@ -121,7 +121,7 @@ class ApiRegs(Regs):
 
 
 class FastRegs(Regs):
-    """Registers as ctypes fields at the address of the library's CPU structure, without calls."""
+    """Registers as ctypes fields at the address of Unicorn's CPU structure, without calls."""
 
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
@@ -159,7 +159,7 @@ class ClosedRegs(Regs, ctypes.Structure):
 
 
 def api_regs(cpu: CpuModel, engine: Engine) -> Regs:
-    """Return the registers of a CPU, accessed through the library's API."""
+    """Return the registers of a CPU, accessed through Unicorn's API."""
     return _api_class(cpu)(engine, _minus_one(cpu))
 
 

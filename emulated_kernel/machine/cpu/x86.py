@@ -48,13 +48,13 @@ _INT_N_SIZE = 2
 
 
 class Msr(ctypes.Structure):
-    """The library's structure for a model-specific register."""
+    """Unicorn's structure for a model-specific register."""
 
     _fields_ = (("rid", ctypes.c_uint32), ("value", ctypes.c_uint64))
 
 
 class TableRegister(ctypes.Structure):
-    """The library's structure for GDTR, IDTR or TR."""
+    """Unicorn's structure for GDTR, IDTR or TR."""
 
     _fields_ = (
         ("selector", ctypes.c_uint16),

@@ -1,4 +1,4 @@
-"""Delivery of interrupts and exceptions to the guest by the host, because the library doesn't do it."""
+"""Delivery of interrupts and exceptions to the guest by the host, because Unicorn doesn't do it."""
 
 from __future__ import annotations
 

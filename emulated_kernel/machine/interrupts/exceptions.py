@@ -1,4 +1,4 @@
-"""Access to the library's hidden exception state: the error code, and the "in flight" mark that stays set."""
+"""Access to Unicorn's hidden exception state: the error code, and the "in flight" mark that stays set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NoExceptionState:
 
 
 class LiveExceptionState:
-    """Accesses the two fields directly in the emulator's CPU structure."""
+    """Accesses the two fields directly in Unicorn's CPU structure."""
 
     def __init__(self, error_code_address: int, in_flight_address: int) -> None:
         self._error = memoryview(ctypes.c_int32.from_address(error_code_address)).cast("B").cast("i")

@@ -58,7 +58,7 @@ class TrapHooks:
         engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
     def run(self, address: int) -> int:
-        """Run the guest until it halts or is stopped; return the library's error code."""
+        """Run the guest until it halts or is stopped; return Unicorn's error code."""
         error = self.engine.start(address)
         while self._put_off is not None and self._goes_on(self._put_off):
             error = self.engine.start(self.regs.ip)
@@ -150,7 +150,7 @@ class TrapHooks:
         return self._guarded(lambda _data: self._exception(Vector.INVALID_OPCODE))
 
     def _guarded(self, handle: Callable[[int], None]) -> Callable[..., object]:
-        """Return a callback for rare events; `handle` gets the second argument of the emulator."""
+        """Return a callback for rare events; `handle` gets the second argument of Unicorn's call."""
         handler_time = self.handler_time
 
         def callback(*args: int) -> bool:

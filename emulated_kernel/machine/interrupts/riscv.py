@@ -72,7 +72,7 @@ class RiscvTrapHooks(TrapHooks):
     """Dispatches ebreak to `breakpoints`, with regs.ip advanced by the size of the shortest ebreak.
 
     Unicorn: a handled ebreak still ends the run with an error, and faults until then aren't reported. If the
-    self-test has found the library's error field, it is reset. Otherwise the run is stopped and started
+    self-test has found Unicorn's error field, it is reset. Otherwise the run is stopped and started
     again.
     """
 

@@ -159,7 +159,7 @@ class GuestPool:
 
     @property
     def used(self) -> int:
-        """Bytes handed out."""
+        """Number of allocated bytes."""
         return self._pool.used
 
     def _extend(self, missing: int) -> None:

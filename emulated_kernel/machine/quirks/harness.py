@@ -1,4 +1,4 @@
-"""Harness of the start-up self-test: runs test code, finds the library's CPU structure, common checks."""
+"""Harness of the start-up self-test: runs test code, finds Unicorn's CPU structure, common checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODE_OFFSET = 0x800
 """Offset of the self-test's code in the host's text page."""
 
 HANDLE_SIZE = 4096
-"""Bytes of the library's handle that are searched for pointers to the CPU and for the error field."""
+"""Bytes of Unicorn's handle that are searched for pointers to the CPU and for the error field."""
 _CPU_SIZE = 64 << 10
 
 
@@ -55,7 +55,7 @@ class Bench:
         self._pa = memory.translate(self.va)
         self.traps: list[Trap] = []
         self.error = 0
-        """The library's error code of the last run."""
+        """Unicorn's error code of the last run."""
 
     def put(self, code: bytes) -> None:
         """Write code and a halt without dropping translated code."""
@@ -140,14 +140,14 @@ def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "
 
 
 def found(function: Callable[..., object], is_there: bool) -> SelfTest:
-    """Return the result of a search for hidden state of the library."""
+    """Return the result of a search for hidden state of Unicorn."""
     return SelfTest(function.__name__, Outcome.OK if is_there else Outcome.FALLBACK)
 
 
 def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Iterator[SelfTest]:
     """Run checks and yield their results.
 
-    Raises: HardwareError (a check failed: the library can't be used).
+    Raises: HardwareError (a check failed: Unicorn can't be used).
     """
     for check in checks:
         check(bench)

@@ -53,13 +53,13 @@ _UC_ERR_EXCEPTION = 21
 
 
 class LiveBadAddress:
-    """Reads the address of the last page fault directly from the emulator's CPU structure."""
+    """Reads the address of the last page fault directly from Unicorn's CPU structure."""
 
     def __init__(self, address: int) -> None:
         self._cell = memoryview(ctypes.c_uint64.from_address(address)).cast("B").cast("Q")
 
     def take(self) -> int:
-        """Return the address, which the library doesn't store in stval."""
+        """Return the address, which Unicorn doesn't store in stval."""
         return self._cell[0]
 
 
@@ -101,7 +101,7 @@ def find_bad_address(bench: Bench) -> tuple[int, int] | None:
 
 
 def find_error_cell(bench: Bench) -> int | None:
-    """Find the address of the error that an ebreak leaves in the library's handle; None if it isn't found.
+    """Find the address of the error that an ebreak leaves in Unicorn's handle; None if it isn't found.
 
     The search is done in a hook, because the error is cleared at the end of the run.
     """
@@ -204,11 +204,11 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 
 
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
-    """Adapt the machine's hooks to this library, and check that it then behaves like a CPU.
+    """Adapt the machine's hooks to this version of Unicorn, and check that it then behaves like a CPU.
 
-    `cpu` is the result of `find_cpu_state`. If it is None, no internal state of the library is used.
+    `cpu` is the result of `find_cpu_state`. If it is None, no internal state of Unicorn is used.
 
-    Raises: HardwareError (a check failed: the library can't be used).
+    Raises: HardwareError (a check failed: Unicorn can't be used).
     """
     hooks = bench.hooks
     assert isinstance(hooks, RiscvTrapHooks)

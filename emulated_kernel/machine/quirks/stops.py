@@ -1,4 +1,4 @@
-"""Places at which a stop from another thread ends a run: the library can stop even inside an instruction."""
+"""Places at which a stop from another thread ends a run: Unicorn can stop even inside an instruction."""
 
 from __future__ import annotations
 

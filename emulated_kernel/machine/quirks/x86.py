@@ -161,11 +161,11 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 
 
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
-    """Adapt the machine's hooks to this library, and check that it then behaves like a CPU.
+    """Adapt the machine's hooks to this version of Unicorn, and check that it then behaves like a CPU.
 
     `cpu` is the result of `find_cpu_state`.
 
-    Raises: HardwareError (a check failed: the library can't be used).
+    Raises: HardwareError (a check failed: Unicorn can't be used).
     """
     cells = find_exception_cells(bench)
     bench.hooks.state = exception_state(bench, cells, cpu)
