@@ -57,7 +57,7 @@ class DebugInfo:
             for function in self._functions(unit):
                 if function.part_at(addr) is not None:
                     return function
-        raise KernelError(errno.ENOENT, f"{addr:#x}: the debug information describes no function there")
+        raise KernelError(errno.ENOENT, f"{addr:#x} is in no function that the debug information describes")
 
     def named(self, name: str) -> tuple[DescribedFunction, int]:
         """Return the function with a symbol of this name, or else with this DWARF name, and its address.
@@ -96,7 +96,7 @@ class DebugInfo:
                 at = part.start - start
                 return bytes(section.data()[at : at + len(part)])
         raise KernelError(
-            errno.ENODATA, f"{part.start:#x}: the file has no code there; pass the ELF file that has the code"
+            errno.ENODATA, f"no code at {part.start:#x}; pass the ELF file that contains the code"
         )
 
     def _units(self, addr: int) -> Iterator[Any]:

@@ -136,7 +136,7 @@ def _tracepoint(structures: Structures, address: int) -> tuple[int, int, int, bo
     event_class = structures.value(address, "trace_event_call.class")
     key = tracepoint + structures.btf.offset("tracepoint.key")
     # Since 6.14 regfunc and unregfunc are in a separate structure.
-    extra = next(filter(has, ("tracepoint.regfunc", "tracepoint.ext")), None)
+    extra = next((path for path in ("tracepoint.regfunc", "tracepoint.ext") if has(path)), None)
     is_plain = extra is not None and not structures.value(tracepoint, extra)
     return tracepoint, structures.value(event_class, "trace_event_class.probe"), key, is_plain
 
