@@ -15,7 +15,7 @@ DEBUG_ROOT = Path("/usr/lib/debug")
 """Directory where packages install debug files."""
 MODULES_ROOT = Path("/lib/modules")
 _PART = 1 << 20
-_ADVICE = "install the package that contains it, or pass its file with --debug-info"
+_ADVICE = "install the package that contains it, or give its file by --debug-info"
 
 
 def build_id(elf: Any) -> str:
