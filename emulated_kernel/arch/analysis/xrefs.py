@@ -135,7 +135,7 @@ class CodeXrefs:
         return XrefIndex(way for piece in self._image.data for way in self._words(*piece) if way[0] in span)
 
     def _span(self) -> range:
-        """The address range from the first to the last piece of text."""
+        """Return the address range from the first to the last piece of text."""
         text = [range(*part) for part in self._image.text_ranges]
         return range(min(part.start for part in text), max(part.stop for part in text))
 

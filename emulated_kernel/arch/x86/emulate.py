@@ -102,21 +102,25 @@ def _top(insn: X86Emulation, regs: Any, memory: ByteMemory, index: int = 0) -> i
 
 
 def cli(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate cli: clear the interrupt flag."""
     regs.flags &= ~IF
     regs.ip = insn.next_ip
 
 
 def sti(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate sti: set the interrupt flag."""
     regs.flags |= IF
     regs.ip = insn.next_ip
 
 
 def pushf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate pushf: push the flags without RF and VM."""
     _push(insn, regs, memory, regs.flags & PUSHF_MASK)
     regs.ip = insn.next_ip
 
 
 def popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate popf: pop the flags that privilege level 0 may change."""
     mask = POPF_MASK & (1 << insn.operand_size * 8) - 1
     value = _top(insn, regs, memory)
     regs.sp = (regs.sp + insn.operand_size) & insn.mask
@@ -125,12 +129,14 @@ def popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate ret: pop the return address, and release the operand's bytes of the stack."""
     target = _top(insn, regs, memory)
     regs.sp = (regs.sp + insn.operand_size + insn.release) & insn.mask
     regs.ip = target
 
 
 def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate lret: pop the return address and cs, and release the operand's bytes of the stack."""
     target = _top(insn, regs, memory)
     selector = _top(insn, regs, memory, 1)
     regs.sp = (regs.sp + 2 * insn.operand_size + insn.release) & insn.mask
@@ -139,15 +145,18 @@ def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def call(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate a direct call."""
     _push(insn, regs, memory, insn.next_ip)
     regs.ip = insn.target
 
 
 def jmp(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate a direct jump."""
     regs.ip = insn.target
 
 
 def jcc(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate a conditional jump."""
     regs.ip = insn.target if condition_holds(insn.condition, regs.flags) else insn.next_ip
 
 
@@ -168,10 +177,12 @@ def loop_while(wanted: Callable[[int], bool]) -> X86Operation:
 
 
 def jcxz(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate jcxz: jump if the counter is 0."""
     regs.ip = insn.next_ip if regs.cx & insn.counter_mask else insn.target
 
 
 def call_indirect(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate a call to the address in a register."""
     # Read the operand before the push: `call *%rsp` goes to the old stack pointer.
     target: int = getattr(regs, insn.register)
     _push(insn, regs, memory, insn.next_ip)
@@ -179,4 +190,5 @@ def call_indirect(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def jmp_indirect(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate a jump to the address in a register."""
     regs.ip = getattr(regs, insn.register)
