@@ -114,7 +114,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     max_insn_size: int
     """Size in bytes of the longest instruction."""
     landing_pad: bytes = b""
-    """The instruction, before a function's body, that indirect branches must land on; empty: none needed."""
+    """Instruction before a function's body that indirect branches must land on; empty if there is none."""
 
     def __init__(
         self,

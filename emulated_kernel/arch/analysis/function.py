@@ -52,7 +52,7 @@ class TextLayout:
     """Address ranges of the kernel that the probe checks refer to."""
 
     text: range = _EMPTY_RANGE
-    """_stext.._etext."""
+    """Kernel text, from _stext to _etext."""
     entry_text: range = _EMPTY_RANGE
     thunks: range = _EMPTY_RANGE
     """The indirect and return thunks; the end address counts as inside, as in Linux's comparison."""

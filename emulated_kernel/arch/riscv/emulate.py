@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RiscvEmulation(Emulation):
-    """One prepared instruction."""
+    """A RISC-V instruction to emulate, with its address."""
 
     address: int
     insn: RiscvInsn

@@ -93,9 +93,9 @@ class Handling(Enum):
 
     REJECTED = auto()
     SIMULATED = auto()
-    """INSN_GOOD_NO_SLOT."""
+    """The instruction is emulated (INSN_GOOD_NO_SLOT)."""
     COPIED = auto()
-    """INSN_GOOD."""
+    """A copy of the instruction runs out of line (INSN_GOOD)."""
 
 
 # Plain integers, because enum lookups are slow: a kernel has a hundred thousand distinct instructions.
@@ -138,7 +138,7 @@ class RiscvInsnAttributes:
     __slots__ = ("_effect", "_word", "handling", "kind", "length", "mentioned", "opcode", "relative_target")
 
     def __init__(self, length: int, word: int) -> None:
-        """`word`: the instruction, or the expansion of a compressed one; 0 for a reserved encoding."""
+        """Decode `word`: an instruction, or the expansion of a compressed one; 0 for a reserved encoding."""
         self.length = length
         """Length in bytes."""
         self._word = word

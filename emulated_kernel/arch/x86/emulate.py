@@ -45,7 +45,7 @@ X86Operation = Callable[["X86Emulation", Any, ByteMemory], None]
 
 @dataclass(frozen=True, slots=True)
 class X86Emulation(Emulation):
-    """One prepared instruction."""
+    """An x86 instruction to emulate, with its decoded operands."""
 
     op: X86Operation
     """The function below that executes the instruction."""

@@ -30,7 +30,7 @@ class Imm(Enum):
     BYTE = auto()
     WORD = auto()
     WORD_BYTE = auto()
-    """Iw,Ib: enter."""
+    """Iw,Ib: 2 bytes and 1 byte, for enter."""
     VWORD32 = auto()
     """Iz, Jz: 2 bytes if the operand size is 16 bits, otherwise 4."""
     VWORD = auto()

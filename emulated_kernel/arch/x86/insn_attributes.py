@@ -58,7 +58,7 @@ class DecodeCache:
     """
 
     def __init__(self, bits: int) -> None:
-        """`bits` is the decoder's mode."""
+        """Create an empty cache for a decoder mode of `bits` bits."""
         self.bits = bits
         self._root: dict[int, Any] = {}
 

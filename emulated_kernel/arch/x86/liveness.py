@@ -18,7 +18,7 @@ from emulated_kernel.arch.x86.insn import decode_all
 
 _FLAGS_SHIFT = len(REGISTER_NAMES)
 _STATUS_FLAGS = 0b111111
-"""OF SF ZF AF CF PF, as iced numbers them."""
+"""Mask of OF, SF, ZF, AF, CF and PF in iced's numbering."""
 _ALL = _STATUS_FLAGS << _FLAGS_SHIFT | (1 << _FLAGS_SHIFT) - 1
 _STACK_POINTER = 1 << REGISTER_NAMES.index("sp")
 """sp is never dead, because an interrupt can push at any time."""

@@ -168,7 +168,7 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 
 class X86Lowering(Lowering):
-    """The lowering to x86."""
+    """Lowers ops to x86 instructions."""
 
     encoding = Encoding(asm.JUMP + asm.HOLE, len(asm.JUMP), _patch_jump, _DISPLACEMENT.pack_into)
     """All jumps have 32-bit displacements: short ones would save less than computing their reach costs."""
