@@ -1,4 +1,4 @@
-"""BreakpointDispatch: maps breakpoints to steps of hits, and compiles handlers at a probe's first hit."""
+"""BreakpointDispatch: the table from breakpoints to steps of hits; it compiles handlers at a first hit."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class InsnSlots:
     def __init__(
         self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
-        """`size`: minimum bytes of a slot; `lead`: code placed before each slot."""
+        """Create no slots yet. `size`: minimum bytes of a slot; `lead`: code placed before each slot."""
         self._text = text
         self._waiting = garbage
         self._lead = lead
