@@ -1,5 +1,6 @@
-"""An emulated Linux-like kernel whose real machine code can be probed; no FUSE, no command line.
+"""An emulated Linux-like kernel whose machine code can be probed; it needs neither FUSE nor a command line.
 
-From outside: kernel.Kernel, config.MachineConfig, and for a mount what vfs names. A kernel has one lock,
-the control lock (lock.py), which the public API takes by itself; who uses the rooms below takes it first.
+The interface is kernel.Kernel and util.config.MachineConfig, and vfs for mounts. A kernel has one lock, the
+control lock (util/control_lock.py). The public API takes it; direct users of the subpackages must take it
+first.
 """

@@ -1,6 +1,6 @@
-"""What differs between instruction sets, behind one list of hooks.
+"""Instruction sets: all architecture-specific code, behind the hooks of `arch_hooks.Arch`.
 
-From outside: `architectures.arch_named()`, which gives an `Arch` of base.py, and the verdict of verdict.py.
-Nothing here takes a lock. Bytes and tables come in; code, findings and regions go out, and no kernel is
-changed, but for emulations: a hit runs them on its registers and memory.
+Other layers call `architectures.arch_named()` to get an `Arch`, and use the probe checks of probe_checks.py.
+No module here takes a lock. The input is bytes and tables, the output is code, rejections and regions. Only
+emulations change a kernel: a hit runs them on its registers and memory.
 """

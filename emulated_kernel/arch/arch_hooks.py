@@ -1,4 +1,7 @@
-"""What differs between instruction sets, as one list of hooks that work on bytes alone."""
+"""The hooks of an instruction set: the list of everything that differs between architectures.
+
+Most hooks work on bytes and need no machine.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class ByteMemory(Protocol):
-    """Guest memory as emulation sees it; both raise the machine's fault error on a bad address."""
+    """Guest memory as seen by an emulation. Both methods raise the machine's fault error on a bad address."""
 
     def read(self, va: int, size: int, /) -> bytes:
-        """`size` bytes at `va`."""
+        """Return `size` bytes at `va`."""
 
     def write(self, va: int, data: bytes, /) -> None:
         """Store `data` at `va`."""
@@ -35,29 +38,32 @@ class Emulation(ABC):
 
     @abstractmethod
     def run(self, regs: Any, memory: ByteMemory) -> None:
-        """Execute it on the live registers, leaving `ip` where it would go on.
+        """Execute the instruction on the live registers and set `ip` to the next address to execute.
 
-        Raises: what `memory` raises. The registers are unchanged then.
+        Raises: the errors of `memory`. The registers are unchanged then.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ArchSpecificInsn:
-    """What a kprobe keeps of the probed instruction (struct arch_specific_insn)."""
+    """The prepared form of a probed instruction (struct arch_specific_insn)."""
 
     length: int
     """Bytes of the probed instruction."""
     slot_bytes: bytes
-    """The copy for the insn slot, displacement fixed, with the breakpoint that ends the step behind it."""
+    """The insn slot's content: the copy, its displacement fixed up, and the breakpoint that ends the step."""
     boostable: bool
-    """A jump back may stand behind the copy instead of the breakpoint."""
+    """Whether a jump back may follow the copy in place of the breakpoint."""
     emulate: Emulation | None
-    """Set if the instruction must be emulated; the slot isn't executed then."""
+    """Set if the instruction must be emulated; its insn slot is never executed then."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandlerStub:
-    """Guest code that saves a struct pt_regs, meets a breakpoint with sp at it, and restores all."""
+    """Guest code that saves a struct pt_regs, hits a breakpoint, and restores all registers.
+
+    sp points at the struct pt_regs when the breakpoint is hit.
+    """
 
     code: bytes
     trap: int
@@ -66,37 +72,43 @@ class HandlerStub:
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """Guest code that a hit goes through: the way to a handler in Python, then what the jump has replaced.
+    """Guest code of an optimized probe: the path to a handler in Python, then the replaced instructions.
 
-    All offsets are in bytes from its start.
+    All offsets are in bytes from the start of the code.
     """
 
     code: bytes
     trap: int
-    """The breakpoint where the handler is called with sp at a struct pt_regs."""
+    """Offset of the breakpoint at which the handler is called; sp points at a struct pt_regs there."""
     copied: int
-    """The replaced instructions and a jump back."""
+    """Offset of the replaced instructions, which a jump back follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnDispatch:
-    """A return trampoline that looks for a handler in guest code first; offsets in bytes from its start."""
+    """A return trampoline that first looks for a handler in guest code.
+
+    Offsets are in bytes from the start of the code.
+    """
 
     code: bytes
     entry: int
-    """What hooked functions return to."""
+    """Offset of the address that hooked functions return to."""
     trap: int
-    """The breakpoint where Python handles the return, with sp at a struct pt_regs, as in HandlerStub."""
+    """Offset of the breakpoint where Python handles the return; sp points at a struct pt_regs there."""
     finish: int | None
-    """Where handlers go on that stand in its frame; None where each saves what it needs, and returns."""
+    """Offset at which handlers that use the trampoline's register frame continue.
+
+    None if each handler saves the registers that it needs and returns by itself.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """The names of a register file: fetchargs on one side, attributes of the live registers on the other."""
+    """Names of a register file: register names in fetchargs -> attributes of the live registers."""
 
     names: Mapping[str, str]
-    """What may follow `%` in a fetcharg -> attribute of the register object."""
+    """Name after `%` in a fetcharg -> attribute of the register object."""
     arguments: tuple[str, ...]
     """Attributes that hold $arg1, $arg2, ... on function entry."""
     ip: str
@@ -104,160 +116,181 @@ class Registers:
     flags: str | None
     return_value: str
     link: str | None = None
-    """Attribute holding the return address on entry; None where it is on the stack."""
+    """Attribute holding the return address on function entry; None if the return address is on the stack."""
 
 
 class ReturnCode(ABC):
-    """Return handlers in guest code; registers are saved by the trampoline, with `saves_all`, or by them."""
+    """Generator of return handlers in guest code.
+
+    With `saves_all`, the trampoline saves all registers; otherwise each handler saves the ones that it uses.
+    """
 
     live: LiveRegisters
-    """What the caller may read when a function has returned."""
+    """Registers that the caller may read after a function has returned."""
 
     @abstractmethod
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
     ) -> ReturnDispatch:
-        """The trampoline at `buffer` whose `program` ends in a JumpTo of a handler, if there is one.
+        """Return the trampoline for the address `buffer`.
 
-        `own` is where functions return to, if not right to it.
+        If `program` finds a handler, it ends in a JumpTo of that handler. `own` is the address that functions
+        return to, if it differs from the entry of this trampoline.
         """
 
     @abstractmethod
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
-        """A handler for a `dispatch` with the same `saves_all`; it goes on at its `finish`, if it has one."""
+        """Return a handler for a `dispatch` made with the same `saves_all`.
+
+        If the dispatch has a `finish`, the handler falls off its end into a jump there.
+        """
 
 
 class Arch(ABC):
     """The hooks of one instruction set.
 
-    `code` is always bytes that start at `addr`; more than one instruction may be given.
+    `code` is always bytes that start at `addr`; it may hold more than one instruction.
     """
 
     name: str
-    """As in MachineConfig.arch."""
+    """Name of the architecture, as in MachineConfig.arch."""
     bits: int
     word_size: int
     """Bytes of `unsigned long`."""
     registers: Registers
     breakpoint: bytes
-    """The shortest breakpoint; the CPU reports its trap with ip behind it."""
+    """The shortest breakpoint instruction; when it traps, the CPU reports the ip after it."""
     seen_ip = 0
-    """Address in ip when a probe's handlers are called, minus the probed address, in bytes."""
+    """Bytes that the ip seen by a probe's handlers is above the probed address."""
     max_insn_size: int
-    """Bytes that a probe looks at, and the size of an insn slot."""
+    """Bytes that preparing a probe reads at its address, and the size of an insn slot."""
     jump_size: int
-    """Bytes of `relative_jump`."""
+    """Bytes of a `relative_jump`."""
     call_size: int
-    """Bytes of `relative_call`, and of an fentry site."""
+    """Bytes of a `relative_call`, and of an fentry site."""
     strategies: Mapping[str, OptimizationPolicy[Any]]
-    """The ways in which a jump can take a breakpoint's place, by name."""
+    """Name -> policy by which a jump may replace a breakpoint."""
     disassembler: Disassembler
     assembler: Assembler
     call_link: str | None = None
-    """The register that `relative_call` leaves the return address in; None: it is pushed."""
+    """The register in which `relative_call` leaves the return address; None if it is pushed."""
     general_registers: frozenset[str]
-    """The names that a handler program can ask for."""
+    """The register names that a handler program may read."""
     pt_regs: tuple[str, ...]
     """Register names in the order of struct pt_regs, one word each."""
     fixed_registers: Mapping[str, int]
-    """Those of them that are the same at every hit."""
+    """pt_regs name -> value, for the registers that have the same value at every hit."""
     return_size: int
     """Bytes of the return instruction that ends the ftrace trampoline."""
     max_repetition: int
-    """Bytes of the code that `repetition` makes."""
+    """Maximum size in bytes of the code made by `repetition`."""
     max_detour: int
-    """Bytes that a detour buffer without a compiled handler can need."""
+    """Maximum size in bytes of a detour buffer without a compiled handler."""
     max_copied: int
-    """Bytes that a detour buffer can need behind its handler, and a stub as well."""
+    """Maximum size in bytes of the code after the handler in a detour buffer; also the maximum for a stub."""
     max_detoured: int
-    """Bytes of the longest region that a jump can replace, plus one."""
+    """Length in bytes of the longest region that a jump can replace, plus one."""
     task_size: int
-    """The first address behind user space."""
+    """The first address above user space."""
     thread_size = 16 << 10
-    """Bytes of a kernel stack, which is aligned to its size."""
+    """Size in bytes of a kernel stack, which is aligned to this size."""
     interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
-    """The pt_regs name and the bit that say whether interrupts are on."""
+    """pt_regs name and bit mask of the interrupt flag, which is set while interrupts are enabled."""
     has_ops_trampolines = False
     """Whether Linux makes a trampoline for each user of fentry sites. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
     trap_flag: int
-    """The bit of the flags register that makes the CPU trap behind the next instruction."""
+    """Mask of the flag that makes the CPU trap after the next instruction."""
     trap_flag_lead = b""
-    """Code that sets it for the instruction behind, and changes nothing else that anybody may see."""
+    """Code that sets the trap flag for the instruction that follows, with no other visible effect."""
 
     @property
     def mask(self) -> int:
-        """All ones in a register."""
+        """The value of a register with all bits set."""
         return (1 << self.bits) - 1
 
     @property
     def kept_at_return(self) -> frozenset[str]:
-        """Attributes that have a function's values when it has returned."""
+        """Attributes of the live registers that hold a function's values after it has returned."""
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     @abstractmethod
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
-        """Addresses of the instructions in `code`, up to its end or the first that isn't decodable."""
+        """Return the addresses of the instructions in `code`, up to its end or the first undecodable one."""
 
-    def breakpoint_for(self, length: int) -> bytes:  # noqa: ARG002 - one for all
-        """The instruction that arms a probe on one of `length` bytes."""
+    def breakpoint_for(self, length: int) -> bytes:  # noqa: ARG002 - most architectures have only one
+        """Return the breakpoint that arms a probe on an instruction of `length` bytes."""
         return self.breakpoint
 
     @abstractmethod
     def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:
         """Analyse and copy the instruction at `addr` for out-of-line execution at `slot_addr`.
 
-        `may_fault`: an exception table entry exists for `addr`, so that it can't be boosted.
-        Raises: KernelError EINVAL (it can't be copied), KernelError EOPNOTSUPP (neither stepping nor
-        emulation handles it).
+        `may_fault`: an exception table entry exists for `addr`, so the instruction can't be boosted.
+
+        Raises: KernelError EINVAL (the instruction can't be copied), KernelError EOPNOTSUPP (it can be
+        neither stepped nor emulated).
         """
 
     @abstractmethod
     def relative_jump(self, source: int, target: int) -> bytes:
-        """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError ERANGE (too far)."""
+        """Encode a jump of `jump_size` bytes from `source` to `target`.
+
+        Raises: KernelError ERANGE (too far).
+        """
 
     @abstractmethod
     def relative_call(self, source: int, target: int) -> bytes:
-        """A call for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
+        """Encode a call for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
 
     def detour_jump(self, region: Region, target: int) -> bytes:
-        """What replaces the bytes of a region. Raises: KernelError ERANGE (too far)."""
+        """Encode the jump that replaces the bytes of a region. Raises: KernelError ERANGE (too far)."""
         return self.relative_jump(region.addr, target)
 
     @abstractmethod
     def ftrace_trampoline(self) -> HandlerStub:
-        """What armed fentry sites call; the saved ip is the address behind the call, and is returned to."""
+        """Return the trampoline that armed fentry sites call.
+
+        The saved ip is the address after the call, and the trampoline returns to it.
+        """
 
     ftrace_regs: tuple[str, ...] = ()
-    """What a function's entry needs: arguments, sp, ip. Mirrors: struct ftrace_regs."""
+    """Registers that matter at a function's entry: arguments, sp, ip. Mirrors: struct ftrace_regs."""
     return_regs: tuple[str, ...] = ()
-    """What its exit needs: results and frame pointer. Mirrors: struct fgraph_ret_regs (v6.5)."""
+    """Registers that matter at a function's exit: results, frame pointer.
+
+    Mirrors: struct fgraph_ret_regs (v6.5).
+    """
 
     unwind_roots = frozenset((
         *("startup_64", "startup_32", "_start", "_text", "_stext", "host_secondary_entry", "host_return"),
         *("ret_from_fork", "host_user_mode", "host_user_hlt", "host_user_resume", "host_syscall_return"),
     ))  # fmt: skip
-    """The image's functions that nobody has called, with the labels in them."""
+    """Symbols of the image that no function calls, so unwinding ends there; labels inside them count too."""
     interrupt_entries = frozenset(("asm_host_interrupt", "handle_exception"))
-    """Where an interrupt leads to."""
+    """Symbols that interrupts enter."""
     kept_by_calls: frozenset[str]
-    """Registers that a called function leaves as they were."""
+    """Registers that a called function preserves."""
     stack_switches = frozenset(("__switch_to_asm",))
-    """What leaves one stack and returns on another, which it has left before."""
+    """Functions that save one stack pointer and return on another stack, which they left earlier."""
 
     @abstractmethod
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
-        """What the instructions of a function do to its stack frame.
+        """Iterate over a function's instructions: address, and effect on the function's stack frame.
 
-        `switches_stack`: a stack pointer that it loads is that of a stack which the same code has left.
+        `switches_stack`: the function loads the stack pointer of another stack, which the same code left
+        earlier.
         """
 
     @abstractmethod
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
-        """What is known in front of a function's first instruction."""
+        """Return the frame that is known before a function's first instruction."""
 
     def traced_entry(self) -> Frame:
-        """In front of the first instruction of what an fentry site calls: `call_link` leads to the site."""
+        """Return the frame before the first instruction of a trampoline that an fentry site calls.
+
+        If there is a `call_link`, it holds the return address into the traced function.
+        """
         frame = self.entry_frame(by_interrupt=False)
         if self.call_link is not None and self.registers.link is not None:
             link = self.registers.link
@@ -265,42 +298,45 @@ class Arch(ABC):
         return frame
 
     def detour_entry(self) -> Frame:
-        """The same for what is jumped to: where it goes on, code doesn't say."""
+        """Return the frame before the first instruction of code that a jump enters.
+
+        No register is known to hold a return address, because code that is jumped to doesn't return.
+        """
         regs = {name: (name, 0) for name in self.entry_frame(by_interrupt=False).regs}
         return Frame(regs | {self.registers.sp: (CFA, 0)}, {})
 
     no_return_hook: tuple[str, ...] = ()
-    """Functions that come back on another stack than they were called on. Mirrors: kretprobe_blacklist."""
+    """Functions that return on a different stack than they were called on. Mirrors: kretprobe_blacklist."""
 
     trampoline_slot: int
-    """Bytes from the caller's stack pointer to where a return trampoline stores the real return address."""
+    """Offset from the caller's stack pointer to the real return address in a return trampoline's frame."""
 
     @property
     def returned_at(self) -> int:
-        """The same from the stack pointer that a return handler sees."""
+        """Offset from a return handler's stack pointer to the word of the real return address."""
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
     @abstractmethod
     def return_trampoline(self, address: int) -> HandlerStub:
-        """At `address`, what hooked functions return to.
+        """Return the return trampoline for `address`, where hooked functions return to.
 
-        The saved sp is that of the caller, the saved ip the trampoline. Behind the saved registers lies the
-        word that is returned to in the end, for the handler to fill in.
+        The saved sp is that of the caller, the saved ip that of the trampoline. The word above the saved
+        registers receives the real return address: the handler stores it there.
         """
 
     returns: ReturnCode | None = None
-    """None where Python handles all returns."""
+    """Generator of return handlers in guest code; None if Python handles all returns."""
 
     @abstractmethod
     def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
-        """Compile the handler of a probe at `addr`, for any number of detours and stubs.
+        """Compile the handler of a probe at `addr` into code that works in any number of detours and stubs.
 
-        Only what is in `live` is kept, and of that what the program writes to. Without it every register
-        is saved as a struct pt_regs, which sp is at when the host is called.
+        With `live`, the code saves only registers that are both in `live` and written by the program. Without
+        it, the code saves every register as a struct pt_regs, and sp points at that when the host is called.
         """
 
     def detour(self, region: Region, buffer: int) -> Detour:
-        """The detour buffer at `buffer`, whose handler is reached by a breakpoint.
+        """Return the detour buffer at `buffer`, whose handler is reached by a breakpoint.
 
         Raises: KernelError EINVAL, ERANGE (an instruction can't be moved that far).
         """
@@ -312,29 +348,36 @@ class Arch(ABC):
 
     @abstractmethod
     def around_handler(self, region: Region) -> tuple[bytes, bytes]:
-        """What saves a struct pt_regs in front of a detour's breakpoint, and what restores it behind that."""
+        """Return the code before a detour's breakpoint, and the code after it.
+
+        The first part saves a struct pt_regs, the second restores it.
+        """
 
     @abstractmethod
     def relocated(self, region: Region, to: int) -> bytes:
-        """Its instructions for `to`, and a jump to what follows them. Raises: KernelError EINVAL, ERANGE."""
+        """Return the region's instructions for the address `to`, followed by a jump to the end of the region.
+
+        Raises: KernelError EINVAL, ERANGE.
+        """
 
     @abstractmethod
     def probe_checker(
         self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
     ) -> ProbeChecker[Any]:
-        """Where the kernel of these tables can be probed, and how; see ProbeChecker."""
+        """Return the probe checker for the kernel of `image`; see ProbeChecker."""
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
-        """The first of these that there is for this architecture."""
+        """Return the first of the named policies that this architecture has, or None."""
         return next((self.strategies[name] for name in names if name in self.strategies), None)
 
     @abstractmethod
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
-        """Code at `at` that calls `entry` as often as the u64 at `turns` says, counting it down.
+        """Return code for address `at` that calls `entry` as often as the u64 at address `turns` says.
 
-        It ends in a return instruction. Raises: KernelError ERANGE (`entry` is too far away).
+        Each call counts the u64 down. The code ends with a return instruction.
+        Raises: KernelError ERANGE (`entry` is too far away).
         """
 
     def disassemble(self, code: bytes, addr: int) -> list[str]:
-        """One line an instruction: address, bytes, mnemonic and operands."""
+        """Disassemble `code` into one line per instruction: address, bytes, mnemonic and operands."""
         return self.disassembler.lines(code, addr)

@@ -1,4 +1,4 @@
-"""The architectures there are; a family's modules are imported when one of its architectures is asked for."""
+"""The supported architectures. A family's modules are imported only when one of its architectures is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _
 
 
 def arch_named(name: str) -> Arch:
-    """The hooks of an architecture. Raises: KernelError ENOENT (there are none)."""
+    """Return the hooks of the architecture `name`. Raises: KernelError ENOENT (unknown architecture)."""
     if name not in ARCHITECTURES:
         raise KernelError(ENOENT, f"unknown architecture {name}")
     return next(arch for arch in _FAMILIES[ARCHITECTURES[name]]() if arch.name == name)()

@@ -1,6 +1,6 @@
-"""Where a kernel can be probed, and where a jump can take a breakpoint's place: from bytes and tables.
+"""Probe checks: whether an address can be probed, and whether a jump can replace the breakpoint there.
 
-It needs no machine: the tables may be those of a file.
+The checks need only bytes and tables, not a machine; the tables may come from a file.
 """
 
 from __future__ import annotations
@@ -25,36 +25,43 @@ from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _PAD_SAMPLE = 8
-"""Traced functions that are looked at for landing pads."""
+"""Number of fentry sites that are examined for landing pads."""
 MAX_KNOWN = 512
-"""Functions whose analyses are kept, those that were asked about last."""
+"""Maximum number of functions whose analyses are cached; the least recently used one is dropped."""
 Analysis = TypeVar("Analysis")
-"""What an architecture finds out about a function in one pass."""
+"""Result of an architecture's analysis of one function."""
 
 
 @dataclass(frozen=True)
 class OptimizationPolicy(Generic[Analysis]):
-    """A set of rules by which a jump may take the place of a breakpoint; profiles name it."""
+    """The rules by which a jump may replace a breakpoint. Profiles refer to a policy by its name."""
 
     name: str
     region: Callable[[Analysis, int], Region | Rejection]
-    """What the jump replaces, or the first rule against it that is seen in the function itself."""
+    """(analysis, address) -> region that the jump replaces, or the first rule that the function breaks."""
     entered: Callable[[Region], range] | None = None
-    """Addresses that must not be branch targets from outside the function; None: not checked."""
+    """Region -> addresses that code outside the function must not branch to; None: not checked."""
     by_data: bool = False
-    """Exception fixups and pointers in data count as well."""
+    """Whether exception fixups and pointers in data also count as branches from outside."""
     by_commit: bool = False
-    """A probe asks for its jump by `length`, and a commit writes it; otherwise the optimizer does both."""
-    reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
-    """ProbeChecker.reasons() of a whole function, faster than one instruction after the other.
+    """Whether a commit writes the jumps, for probes that request one by `length`.
 
-    It needs a probe checker of the architecture, and a function of which no part is in the blacklist."""
+    Otherwise the optimizer requests and writes all jumps by itself.
+    """
+    reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
+    """Faster implementation of ProbeChecker.reasons() for a whole function.
+
+    It takes a probe checker of the architecture, and a function that the blacklist doesn't overlap.
+    """
     pairs: Callable[[Analysis], int] | None = None
-    """How many instructions of a function its authors count as optimizable, where they count otherwise."""
+    """Number of a function's instructions that the authors of the policy count as optimizable.
+
+    None if the authors count as ProbeChecker does.
+    """
 
 
 class AnalyzedFunction(Generic[Analysis]):
-    """A function with a probe or a candidate in it; decoded at the first check of its instructions."""
+    """A function that contains a probe or a candidate. It is decoded when an instruction is first checked."""
 
     def __init__(self, symbol: Symbol, function: Function, analyse: Callable[[Function], Analysis]) -> None:
         self.symbol = symbol
@@ -67,10 +74,10 @@ class AnalyzedFunction(Generic[Analysis]):
 
     @cached_property
     def reserved(self) -> dict[int, RejectReason]:
-        """Why its bytes that others patch or trap on can't be probed, by the first of Linux's checks.
+        """Reasons why bytes that others patch or trap on can't be probed: address -> first of Linux's checks.
 
-        Linux: an fentry site up to v5.17; later ones let a breakpoint be written into what ftrace patches as
-        a whole.
+        Linux: up to v5.17, whole fentry sites are refused; later versions let a breakpoint be written into an
+        instruction that ftrace patches as a whole.
         """
         function = self.function
         found = dict[int, RejectReason]()
@@ -90,24 +97,24 @@ class AnalyzedFunction(Generic[Analysis]):
 
 
 class ProbeChecker(ABC, Generic[Analysis]):
-    """Whether a probe can be registered and optimized; a function is decoded once, at its first check.
+    """Decides whether a probe can be registered and optimized. Each function is decoded at its first check.
 
-    Deviates: Linux looks for jumps into a region in the function alone that the region is in, as it is now.
-    But its cold part, another symbol, jumps there too, and so does a jump label that is off now.
+    Deviates: Linux searches for jumps into a region only in the function around it, and in its current text.
+    But the function's cold part, which is another symbol, jumps there too, and so does a disabled jump label.
     """
 
     all_live: LiveRegisters
-    """What is said where nothing is known."""
+    """Result of live_at() for an address whose function isn't known."""
     bits: int
-    """Of a word."""
+    """Bits of a word."""
     fentry_size: int
-    """Bytes of an fentry site."""
+    """Size in bytes of an fentry site."""
     call_size = 0
-    """Bytes of a static call site."""
+    """Size in bytes of a static call site."""
     max_insn_size: int
+    """Size in bytes of the longest instruction."""
     landing_pad: bytes = b""
-    """What indirect calls may lead to, in front of a function's first instruction; no pads where empty."""
-    """Bytes of the longest instruction."""
+    """Instruction before a function's body that indirect branches must land on; empty if there is none."""
 
     def __init__(
         self,
@@ -117,24 +124,27 @@ class ProbeChecker(ABC, Generic[Analysis]):
         *,
         ftrace: bool,
     ) -> None:
-        """`ftrace`: probes on fentry sites are called from there; otherwise the sites are plain nops."""
+        """Prepare checks of `image`.
+
+        `ftrace`: ftrace calls the probes on fentry sites; otherwise the sites are plain nops.
+        """
         self.strategy = strategy
         self._disassembler = disassembler
         self._image = image
         self._symbols = image.kallsyms
         self._ftrace = ftrace
         self.mcount: Set[int] = frozenset()
-        """All fentry sites."""
+        """Addresses of all fentry sites."""
         self.fentry: Set[int] = frozenset()
-        """Those that ftrace calls probes from: all, or none."""
+        """Addresses of the fentry sites from which ftrace calls probes: all of them, or none."""
         self.may_fault: frozenset[int] = frozenset()
-        """Instructions that have a fixup in __ex_table."""
+        """Addresses of the instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
         self._known: OrderedDict[int, AnalyzedFunction[Analysis]] = OrderedDict()
         self._entrances = CodeXrefs(image, self.bits, self.possible_branches)
         self.tables_changed()
 
-    # What differs between architectures
+    # Hooks of the architectures
 
     @abstractmethod
     def analyse(self, function: Function) -> Analysis:
@@ -142,33 +152,42 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def insns(self, analysis: Analysis) -> Collection[int]:
-        """The addresses of a function's instructions."""
+        """Return the addresses of a function's instructions."""
 
     @abstractmethod
     def check_insn(self, analysis: Analysis, addr: int) -> Rejection | None:
-        """Why an instruction can't be executed elsewhere. Mirrors: arch_prepare_kprobe (v6.1)."""
+        """Return why an instruction can't be executed out of line, or None.
+
+        Mirrors: arch_prepare_kprobe (v6.1).
+        """
 
     @abstractmethod
     def live_in(self, analysis: Analysis, addr: int) -> LiveRegisters:
-        """What the function may still read from there on."""
+        """Return the registers that the function may still read from `addr` on."""
 
     @abstractmethod
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-        """Target and source of what looks like a direct branch, wherever instructions begin."""
+        """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
+
+        Patterns may start in the middle of an instruction.
+        """
 
     @abstractmethod
     def label_size(self, code: bytes) -> int:
-        """Bytes of the jump label that begins so."""
+        """Return the size in bytes of the jump label whose first bytes are `code`."""
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
-        """The ranges that symbols of an image tell."""
+        """Return the address ranges that the image's symbols define."""
         core, *_ = image.text_ranges
         return TextLayout(text=range(*core))
 
     # Tables
 
     def tables_changed(self) -> None:
-        """A module came or went: what was said of its addresses is void."""
+        """Read the tables again and drop the analyses of module functions.
+
+        Call this after a module was loaded or unloaded.
+        """
         image = self._image
         self._text_ranges = sorted(image.text_ranges)
         self._blacklist = sorted(image.blacklist)
@@ -189,7 +208,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     # Registering
 
     def may_probe(self, addr: int) -> Rejection | None:
-        """Why a kprobe can't be registered there; None: it can.
+        """Return why a kprobe can't be registered at `addr`; None if it can.
 
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
@@ -199,22 +218,24 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.check_address_safe(where, addr) or self.check_prepare(addr)
 
     def function_entry(self, where: Location, addr: int) -> int | None:
-        """Where a probe of an entry stands: behind its landing pad; None where `addr` is within the function.
+        """Return the address of a function entry probe: after the landing pad, if there is one.
 
+        Returns None if `addr` is neither the function's start nor the address after its landing pad.
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
         start = body = addr - where.offset
         size = len(self.landing_pad)
-        # No pad is where an fentry site is. Linux makes a no-op of one that no branch needs.
+        # A function whose first instruction is an fentry site has no landing pad. Linux replaces unneeded
+        # pads by nops.
         may_have = size and start not in self.mcount
         if may_have and (start + size in self.mcount or self._is_pad(start)) and self._has_pads:
             body += size
         return body if addr in (start, body) else None
 
     def is_entry_site(self, where: Location) -> bool:
-        """Whether an fentry site is that of the function it lies in.
+        """Return True if an fentry site belongs to the function that it lies in.
 
-        Linux: the site of a weak function that was dropped lies in the function in front of it.
+        Linux: the fentry site of a discarded weak function lies in the function before it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)
         """
         return not where.offset or (where.offset <= len(self.landing_pad) and self._has_pads)
@@ -225,12 +246,12 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @cached_property
     def _has_pads(self) -> bool:
-        """Whether indirect branches are checked: then most functions that are traced have pads."""
+        """Whether the kernel has landing pads: then most traced functions start with one."""
         size = len(self.landing_pad)
         return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
 
     def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
-        """What the tables have against a probe at `addr`, which is `where` in the symbols' words.
+        """Return why the tables forbid a probe at `addr`, or None. `where` is the location of `addr`.
 
         Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
         """
@@ -243,14 +264,17 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return None if reason is None else Rejection(reason, addr)
 
     def check_prepare(self, addr: int) -> Rejection | None:
-        """Why the instruction there, which the tables don't forbid, can't be probed."""
+        """Return why the instruction at `addr` can't be probed, or None.
+
+        The tables must allow a probe there.
+        """
         if addr in self.fentry:
             return None
         found = self.check_insn(self._analysis(addr), addr)
         return found and self._named(found)
 
     def check_traced(self, addr: int) -> Rejection | None:
-        """Why events keep out of the function: tracing itself may use it.
+        """Return why no event may be placed in the function: tracing itself may use it.
 
         Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
         """
@@ -260,7 +284,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return Rejection(RejectReason.NOTRACE, where.symbol.address)
 
     def is_traced(self, symbol: Symbol) -> bool:
-        """Whether ftrace traces a function, or the one that it was split off from."""
+        """Return True if ftrace traces the function, or the function that the compiler split it off from."""
         if _inside(self._mcount, symbol):
             return True
         whole = self._split_from(symbol)
@@ -268,8 +292,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found is not None and bool(_inside(self._mcount, found.symbol))
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
-        """By the blacklist. A part that the compiler split off (`foo.cold`, `foo.part.0`) follows `foo`.
+        """Return the rejection if the blacklist holds `addr`, or None.
 
+        The blacklist entry of `foo` also holds parts that the compiler split off (`foo.cold`, `foo.part.0`).
         Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1).
         """
         entry = _span(self._blacklist, addr)
@@ -279,19 +304,20 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return None if entry is None else Rejection(RejectReason.BLACKLISTED, entry)
 
     def _split_from(self, symbol: Symbol) -> int | None:
-        """Where the function begins that the compiler made a part of this name of."""
+        """Return the address of the function that the compiler split `symbol` off from, or None."""
         base, dot, _ = symbol.name.partition(".")
         return self._symbols.lookup_name(base) if dot else None
 
     def has_whole(self, symbol: Symbol) -> bool:
-        """Whether it is no part that the compiler split off, or one of a function that is known."""
+        """Return False only for a split-off part whose whole function is unknown."""
         return "." not in symbol.name or self._split_from(symbol) is not None
 
     # Optimizing
 
     def optimized_region(self, addr: int) -> Region | Rejection:
-        """What the jump of a probe there would replace, or why there can't be one; `addr` may be probed.
+        """Return the region that the jump of a probe at `addr` would replace, or why there can be no jump.
 
+        A probe at `addr` must be possible.
         Mirrors: arch_prepare_optimized_kprobe, can_optimize (v6.1).
         """
         where = self._symbols.lookup(addr)
@@ -314,7 +340,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def _entered(
         self, strategy: OptimizationPolicy[Analysis], inside: range, symbol: Symbol
     ) -> Rejection | None:
-        """A way into a region that its function doesn't show."""
+        """Return the rejection if code or data outside the function leads into its region, or None."""
         ways = self._entrances
         found = ways.label(inside)
         if found is None and strategy.by_data:
@@ -322,14 +348,20 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found or ways.branch(inside, symbol, self._is_insn)
 
     def live_at(self, addr: int) -> LiveRegisters:
-        """What the function at `addr` may still read from there on; everything where that isn't known."""
+        """Return the registers that the function may still read from `addr` on.
+
+        All registers are live if no function is known at `addr`.
+        """
         where = self._symbols.lookup(addr)
         return self.all_live if where is None else self.live_in(self._function(where.symbol).analysis, addr)
 
     # Whole functions
 
     def check_each_insn(self, symbol: Symbol) -> Iterator[tuple[int, Rejection | None, Region | Rejection]]:
-        """Of each instruction of a function: address, may_probe() and detoured(), findings without `what`."""
+        """Iterate over the instructions of a function: address, may_probe() and optimized_region().
+
+        The rejections have no `blamed`.
+        """
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
         for addr in self.insns(known.analysis):
@@ -341,11 +373,11 @@ class ProbeChecker(ABC, Generic[Analysis]):
             yield addr, refused, self._detoured(known, addr)
 
     def boundaries(self, symbol: Symbol) -> Collection[int]:
-        """Where the instructions of a function begin."""
+        """Return the addresses of a function's instructions."""
         return self.insns(self._function(symbol).analysis)
 
     def reasons(self, symbol: Symbol) -> dict[int, RejectReason | None]:
-        """Of each instruction, by address, the first reason against a jump there; None: there can be one."""
+        """Return instruction address -> first reason against a jump there; None if a jump is possible."""
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):
             return at_once(self, self._function(symbol))
@@ -358,12 +390,12 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found
 
     def pairs(self, symbol: Symbol) -> int | None:
-        """See OptimizationPolicy.pairs; None where that doesn't count so."""
+        """Return the policy's own count of optimizable instructions (`OptimizationPolicy.pairs`), if any."""
         count = self.strategy and self.strategy.pairs
         return count(self._function(symbol).analysis) if count else None
 
     def _is_forbidden(self, symbol: Symbol) -> bool:
-        """Whether all of a function is in the blacklist."""
+        """Return True if the blacklist holds the whole function, or the function it was split off from."""
         whole = self._split_from(symbol)
         if whole is not None and _span(self._blacklist, whole) is not None:
             return True
@@ -371,9 +403,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return at >= 0 and self._blacklist[at][1] >= symbol.address + symbol.size
 
     def _has_forbidden(self, symbol: Symbol) -> bool:
-        """Whether the blacklist has anything to do with a function."""
+        """Return True if the blacklist holds any part of the function."""
         end = bisect_left(self._blacklist, symbol.address + symbol.size, key=itemgetter(0))
-        # Spans are disjoint: one that reaches into the function is the last that begins before its end.
+        # The spans are disjoint, so a span that reaches into the function is the last that begins before its
+        # end.
         if end > 0 and self._blacklist[end - 1][1] > symbol.address:
             return True
         return "." in symbol.name and self._is_forbidden(symbol)
@@ -402,7 +435,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def _read(self, symbol: Symbol) -> Function:
         size = symbol.size
         if symbol.address in self.layout.text:
-            # The last function's size runs up to the next symbol, which may be data.
+            # kallsyms' size of the last function extends to the next symbol, which may be data.
             size = min(size, self.layout.text.stop - symbol.address)
         read = self._image.read
         labels = [PatchSite(code, self.label_size(read(code, 2))) for code in _inside(self._labels, symbol)]
@@ -428,11 +461,11 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(finding, blamed=self.insn_text if is_insn else self.register_text)
 
     def register_text(self, addr: int) -> str:
-        """Which register isn't free there, and what needs it; on RISC-V alone jumps take one."""
+        """Return which register isn't free at `addr`, and why. Only jumps on RISC-V need a register."""
         raise AssertionError(f"{addr:#x}: no jump of this architecture needs a register")
 
     def insn_text(self, addr: int) -> str:
-        """The instruction there, in the assembler's words."""
+        """Disassemble the instruction at `addr`."""
         where = self._symbols.lookup(addr)
         size = self.max_insn_size
         if where is not None:
@@ -442,12 +475,12 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
 
 def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
-    """Those of the sorted addresses that lie in a function: a kernel has tens of thousands of them."""
+    """Select the addresses inside a function from a sorted sequence, which may hold tens of thousands."""
     first = bisect_left(addresses, symbol.address)
     return addresses[first : bisect_left(addresses, symbol.address + symbol.size)]
 
 
 def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) -> int | None:
-    """Where the one of the sorted, disjoint spans begins that holds `addr`."""
+    """Return the start of the span that holds `addr`, or None. The spans are sorted and disjoint."""
     at = bisect_right(spans, addr, key=itemgetter(0)) - 1
     return spans[at][0] if at >= 0 and addr < spans[at][1] else None

@@ -1,5 +1,5 @@
-"""The kernel binary: its sources, its build, and the loader that takes an image apart.
+"""The kernel image: its sources (src/), its build, and the loaders that parse an image.
 
-What is loaded doesn't change, but for modules.LiveImage, which modules come to and leave under the control
-lock; nothing here but linux takes a lock. build.py is a command, and nobody imports it at run time.
+Loaded images are immutable, except live_image.LiveImage: it gains and loses modules under the control lock.
+Only the subpackage linux takes locks. build_images is a command, which nothing imports at run time.
 """

@@ -1,4 +1,4 @@
-"""AddressSet: sorted addresses in an array, which may lie in a file: a tenth of what a set takes."""
+"""AddressSet: an immutable set of addresses in a sorted array, which takes a tenth of a set's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class AddressSet(Set[int]):
-    """Eight bytes an address; never changed."""
+    """An immutable set of addresses, 8 bytes each; the array can be mapped from a file."""
 
     __slots__ = ("in_order",)
 
@@ -17,11 +17,11 @@ class AddressSet(Set[int]):
         self.in_order: Sequence[int] = (
             addresses.in_order if isinstance(addresses, AddressSet) else array("Q", sorted(set(addresses)))
         )
-        """Ascending; never changed."""
+        """The addresses in ascending order."""
 
     @classmethod
     def of_part(cls, part: memoryview) -> Self:
-        """What `array("Q", in_order)` has in memory, where it stays. Raises: TypeError."""
+        """Return the set whose `array("Q", in_order)` is at `part`, without a copy. Raises: TypeError."""
         found = cls()
         found.in_order = part.cast("Q")
         return found
@@ -40,7 +40,7 @@ class AddressSet(Set[int]):
         return len(self.in_order)
 
     def between(self, start: int, end: int) -> Sequence[int]:
-        """Those from `start` on, below `end`, ascending."""
+        """Return the addresses from `start` up to, but not including, `end`, in ascending order."""
         addresses = self.in_order
         first = bisect_left(addresses, start)
         return addresses[first : bisect_left(addresses, end, first)]

@@ -1,4 +1,4 @@
-"""Alternatives: instructions that a kernel replaces at boot by better ones that its CPU has."""
+"""Alternatives: instructions that a kernel replaces at boot, depending on the features of its CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 CPU_FEATURES = frozenset({26})
-"""What the emulated CPU has of Linux's X86_FEATURE numbers that our image asks for: XMM2."""
+"""X86_FEATURE numbers that the built-in image tests and the emulated CPU has: XMM2."""
 _ENTRY = struct.Struct("<iiHBB")
 _RELATIVE = (0xE8, 0xE9)
-"""Opcodes of a call and a jump, whose displacement counts from where they stand."""
+"""Opcodes of call and jmp with a displacement, which depends on the instruction's address."""
 _NOPS = (
     b"",
     b"\x90",
@@ -25,7 +25,7 @@ _NOPS = (
 
 
 class Alternative(NamedTuple):
-    """One place: where it is, where its replacement lies, for which CPUs, and both sizes in bytes."""
+    """One entry: address of the original, of its replacement, CPU feature, and both sizes in bytes."""
 
     site: int
     replacement: int
@@ -35,14 +35,17 @@ class Alternative(NamedTuple):
 
 
 def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
-    """The entries of a table at `base`: struct alt_instr of Linux 6.1 on x86."""
+    """Decode a table at address `base`: struct alt_instr of Linux 6.1 on x86."""
     for at in range(0, len(table) - _ENTRY.size + 1, _ENTRY.size):
         site, replacement, feature, size, replacement_size = _ENTRY.unpack_from(table, at)
         yield Alternative(base + at + site, base + at + 4 + replacement, feature, size, replacement_size)
 
 
 def replaced(entry: Alternative, code: bytes) -> bytes:
-    """What is to stand at the site, `code` being the replacement. Mirrors: apply_alternatives() (v6.1)."""
+    """Return the bytes to write at the site; `code` is the replacement's code.
+
+    Mirrors: apply_alternatives() (v6.1).
+    """
     if code[:1] and code[0] in _RELATIVE:
         (offset,) = struct.unpack_from("<i", code, 1)
         code = code[:1] + struct.pack("<i", offset + entry.replacement - entry.site) + code[5:]

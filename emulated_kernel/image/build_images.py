@@ -1,7 +1,7 @@
-"""Builds the kernel images from src/: compile, link with the image's own symbol table, manifest.
+"""Build of the kernel images from src/: compile, link with the image's own symbol table, write a manifest.
 
-`python -m emulated_kernel.image.build_images` writes prebuilt/, `--check` compares with it byte for byte;
-`--output` writes an image elsewhere, `--module` builds a module of one's own.
+`python -m emulated_kernel.image.build_images` writes prebuilt/. `--check` compares prebuilt/ with a fresh
+build byte for byte, `--output` writes one image to another file, and `--module` builds a user's module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _EXPORT = "__ksymtab_"
 
 
 def dependencies(modules: Mapping[str, bytes]) -> dict[str, list[str]]:
-    """For each module the others whose exported symbols it uses. Mirrors: modules.dep of depmod."""
+    """Return module name -> names of the modules whose exported symbols it uses.
+
+    Mirrors: depmod's modules.dep
+    """
     symbols = {name: ElfFile(data).symbols for name, data in modules.items()}
     owner = {
         symbol.name.removeprefix(_EXPORT): name
@@ -56,7 +59,7 @@ MANIFEST = PREBUILT / "manifest.json"
 EXIT_OTHER_COMPILER = 77
 _SCRIPT = "vmlinux.lds"
 _NOTES = ".prototypes"
-"""Suffix of what the compiler notes of a source's functions."""
+"""Suffix of the files into which gcc writes the prototypes of a source file (-aux-info)."""
 
 COMMON_FLAGS = (
     "-std=gnu11 -O2 -ffreestanding -fno-builtin-printf -fno-strict-aliasing -fno-common "
@@ -68,22 +71,22 @@ COMMON_FLAGS = (
 
 @dataclass(frozen=True)
 class BuildTarget:
-    """How the image of one architecture is compiled and linked."""
+    """Compiler, linker and flags for the image of one architecture."""
 
     compiler: str
     linker: str
     arch_directory: str
     linker_script: str
-    """Preprocessed with the compiler's flags."""
+    """Path of the linker script, which the compiler preprocesses."""
     bits: int
-    """Files whose names end in _32 or _64 belong to that width alone."""
+    """Word size; source files whose names end in _32 or _64 are only compiled for that size."""
     flags: str
     linker_flags: str
     has_modules: bool = True
 
 
 def _riscv(isa: str, flags: str) -> BuildTarget:
-    """The nops at a function's entry are 8 bytes, whatever a nop has."""
+    """Return a target for RISC-V; `flags` must reserve 8 bytes of nops at the entry of each function."""
     return BuildTarget(
         compiler="riscv64-linux-gnu-gcc",
         linker="riscv64-linux-gnu-ld",
@@ -131,7 +134,7 @@ TARGETS = {
 }
 
 
-# What a distribution's kernel has in the place of indirect jumps and calls; loaded by its file.
+# Has retpolines in place of indirect jumps and calls, like distributions' kernels. Tests load it by its path.
 TARGETS["x86_64-retpoline"] = replace(
     TARGETS["x86_64"],
     flags=f"{TARGETS['x86_64'].flags} -mindirect-branch=thunk-extern -mindirect-branch-register "
@@ -142,28 +145,26 @@ TARGETS["x86_64-retpoline"] = replace(
 
 @dataclass(frozen=True)
 class Built:
-    """A finished image and what the manifest says about it."""
+    """A finished image with its manifest entry."""
 
     data: bytes
     manifest: dict[str, Any]
     modules: dict[str, bytes] = field(default_factory=dict)
-    """Loadable modules by name."""
+    """Module name -> contents of the module file."""
     arguments: str = ""
-    """How many arguments its functions take: prototypes.FILE_NAME."""
+    """Contents of prototypes.FILE_NAME: the argument counts of its functions."""
 
 
 class BuildError(Exception):
-    """The compiler or the linker refused, or the link isn't stable."""
+    """The compiler or the linker failed, or the symbol table didn't become stable."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit status: 0, 1 for a difference or error, 77 for another compiler."""
+    """Run the command and return its exit status: 0, 1 for a difference or error, 77 for another compiler."""
     parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.build_images", description=__doc__)
     parser.add_argument("--check", action="store_true", help="rebuild and compare with prebuilt/")
     parser.add_argument("--arch", choices=sorted(TARGETS), action="append", help="default: all")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="the image of one --arch, not prebuilt/'s"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the image of one --arch to FILE")
     parser.add_argument("--module", type=Path, metavar="DIR", help="build DIR/*.c as the module DIR/NAME.ko")
     options = parser.parse_args(argv)
     if (options.output or options.module) and len(options.arch or ()) != 1:
@@ -183,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(arch: str) -> int:
-    """Builds an image and puts it and its manifest entry into prebuilt/."""
+    """Build an image and write it and its manifest entry into prebuilt/."""
     built = build(arch)
     _write_files(built, PREBUILT / arch / "vmlinux")
     _write_modules(PREBUILT / arch / MODULES, built.modules)
@@ -195,7 +196,7 @@ def write(arch: str) -> int:
 
 
 def write_image(arch: str, output: Path) -> int:
-    """Builds an image for `--image`, with what is known of its functions' arguments beside it."""
+    """Build an image for `--image`; the argument counts of its functions are written next to it."""
     built = build(arch)
     _write_files(built, output)
     print(f"{output}: {len(built.data)} bytes")
@@ -209,9 +210,9 @@ def _write_files(built: Built, output: Path) -> None:
 
 
 def write_module(arch: str, directory: Path) -> int:
-    """Builds the sources in a directory as a module of its name, for `load PATH`."""
+    """Build a module, named like the directory, from the sources in a directory; for `load PATH`."""
     if not any(directory.glob("*.c")):
-        raise BuildError(f"{directory}: no C files there")
+        raise BuildError(f"{directory}: the directory has no C files")
     with tempfile.TemporaryDirectory(prefix="kprobefs-module-") as work:
         data = _build_module(TARGETS[arch], directory, Path(work))
     output = directory / f"{directory.name}.ko"
@@ -231,7 +232,7 @@ def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:
 
 
 def check(arch: str) -> int:
-    """Compares a fresh build with prebuilt/; another compiler than the manifest's gives 77."""
+    """Compare a fresh build with prebuilt/; return 77 if the manifest names another compiler or linker."""
     expected = read_manifest().get(arch)
     if expected is None:
         print(f"{arch}: not in the manifest")
@@ -255,7 +256,7 @@ def check(arch: str) -> int:
 
 
 def read_manifest() -> dict[str, Any]:
-    """prebuilt/manifest.json by architecture; empty where there is none."""
+    """Return prebuilt/manifest.json as architecture -> entry; empty if the file doesn't exist."""
     if not MANIFEST.exists():
         return {}
     manifest: dict[str, Any] = json.loads(MANIFEST.read_text())
@@ -263,7 +264,7 @@ def read_manifest() -> dict[str, Any]:
 
 
 def tool_version(tool: str) -> str:
-    """First line of --version; empty where the tool isn't installed."""
+    """Return the first line of a tool's --version; "" if the tool isn't installed."""
     try:
         output = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -272,7 +273,7 @@ def tool_version(tool: str) -> str:
 
 
 def build(arch: str) -> Built:
-    """Compiles and links the image of an architecture in a temporary directory."""
+    """Compile and link the image of an architecture in a temporary directory."""
     target = TARGETS[arch]
     with tempfile.TemporaryDirectory(prefix="kprobefs-image-") as directory:
         work = Path(directory)
@@ -299,7 +300,7 @@ def build(arch: str) -> Built:
 
 
 def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) -> str:
-    """Of all that can be called: the text of prototypes.FILE_NAME."""
+    """Return the text of prototypes.FILE_NAME for the functions of an image and its modules."""
     names = {symbol.name for symbol in image.kallsyms.symbols if symbol.is_text}
     for data in modules.values():
         names.update(symbol.name for symbol in ElfFile(data).symbols)
@@ -313,7 +314,7 @@ def _build_modules(target: BuildTarget, work: Path) -> dict[str, bytes]:
 
 
 def _build_module(target: BuildTarget, directory: Path, work: Path) -> bytes:
-    """Links its objects into one that can still be relocated."""
+    """Compile a module's sources and link them into one relocatable file."""
     name = directory.name
     flags = ["-DMODULE", f'-DKBUILD_MODNAME="{name}"']
     objects = []
@@ -336,7 +337,7 @@ def _describe_modules(modules: dict[str, bytes]) -> dict[str, Any]:
 
 
 def sources(target: BuildTarget) -> list[Path]:
-    """All C and assembly files of a target, relative to src/, in a fixed order."""
+    """Return all C and assembly files of a target, relative to src/, in a fixed order."""
     found = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.[cS]")]
     found = [p for p in found if p.parts[0] != MODULES]
     mine = [p for p in found if p.parts[0] != "arch" or p.as_posix().startswith(target.arch_directory + "/")]
@@ -355,7 +356,7 @@ def _compile_all(target: BuildTarget, work: Path) -> list[Path]:
 
 
 def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
-    """Relative paths from src/ keep __FILE__ and the file symbols free of the build place."""
+    """Compile one file; the path relative to src/ keeps the build directory out of __FILE__ and symbols."""
     includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include"]
     flags = [*f"{COMMON_FLAGS} {target.flags}".split(), f"-ffile-prefix-map={output.parent}=.", *more]
     if source.suffix == ".c":
@@ -364,7 +365,7 @@ def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -
 
 
 def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> Path:
-    """Links until the symbol table inside the image is the one of the image."""
+    """Link repeatedly, until the symbol table inside the image matches the image's symbols."""
     _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
     previous = ""
@@ -376,7 +377,7 @@ def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> 
             return vmlinux
         previous = text
         table = _assemble_symbols(target, symbols, work)
-    raise BuildError("the symbol table doesn't settle")
+    raise BuildError("the symbol table differs after each link")
 
 
 def _link(target: BuildTarget, objects: list[Path], work: Path) -> Path:
@@ -388,13 +389,13 @@ def _link(target: BuildTarget, objects: list[Path], work: Path) -> Path:
 
 
 def _preprocess_script(target: BuildTarget, work: Path) -> None:
-    """The compiler's own macros would replace words of the script, such as i386."""
+    """Preprocess the linker script; with -undef, since predefined macros such as i386 would change it."""
     command = [target.compiler, *target.flags.split(), "-undef", "-E", "-P", "-xc", target.linker_script]
     _run([*command, "-o", str(work / _SCRIPT)])
 
 
 def _assemble_symbols(target: BuildTarget, symbols: Kallsyms | None, work: Path) -> Path:
-    """The tables that kernel/kallsyms.c reads; without symbols they are empty."""
+    """Assemble the tables that kernel/kallsyms.c reads; without `symbols` they are empty."""
     source = work / "kallsyms.S"
     output = work / "kallsyms.o"
     source.write_text(_symbol_source(symbols))
@@ -422,7 +423,7 @@ def _table(name: str, lines: list[str]) -> list[str]:
 
 
 def _sort_ex_table(data: bytes) -> bytes:
-    """Sorts the exception table by address; its entries are relative to their own place.
+    """Sort the exception table by address; each entry is relative to its own address.
 
     Mirrors: scripts/sorttable.c (v6.1)
     """

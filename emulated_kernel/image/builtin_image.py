@@ -1,4 +1,4 @@
-"""Kernel images: the ELF file as what the machine maps and what the probe engine asks about."""
+"""KernelImage: the built-in kernel's ELF file as segments to map and tables for the probe engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 
 
 class Segment(NamedTuple):
-    """Memory to map: virtual address, initial bytes, size in memory (the rest is zero), access."""
+    """Memory to map: virtual address, initial bytes, size in memory (the rest is zero), access rights."""
 
     va: int
     data: bytes
@@ -44,15 +44,18 @@ class Segment(NamedTuple):
 
 
 class AbiTable(dict[str, int]):
-    """The guest's own table of layouts. What it lacks raises KernelError ENOEXEC, not KeyError."""
+    """Offsets and sizes of the guest's structures: name -> value.
+
+    A missing name raises KernelError ENOEXEC.
+    """
 
     def __missing__(self, name: str) -> int:
-        raise KernelError(ENOEXEC, f"the kernel image doesn't tell its {name}")
+        raise KernelError(ENOEXEC, f"kernel image: its ABI table has no {name}")
 
 
 @dataclass(frozen=True)
 class KernelImage:
-    """A kernel binary, loaded and taken apart; addresses are virtual."""
+    """A parsed kernel image; addresses are virtual."""
 
     path: Path
     arch: str
@@ -60,49 +63,49 @@ class KernelImage:
     segments: tuple[Segment, ...]
     kallsyms: Kallsyms
     text_ranges: tuple[Range, ...]
-    """Core text, as core_kernel_text() sees it."""
+    """Core kernel text, as defined by core_kernel_text()."""
     ex_table: tuple[ExTableEntry, ...]
-    """Sorted by instruction."""
+    """The exception table, sorted by the address of the instruction."""
     blacklist: tuple[BlacklistEntry, ...]
-    """In the order of debugfs kprobes/blacklist."""
+    """Functions that must not be probed, in the order of debugfs kprobes/blacklist."""
     mcount: frozenset[int]
     """Addresses of the fentry sites."""
     bugs: Mapping[int, BugEntry]
-    """By address."""
+    """Address of the trap -> entry of the bug table."""
     jump_labels: tuple[JumpLabel, ...]
-    """Sorted by address."""
+    """Branches of static keys, sorted by address."""
     static_calls: tuple[StaticCall, ...]
-    """Sorted by address."""
+    """Calls of static calls, sorted by address."""
     abi: dict[str, int]
-    """The guest's own table of layouts; empty for images that aren't ours."""
+    """The guest's table of structure layouts; empty if the image wasn't built from src/."""
     version: str
-    """The banner, with its line end."""
+    """The kernel's banner (linux_banner), including its newline."""
     bits: int = 64
-    """Of a word of the machine."""
+    """Word size of the machine: 32 or 64."""
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """What isn't code, with its addresses."""
+        """Address and contents of each data segment."""
         return ((segment.va, segment.data) for segment in self.segments if not segment.prot & Prot.EXEC)
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
-        """The same with another table of symbols."""
+        """Return a copy of this image with another symbol table."""
         return replace(self, kallsyms=kallsyms)
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Bytes as the image holds them before it runs.
+        """Return bytes of the image as they are before boot.
 
-        Raises: KernelError ENOEXEC (no segment has them).
+        Raises: KernelError ENOEXEC (no segment contains them).
         """
         return self._bytes.read(va, size)
 
     def string(self, va: int, limit: int = 512) -> str:
-        """A string of the image, up to its NUL. Raises: KernelError ENOEXEC."""
+        """Return the zero-terminated string at an address. Raises: KernelError ENOEXEC."""
         return self._bytes.string(va, limit)
 
     @cached_property
     def checksum(self) -> int:
-        """Of what was loaded, whatever the file holds by now; 32 bits."""
+        """CRC-32 of the loaded segments, even if the file has changed since."""
         checksum = 0
         for segment in self.segments:
             checksum = zlib.crc32(segment.data, zlib.crc32(segment.va.to_bytes(8, "little"), checksum))
@@ -114,10 +117,10 @@ class KernelImage:
 
 
 def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelImage:
-    """A kernel image from a file; None takes the prebuilt one of the architecture.
+    """Load a kernel image from a file; None selects the architecture's prebuilt image.
 
-    Raises: KernelError ENOENT (an architecture without image), ENOEXEC (a file that can't be used), OSError
-    (it can't be read).
+    Raises: KernelError ENOENT (no image for the architecture), ENOEXEC (an unusable file), OSError (the file
+    can't be read).
     """
     if arch not in ARCHITECTURES:
         raise KernelError(ENOENT, f"unknown architecture {arch}")
@@ -131,14 +134,14 @@ def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelIm
 
 
 def prebuilt_dependencies(arch: str) -> dict[str, list[str]]:
-    """Of each module that comes with an architecture's image the modules that it uses."""
+    """Return name of a prebuilt module -> names of the modules that it uses."""
     manifest = json.loads((PREBUILT / "manifest.json").read_text())
     modules = manifest.get(arch, {}).get("modules", {})
     return {name: module["depends"] for name, module in modules.items()}
 
 
 class _Bytes:
-    """Image memory by virtual address."""
+    """The initial memory of an image, addressed virtually."""
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
         self._segments = sorted(segments)
@@ -199,7 +202,7 @@ class _Loader:
         )
 
     def _apply_alternatives(self) -> None:
-        """As our kernel's boot would do it, which can't write to its text."""
+        """Apply the alternatives at load time, since the built-in kernel can't write to its text at boot."""
         table = self._between("__alt_instructions", "__alt_instructions_end")
         changes = {
             entry.site: replaced(entry, self._bytes.read(entry.replacement, entry.replacement_size))
@@ -219,7 +222,7 @@ class _Loader:
         return Range(self._address(start), self._address(end))
 
     def _between(self, start: str, end: str) -> tuple[int, bytes]:
-        """Address and contents of a table; empty where the image doesn't have it."""
+        """Return address and contents of the table between two symbols; (0, b"") if it doesn't exist."""
         first = self._kallsyms.lookup_name(start)
         last = self._kallsyms.lookup_name(end)
         if first is None or last is None or last <= first:
@@ -266,9 +269,9 @@ def _patched(segment: Segment, changes: Mapping[int, bytes]) -> Segment:
 
 
 def _segments(elf: ElfFile) -> tuple[Segment, ...]:
-    """What to map: at the physical address plus the kernel map, which also holds for per-CPU data.
+    """Return the segments to map, at the physical address plus the offset of the kernel map.
 
-    The per-CPU segment is linked from address 0, so its own virtual address is none to map it at.
+    The virtual address in the program header isn't used, because the per-CPU segment is linked at address 0.
     """
     if not elf.segments:
         raise KernelError(ENOEXEC, "the image has no segment to load")

@@ -1,4 +1,4 @@
-"""Finds the file of debug information that belongs to a stripped ELF file, where debuggers look for it."""
+"""Search for the separate debug file of a stripped ELF file, in the places that debuggers use."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 
 DEBUG_ROOT = Path("/usr/lib/debug")
-"""Where packages put debug information."""
+"""Directory where packages install debug files."""
 MODULES_ROOT = Path("/lib/modules")
 _PART = 1 << 20
-_ADVICE = "install the package that has it, or give its file by --debug-info"
+_ADVICE = "install the package that contains it, or give its file by --debug-info"
 
 
 def build_id(elf: Any) -> str:
-    """The build id of an open ELF file in hexadecimal, or nothing."""
+    """Return the build id of an open ELF file in hexadecimal, or "" if it has none."""
     for segment in elf.iter_segments():
         if segment["p_type"] == "PT_NOTE":
             for note in segment.iter_notes():
-                # Xen's notes have numbers of their own.
+                # Notes of other owners, such as Xen, use the same type numbers for other things.
                 if note["n_name"] == "GNU" and note["n_type"] == "NT_GNU_BUILD_ID":
                     return str(note["n_desc"])
     return ""
 
 
 def find_debug_file(elf: Any, path: Path) -> Path:
-    """Of the ELF file `elf`, which is that at `path` or is packed in it.
+    """Return the path of the debug file for `elf`, an open ELF file that is or is packed in the file `path`.
 
-    By build id below /usr/lib/debug, by .gnu_debuglink, and by the names that kernels' packages use. What
-    isn't of the same build, by its id or by the link's checksum, is passed over.
-    Raises: KernelError ENOENT, OSError.
+    Search by build id below /usr/lib/debug, by .gnu_debuglink, and by the names that kernel packages use.
+    Files of another build are skipped: the build id, or else the checksum of .gnu_debuglink, must match.
+    Raises: KernelError ENOENT (there is none), OSError.
     """
     identity = build_id(elf)
     link = _debuglink(elf)
@@ -55,7 +55,7 @@ def find_debug_file(elf: Any, path: Path) -> Path:
 
 
 def _debuglink(elf: Any) -> tuple[str, int] | None:
-    """The file's name and the CRC of its contents, from .gnu_debuglink."""
+    """Return the debug file's name and the CRC of its contents from .gnu_debuglink."""
     section = elf.get_section_by_name(".gnu_debuglink")
     if section is None:
         return None
@@ -67,7 +67,7 @@ def _debuglink(elf: Any) -> tuple[str, int] | None:
 
 
 def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator[Path]:
-    """Where it may be, most telling first."""
+    """Yield the possible paths of the debug file, the most specific first."""
     if identity:
         yield DEBUG_ROOT / ".build-id" / identity[:2] / f"{identity[2:]}.debug"
     if link is not None:
@@ -90,7 +90,7 @@ def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator
 
 
 def _is_of(place: Path, identity: str, link: tuple[str, int] | None) -> bool:
-    """Whether a file holds debug information of that build."""
+    """Return True if a file contains debug information of this build."""
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 

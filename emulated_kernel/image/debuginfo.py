@@ -1,4 +1,4 @@
-"""Functions of an ELF file as its debug information describes them: from where to where, and their bytes."""
+"""DebugInfo: address ranges and machine code of an ELF file's functions, according to DWARF."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _BITS = {"EM_386": 32, "EM_X86_64": 64}
 
 @dataclass(frozen=True, slots=True)
 class DescribedFunction:
-    """A DW_TAG_subprogram with code of its own."""
+    """A DW_TAG_subprogram that has code (it isn't only inlined)."""
 
     name: str
     parts: tuple[range, ...]
-    """Its addresses: its entry's part first, then what the compiler moved elsewhere as unlikely to run."""
+    """Address ranges of the function: first the part with the entry, then parts split off by the compiler."""
 
     def part_at(self, addr: int) -> range | None:
-        """The part with `addr` in it; None: the function isn't there."""
+        """Return the part that contains `addr`, or None."""
         return next((part for part in self.parts if addr in part), None)
 
 
 class DebugInfo:
-    """The functions of one ELF file for x86; a compile unit is parsed at the first look-up in it."""
+    """The functions of one ELF file for x86; a compile unit is parsed when it is first needed."""
 
     def __init__(self, code: Any, debug: Any) -> None:
-        """`code` and `debug` are open ELF files, which may be the same: text, and what describes it."""
+        """Combine two open ELF files, which may be the same: `code` has the text, `debug` the DWARF."""
         self._code = code
         self._debug = debug
         machine = code["e_machine"]
         if machine not in _BITS:
             raise KernelError(errno.EINVAL, f"an ELF file for {machine}, not for x86")
         self.bits = _BITS[machine]
-        # A linked kernel may keep its relocations (--emit-relocs), ten million that the linker has applied.
+        # A linked kernel may contain ten million relocations (--emit-relocs), which the linker has applied.
         needs_relocation = debug["e_type"] == "ET_REL"
         self._dwarf: Any = None
         if debug.has_dwarf_info(strict=True):
@@ -52,7 +52,7 @@ class DebugInfo:
             raise KernelError(errno.EINVAL, "the debug information is of another build: the build ids differ")
 
     def containing(self, addr: int) -> DescribedFunction:
-        """The function at an address. Raises: KernelError ENOENT."""
+        """Return the function that contains an address. Raises: KernelError ENOENT."""
         for unit in self._units(addr):
             for function in self._functions(unit):
                 if function.part_at(addr) is not None:
@@ -60,13 +60,13 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"{addr:#x} is in no function that the debug information describes")
 
     def named(self, name: str) -> tuple[DescribedFunction, int]:
-        """The function with a symbol of that name, else the first that is called so, and its address.
+        """Return the function with a symbol of this name, or else with this DWARF name, and its address.
 
-        The latter are what a compiler made of a function, whose symbol is NAME.isra.0 or its like.
+        The latter are functions that the compiler changed; their symbol is NAME.isra.0 or similar.
 
         Raises: KernelError ENOENT.
         """
-        # All units of a distribution's kernel take minutes and gigabytes; symbols name the one.
+        # Parsing all units of a distribution's kernel takes minutes and gigabytes; a symbol selects one unit.
         copies = []
         names_all = False
         for elf in (self._code, self._debug):
@@ -79,13 +79,14 @@ class DebugInfo:
                     return self.containing(symbol["st_value"]), symbol["st_value"]
                 if symbol.name.startswith(f"{name}."):
                     copies.append(symbol["st_value"])
-        for function in self._all_functions() if not names_all else map(self.containing, copies):
+        candidates = (self.containing(address) for address in copies) if names_all else self._all_functions()
+        for function in candidates:
             if function.name == name:
                 return function, function.parts[0].start
         raise KernelError(errno.ENOENT, f"the debug information describes no function {name} with own code")
 
     def text(self, part: range) -> bytes:
-        """Machine code. Raises: KernelError ENODATA (the file has none)."""
+        """Return the machine code of a part. Raises: KernelError ENODATA (the file doesn't contain it)."""
         for section in self._code.iter_sections():
             start = section["sh_addr"]
             size = section["sh_size"]
@@ -95,11 +96,11 @@ class DebugInfo:
                 at = part.start - start
                 return bytes(section.data()[at : at + len(part)])
         raise KernelError(
-            errno.ENODATA, f"no code at {part.start:#x}; is this a file of debug information alone?"
+            errno.ENODATA, f"no code at {part.start:#x}; pass the ELF file that contains the code"
         )
 
     def _units(self, addr: int) -> Iterator[Any]:
-        """The compile unit that the index of addresses names, or all that don't say that it isn't theirs."""
+        """Yield the compile unit that .debug_aranges names for an address, else all that may contain it."""
         index = self._dwarf.get_aranges()
         offset = index.cu_offset_at_addr(addr) if index is not None else None
         if offset is not None:
@@ -145,9 +146,9 @@ class DebugInfo:
 
 @contextmanager
 def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -> Iterator[DebugInfo]:
-    """The debug information of an ELF file: its own, or that of the file given or found beside it.
+    """Open the debug information of an ELF file: `debug_path`, or the file's own, or a separate debug file.
 
-    `path` is the file's, or that of what it is packed in.
+    `path` is the path of the ELF file or of the compressed kernel that contains it.
     Raises: OSError, KernelError EINVAL (no ELF file for x86), ENOENT (no debug information for it).
     """
     from elftools.common.exceptions import ELFError
@@ -163,11 +164,11 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
             with open_regular(debug_path) as debug:
                 yield DebugInfo(code, ELFFile(debug))
     except ELFError as error:
-        raise KernelError(errno.EINVAL, f"not a sound ELF file: {error}") from error
+        raise KernelError(errno.EINVAL, f"damaged ELF file: {error}") from error
 
 
 def _name(die: Any) -> str:
-    """A DIE's name, or that of the declaration or the inlined function it stands for."""
+    """Return the name of a DIE, or of the declaration or inlined function that it refers to."""
     for link in (None, "DW_AT_abstract_origin", "DW_AT_specification"):
         if link is None:
             at = die

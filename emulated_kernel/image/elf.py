@@ -1,4 +1,4 @@
-"""A small ELF reader: what a kernel image holds, as bytes and tables; nothing of relocation or DWARF."""
+"""ELF reader for kernel images: segments, sections and symbols, but neither relocations nor DWARF."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SectionHeader:
 
 @dataclass(frozen=True, slots=True)
 class ProgramHeader:
-    """One PT_LOAD header; `flags` as in ELF: 1 execute, 2 write, 4 read."""
+    """One PT_LOAD header; `flags` are ELF's: 1 execute, 2 write, 4 read."""
 
     flags: int
     offset: int
@@ -66,7 +66,7 @@ class ElfSymbol:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The structure formats of one ELF class, without the byte order."""
+    """Formats of the headers of one ELF class for the struct module, without the byte order."""
 
     header: str
     program: str
@@ -84,7 +84,7 @@ _IDENT_SIZE = 16
 class ElfFile:
     """An ELF file in memory.
 
-    Raises: UnusableFile (with what is wrong, for anything that isn't a whole little-endian ELF).
+    Raises: UnusableFile (the data isn't a complete little-endian ELF file; `why` says what is wrong).
     """
 
     def __init__(self, data: bytes) -> None:
@@ -107,14 +107,14 @@ class ElfFile:
 
     @cached_property
     def symbols(self) -> list[ElfSymbol]:
-        """All symbols in the order of the file; empty where the file is stripped."""
+        """All symbols in the order of the file; empty if the file is stripped."""
         for section in self.sections.values():
             if section.type == SHT_SYMTAB:
                 return self._read_symbols(section)
         return []
 
     def segment_data(self, segment: ProgramHeader) -> bytes:
-        """The bytes of a segment that are in the file."""
+        """Return the bytes of a segment that the file contains."""
         return self._slice(segment.offset, segment.file_size, f"segment at {segment.vaddr:#x}")
 
     def _read_segments(self, offset: int, size: int, count: int) -> list[ProgramHeader]:
@@ -128,7 +128,7 @@ class ElfFile:
             if kind == PT_LOAD:
                 segments.append(ProgramHeader(flags, start, vaddr, paddr, file_size, mem_size))
         whole = [each.file_size for each in segments if each.offset + each.file_size <= len(self.data)]
-        # Thousands of them with one piece each would be gigabytes.
+        # Thousands of segments that share one piece of the file would take gigabytes of memory.
         if sum(whole) > len(self.data):
             _bad("segments with more bytes than the file")
         return segments
@@ -178,7 +178,10 @@ class ElfFile:
 
 
 def nm_letter(binding: int, kind: int, flags: int, section: int) -> str:
-    """nm's letter of a symbol, in a section with these flags, of this type. Mirrors: bfd_decode_symclass"""
+    """Return nm's letter of a symbol of type `kind`, in a section with these flags and the type `section`.
+
+    Mirrors: bfd_decode_symclass
+    """
     if binding == STB_WEAK:
         return "V" if kind == STT_OBJECT else "W"
     if flags & SHF_EXECINSTR:

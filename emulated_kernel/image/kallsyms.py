@@ -1,4 +1,4 @@
-"""Symbols of a kernel by name and by address, with the rules that /proc/kallsyms and %pS follow."""
+"""Kallsyms: look-up of a kernel's symbols by name and address, with the rules of /proc/kallsyms and %pS."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _OWN_TABLES = frozenset(
         "token_table",
     )
 )
-"""The table's own parts aren't in the table."""
+"""The symbols of kallsyms's own tables, which kallsyms doesn't contain."""
 _REMEMBERED = 8192
-"""Symbols that are kept; of a whole kernel's they would take tens of MiB."""
+"""Largest number of Symbol objects in the cache; all of a distribution's kernel would take tens of MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A symbol; `type` is nm's letter, `size` the distance to the next higher address in bytes."""
+    """A symbol; `type` is nm's letter, `size` the distance in bytes to the next higher symbol."""
 
     name: str
     address: int
@@ -56,7 +56,7 @@ class Symbol:
 
     @property
     def is_text(self) -> bool:
-        """Whether it names code."""
+        """True if the symbol is code."""
         return self.type in "tTwW"
 
 
@@ -67,7 +67,7 @@ class Location:
     symbol: Symbol
     offset: int
     module: str | None = None
-    """The module that it belongs to; None for the kernel itself."""
+    """Name of the symbol's module; None for the kernel itself."""
 
     @property
     def name(self) -> str:
@@ -81,21 +81,24 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class SymbolTable:
-    """Symbols by address in a few arrays, which may lie in a file: a kernel has a hundred thousand."""
+    """Symbols in order of address, in a few arrays that can be mapped from a file.
+
+    Arrays save memory: a distribution's kernel has more than a hundred thousand symbols.
+    """
 
     addresses: Sequence[int]
     types: Sequence[int]
-    """Letters as bytes."""
+    """nm's letter of each symbol, as a byte."""
     starts: Sequence[int]
-    """Where each name begins in `names`, and where the last one ends."""
+    """Offset of each symbol's name in `names`, and at last the offset after the last name."""
     names: bytes
-    """Each with a zero byte behind it."""
+    """All names, each followed by a zero byte."""
     by_name: Sequence[int]
-    """Numbers of the symbols, by name and then by address."""
+    """Indices of the symbols, sorted by name and then by address."""
 
     @classmethod
     def of(cls, symbols: Sequence[Symbol]) -> Self:
-        """A table of these symbols, which are sorted by address."""
+        """Return a table of symbols that are already sorted by address."""
         names = [symbol.name.encode("utf-8", "replace") for symbol in symbols]
         starts = accumulate((len(name) + 1 for name in names), initial=0)
         return cls(
@@ -108,7 +111,7 @@ class SymbolTable:
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, memoryview]) -> Self:
-        """What `parts()` returned. Raises: KeyError, TypeError, ValueError."""
+        """Return the table whose `parts()` returned these arrays. Raises: KeyError, TypeError, ValueError."""
         found = cls(
             parts["addresses"].cast("Q"),
             parts["types"],
@@ -118,19 +121,19 @@ class SymbolTable:
         )
         count = len(found.addresses)
         if {len(found.types), len(found.starts) - 1, len(found.by_name)} != {count}:
-            raise ValueError("a symbol table whose parts don't fit")
+            raise ValueError("symbol table: the lengths of its parts differ")
         return found
 
     def parts(self) -> dict[str, bytes]:
-        """Its arrays by name."""
+        """Return the table's arrays as bytes: field name -> array."""
         return {field.name: bytes(memoryview(getattr(self, field.name))) for field in fields(self)}
 
     def name(self, index: int) -> bytes:
-        """Of one symbol."""
+        """Return the name of the symbol with this index."""
         return self.names[self.starts[index] : self.starts[index + 1] - 1]
 
     def named(self, name: str) -> Sequence[int]:
-        """Indices of all symbols of that name, by ascending address."""
+        """Return the indices of all symbols with this name, in order of address."""
         wanted = name.encode("utf-8", "replace")
         first = last = bisect_left(self.by_name, wanted, key=self.name)
         while last < len(self.by_name) and self.name(self.by_name[last]) == wanted:
@@ -138,15 +141,15 @@ class SymbolTable:
         return self.by_name[first:last]
 
     def ending(self, pattern: str) -> Iterator[int]:
-        """Numbers of the symbols whose names end in what an expression matches, by address."""
+        """Yield the indices, in order of address, of symbols whose names end with a match of `pattern`."""
         for match in re.finditer(pattern.encode() + b"(?=\\0)", self.names):
             yield bisect_right(self.starts, match.start()) - 1
 
 
 class Kallsyms:
-    """The symbol table of one kernel.
+    """The symbols of one kernel.
 
-    `start` and `end` border what addresses are looked up for: _stext and _end.
+    `start` and `end`, the addresses of _stext and _end, bound the addresses that lookup() finds.
 
     Mirrors: kernel/kallsyms.c (v6.1)
     """
@@ -160,29 +163,29 @@ class Kallsyms:
         self.end = end
         self._table = SymbolTable.of(sorted(symbols, key=_order))
         self._met: dict[int, Symbol] = {}
-        """Symbols by number, of addresses and names that were looked up."""
+        """Cache of symbols that were looked up: index -> symbol."""
         self._numbers: dict[str, Sequence[int]] = {}
-        """And numbers by name."""
+        """Cache of names that were looked up: name -> indices."""
 
     @classmethod
     def of_table(cls, table: SymbolTable, start: int, end: int) -> Self:
-        """Of a table that stands ready."""
+        """Return a Kallsyms that uses an existing table."""
         found = cls((), start, end)
         found._table = table
         return found
 
     @property
     def table(self) -> SymbolTable:
-        """All symbols, as they can be kept."""
+        """The table of all symbols, which can be stored in a file."""
         return self._table
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
-        """By address; made anew at each time."""
+        """All symbols in order of address; each access makes new objects."""
         return tuple(self._each())
 
     def _each(self) -> Iterator[Symbol]:
-        return map(self._make, range(len(self)))
+        return (self._make(index) for index in range(len(self)))
 
     def _symbol(self, index: int) -> Symbol:
         found = self._met.get(index)
@@ -201,8 +204,8 @@ class Kallsyms:
     def _make(self, index: int) -> Symbol:
         addresses = self._table.addresses
         address = addresses[index]
-        behind = bisect_right(addresses, address, index)
-        end = addresses[behind] if behind < len(addresses) else self.end
+        following = bisect_right(addresses, address, index)
+        end = addresses[following] if following < len(addresses) else self.end
         return Symbol(
             self._table.name(index).decode("utf-8", "replace"),
             address,
@@ -214,7 +217,7 @@ class Kallsyms:
         return len(self._table.addresses)
 
     def lookup_name(self, name: str) -> int | None:
-        """The address of the first symbol of that name.
+        """Return the address of the first symbol with this name, or None.
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1)
         """
@@ -225,23 +228,24 @@ class Kallsyms:
         return of_modules[0].address if of_modules else None
 
     def ending(self, pattern: str) -> Iterator[int]:
-        """The addresses of symbols whose names end in what an expression matches."""
+        """Return the addresses of symbols whose names end with a match of `pattern`."""
         return (self._table.addresses[index] for index in self._table.ending(pattern))
 
-    def has_module(self, name: str) -> bool:  # noqa: ARG002 - it has the kernel's symbols alone
-        """Whether a module of that name is loaded."""
+    def has_module(self, name: str) -> bool:  # noqa: ARG002 - this class has no modules
+        """Return True if a module with this name is loaded."""
         return False
 
     def count_name(self, name: str) -> int:
-        """How many symbols have that name."""
+        """Return the number of symbols with this name."""
         return len(self._named(name)) + len(self._of_modules(name))
 
     def by_name(self, name: str) -> tuple[Symbol, ...]:
-        """All symbols of that name, by address; those of the kernel before those of modules."""
-        return (*map(self._symbol, self._named(name)), *self._of_modules(name))
+        """Return all symbols with this name: first the kernel's in order of address, then the modules'."""
+        own = [self._symbol(index) for index in self._named(name)]
+        return (*own, *self._of_modules(name))
 
     def lookup(self, address: int) -> Location | None:
-        """The symbol that an address is in: of several at one address the first in the table.
+        """Return the symbol that contains an address; of several at one address, the first in the table.
 
         Mirrors: kernel/kallsyms.c:get_symbol_pos (v6.1)
         """
@@ -255,16 +259,16 @@ class Kallsyms:
         symbol = self._met.get(first) or self._symbol(first)
         return Location(symbol, address - symbol.address)
 
-    # What it has of modules
+    # Overridden by LiveKallsyms, which knows modules.
 
-    def _of_modules(self, name: str) -> tuple[Symbol, ...]:  # noqa: ARG002 - it has none
+    def _of_modules(self, name: str) -> tuple[Symbol, ...]:  # noqa: ARG002 - this class has no modules
         return ()
 
-    def _in_modules(self, address: int) -> Location | None:  # noqa: ARG002 - it has none
+    def _in_modules(self, address: int) -> Location | None:  # noqa: ARG002 - this class has no modules
         return None
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """The text of /proc/kallsyms; readers without CAP_SYSLOG see zeros for addresses.
+        """Return the text of /proc/kallsyms; `zero_addresses` is for readers without CAP_SYSLOG.
 
         Mirrors: kernel/kallsyms.c:s_show (v6.1)
         """
@@ -275,10 +279,10 @@ class Kallsyms:
 
 
 def elf_symbols(elf: ElfFile) -> Iterator[Symbol]:
-    """The symbols of a linked kernel that belong into kallsyms; sizes are not set.
+    """Yield the symbols of a linked kernel that belong in kallsyms, without sizes.
 
-    Mapping symbols, the compiler's local labels, file and section names are left out.
-    Per-CPU variables are linked at their offsets and are absolute, as in Linux.
+    Mapping symbols, the compiler's local labels, and file and section symbols are left out.
+    Per-CPU variables have their offset in the per-CPU area as address and are absolute, as in Linux.
     """
     sections = {section.index: section for section in elf.sections.values()}
     percpu = elf.sections.get(".data..percpu")
@@ -296,7 +300,7 @@ def elf_symbols(elf: ElfFile) -> Iterator[Symbol]:
 
 
 def _is_kallsyms_symbol(symbol: ElfSymbol) -> bool:
-    """Mirrors: scripts/kallsyms.c:is_ignored_symbol (v6.1)"""
+    """Return True if kallsyms contains a symbol. Mirrors: scripts/kallsyms.c:is_ignored_symbol (v6.1)."""
     if not symbol.name or symbol.section in (SHN_UNDEF, SHN_ABS):
         return False
     if symbol.type in (STT_SECTION, STT_FILE) or symbol.name in _OWN_TABLES:
@@ -305,7 +309,7 @@ def _is_kallsyms_symbol(symbol: ElfSymbol) -> bool:
 
 
 def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:
-    """Among aliases: weak ones last, then linker-made ones, then by leading underscores.
+    """Return the sort key of a symbol. Weak aliases come last, then linker-made ones, then more underscores.
 
     Mirrors: scripts/kallsyms.c:compare_symbols (v6.1)
     """
@@ -315,14 +319,17 @@ def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:
 
 
 def _is_linker_made(name: str) -> bool:
-    """Mirrors: scripts/kallsyms.c:may_be_linker_script_provide_symbol (v6.1)"""
+    """Return True for names that linker scripts define.
+
+    Mirrors: scripts/kallsyms.c:may_be_linker_script_provide_symbol (v6.1)
+    """
     if len(name) < 8 or not name.startswith("__"):
         return False
     return name.startswith(("__start_", "__stop_", "__end_")) or name.endswith(("_start", "_end"))
 
 
 def address_of(symbols: Kallsyms, name: str) -> int:
-    """Address of a symbol that the host cannot do without. Raises: KernelError ENOEXEC."""
+    """Return the address of a symbol that must exist. Raises: KernelError ENOEXEC (it doesn't)."""
     address = symbols.lookup_name(name)
     if address is None:
         raise KernelError(errno.ENOEXEC, f"the kernel image has no symbol {name}")

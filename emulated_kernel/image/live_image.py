@@ -1,4 +1,4 @@
-"""Loaded modules as probing sees them: their symbols and tables, beside those of the image."""
+"""LiveImage: symbols and tables of a kernel together with those of its loaded modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class Module:
-    """A module in the guest; addresses are virtual. Of what is freed after init, only while it is there."""
+    """A module loaded in the guest; addresses are virtual.
+
+    After init, without_init() drops the init parts.
+    """
 
     name: str
     text: Range
@@ -32,32 +35,32 @@ class Module:
     data: tuple[Range, ...]
     init_data: tuple[Range, ...]
     symbols: tuple[Symbol, ...]
-    """In the order of its symbol table, with sizes."""
+    """Symbols with sizes, in the order of the module's symbol table."""
     ex_table: tuple[ExTableEntry, ...]
     blacklist: tuple[BlacklistEntry, ...]
     mcount: frozenset[int]
     bugs: Mapping[int, BugEntry]
     code: Mapping[int, bytes]
-    """Its text as it was loaded, by address."""
+    """Address -> text as it was loaded."""
     contents: Mapping[int, bytes]
-    """Its data as it was loaded, by address."""
+    """Address -> data as it was loaded."""
     jump_labels: tuple[JumpLabel, ...] = ()
     static_calls: tuple[StaticCall, ...] = ()
     address: int = 0
-    """Of its struct module, where that is Linux's."""
+    """Address of the module's struct module in a distribution's kernel; otherwise 0."""
 
     @property
     def text_ranges(self) -> tuple[Range, ...]:
-        """Where its code lies, that of its init function too."""
+        """Ranges of the module's text, including its init text."""
         return tuple(part for part in (self.text, self.init_text) if part.end > part.start)
 
     def contains(self, address: int) -> bool:
-        """Whether it is text or data of this module. Mirrors: within_module (v6.1)."""
+        """Return True if an address is in text or data of this module. Mirrors: within_module (v6.1)."""
         parts = self.text, self.init_text, *self.data, *self.init_data
         return any(part.start <= address < part.end for part in parts)
 
     def without_init(self) -> Module:
-        """What is left when its init function has returned."""
+        """Return the module as it is after its init function returned and its init memory was freed."""
         init = range(*self.init_text)
         freed = (self.init_text, *self.init_data)
         return replace(
@@ -88,7 +91,7 @@ class ModuleSymbols:
         self._by_name: dict[str, list[Symbol]] = {}
         for symbol in module.symbols:
             self._by_name.setdefault(symbol.name, []).append(symbol)
-        # The first of several at one address is the one that is found.
+        # The sort is stable: of several symbols at one address, a look-up finds the first.
         self._sorted = sorted(module.symbols, key=lambda symbol: symbol.address)
         self._addresses = [symbol.address for symbol in self._sorted]
 
@@ -96,7 +99,7 @@ class ModuleSymbols:
         return self._by_name.get(name, ())
 
     def lookup(self, address: int) -> Location | None:
-        """Mirrors: find_kallsyms_symbol (v6.1)."""
+        """Return the symbol that contains an address. Mirrors: find_kallsyms_symbol (v6.1)."""
         if not self.module.contains(address):
             return None
         at = bisect_right(self._addresses, address) - 1
@@ -105,7 +108,7 @@ class ModuleSymbols:
         first = bisect_right(self._addresses, self._addresses[at] - 1)
         symbol = self._sorted[first]
         if address >= symbol.address + max(symbol.size, 1):
-            # In front of the first symbol of its part.
+            # The address is before the first symbol of its section.
             return None
         return Location(symbol, address - symbol.address, self.module.name)
 
@@ -116,10 +119,10 @@ class ModuleSymbols:
 
 
 class LiveKallsyms(Kallsyms):
-    """The symbols of a kernel and of the modules that it has now; MODULE:NAME asks for one's alone."""
+    """The symbols of a kernel and its loaded modules; MODULE:NAME is looked up only in that module."""
 
     def __init__(self, image: Kallsyms) -> None:
-        # The image's own table, which nothing changes: to sort and to index it again is a tenth of a boot.
+        # Share the image's immutable table: sorting and indexing it again would take 10 % of the boot time.
         self.digits = image.digits
         self.start = image.start
         self.end = image.end
@@ -129,15 +132,18 @@ class LiveKallsyms(Kallsyms):
         self._modules: list[ModuleSymbols] = []
 
     def set_modules(self, modules: Iterable[Module]) -> None:
-        """The loaded modules, newest first."""
+        """Replace the list of loaded modules, the newest first."""
         self._modules = [ModuleSymbols(module) for module in modules]
 
     def has_module(self, name: str) -> bool:
-        """Mirrors: kernel/module/main.c:find_module (v6.1)."""
+        """Return True if a module with this name is loaded.
+
+        Mirrors: kernel/module/main.c:find_module (v6.1).
+        """
         return any(symbols.module.name == name for symbols in self._modules)
 
     def _of_modules(self, name: str) -> tuple[Symbol, ...]:
-        """Mirrors: module_kallsyms_lookup_name (v6.1)."""
+        """Return the symbols with this name in modules. Mirrors: module_kallsyms_lookup_name (v6.1)."""
         wanted, colon, symbol = name.partition(":")
         modules = [each for each in self._modules if not colon or each.module.name == wanted]
         return tuple(found for each in modules for found in each.by_name(symbol if colon else name))
@@ -157,40 +163,43 @@ class LiveKallsyms(Kallsyms):
 
 
 class VmlinuxTables(ProbedTables, Protocol):
-    """A kernel without its modules."""
+    """Tables of a kernel without its modules."""
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
-        """The same kernel with another table of symbols."""
+        """Return a copy of this kernel with another symbol table."""
 
 
 Core = TypeVar("Core", bound=VmlinuxTables)
 
 
 class LiveImage(Generic[Core]):
-    """What can be probed now: the tables of a kernel with those of its loaded modules."""
+    """All text that can be probed now: the tables of a kernel and of its loaded modules.
+
+    Implements ProbedTables.
+    """
 
     def __init__(self, image: Core) -> None:
         self.kallsyms = LiveKallsyms(image.kallsyms)
         self.core = image.with_symbols(self.kallsyms)
-        """The kernel itself, with symbols that know the modules."""
+        """The kernel without its modules, but with a symbol table that includes them."""
         self._modules: dict[str, Module] = {}
 
     def put(self, module: Module) -> None:
-        """A module came, or changed."""
+        """Add a module, or replace the one with its name."""
         self.put_all((module,))
 
     def put_all(self, modules: Iterable[Module]) -> None:
-        """Several, the oldest first."""
+        """Add or replace modules, given in the order in which they were loaded."""
         self._modules |= {module.name: module for module in modules}
         self.kallsyms.set_modules(reversed(self._modules.values()))
 
     def remove(self, name: str) -> None:
-        """A module went; one that never came is no matter."""
+        """Remove a module; an unknown name is ignored."""
         self._modules.pop(name, None)
         self.kallsyms.set_modules(reversed(self._modules.values()))
 
     def find(self, name: str) -> Module | None:
-        """The loaded module of that name."""
+        """Return the loaded module with this name, or None."""
         return self._modules.get(name)
 
     @property
@@ -226,13 +235,13 @@ class LiveImage(Generic[Core]):
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """What isn't code, with its addresses, as it was loaded."""
+        """Address and contents of each range of data, as it was loaded."""
         return chain(self.core.data, *(module.contents.items() for module in self._modules.values()))
 
     def read(self, va: int, size: int) -> bytes:
-        """Bytes as they were before anything was probed.
+        """Return the bytes at an address as they are without probes.
 
-        Raises: KernelError ENOEXEC (neither the image nor a module's text has them).
+        Raises: KernelError ENOEXEC (neither the image nor a module's text contains them).
         """
         for module in self._modules.values():
             for start, code in module.code.items():

@@ -1,4 +1,4 @@
-"""How many arguments the functions of an image take: noted by the compiler, kept beside the image."""
+"""Argument counts of an image's functions: noted by the compiler, kept in a file next to the image."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from emulated_kernel.util.safe_read import read_regular
 
 FILE_NAME = "arguments.json"
 _LIMIT = 16 << 20
-"""Bytes of that file."""
+"""Largest size of that file in bytes."""
 _PROTOTYPE = re.compile(r"/\* [^ ]+:N[CF] \*/ (?:static|extern) .*?(\w+) \((.*?)\);")
 """A line of gcc's -aux-info; the parameters end at the first ");"."""
 
 
 def argument_counts(texts: Iterable[str]) -> dict[str, int]:
-    """Function to its number of named parameters, from the compiler's notes on many sources.
+    """Return function name -> number of named parameters, from gcc's -aux-info of many source files.
 
-    Of functions that share a name the one with the fewest counts.
+    If several functions share a name, the lowest number is taken.
     """
     counts: dict[str, int] = {}
     for text in texts:
@@ -29,7 +29,7 @@ def argument_counts(texts: Iterable[str]) -> dict[str, int]:
 
 
 def _count(parameters: str) -> int:
-    """Commas outside of parentheses part them; `...` is none."""
+    """Count parameters, which commas outside of parentheses separate; `...` doesn't count."""
     depth = 0
     parts = [""]
     for char in parameters:
@@ -42,13 +42,13 @@ def _count(parameters: str) -> int:
 
 
 def to_json(counts: Mapping[str, int], names: Iterable[str]) -> str:
-    """The file's text: the counts of these functions, a line each."""
+    """Return the text of the file with the counts of these functions, one per line."""
     known = {name: counts[name] for name in sorted(set(names)) if name in counts}
     return json.dumps(known, indent=0) + "\n"
 
 
 def load_argument_counts(image: Path) -> Mapping[str, int]:
-    """Those of the image's functions and its modules'; empty where nothing was noted of it."""
+    """Return the counts for an image and its modules: function name -> number; empty if there is no file."""
     try:
         counts: dict[str, int] = json.loads(read_regular(image.with_name(FILE_NAME), _LIMIT))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The kernel's tables about its own text, decoded: where it may fault, is patched, or traps."""
+"""Decoders of the kernel's tables about its text: exception table, jump labels, static calls, bugs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.util.fast_dataclass import dataclass
 
 RETURN_SIZE = 5
-"""Bytes of a return site."""
+"""Bytes of a return site, the jump to the return thunk."""
 BLACKLISTED = ("kprobes", "noinstr", "entry")
-"""Parts of the text that mustn't be probed, in the order of debugfs kprobes/blacklist."""
+"""Sections of text that must not be probed, in the order of debugfs kprobes/blacklist."""
 _JMP32 = 0xE9
 _PLAIN_RETURN = b"\xc3\xcc\xcc\xcc\xcc"
 _KEY_FLAGS = 3
-"""Bits of a key's address that say something else, in jump labels and static calls."""
+"""Low bits of a key's address, which jump labels and static calls use as flags."""
 _LONGEST = 1 << 9
-"""Bytes of a source file's name, with its end."""
+"""Largest number of bytes of a source file's name, including its zero byte."""
 
 
 class Range(NamedTuple):
@@ -29,14 +29,14 @@ class Range(NamedTuple):
 
 
 class ExTableEntry(NamedTuple):
-    """A faulting instruction's address and where to go on."""
+    """Addresses of an instruction that may fault, and of its fixup."""
 
     insn: int
     fixup: int
 
 
 class BlacklistEntry(NamedTuple):
-    """A function that may not be probed."""
+    """A function that must not be probed."""
 
     start: int
     end: int
@@ -44,7 +44,7 @@ class BlacklistEntry(NamedTuple):
 
 
 class JumpLabel(NamedTuple):
-    """A nop that becomes a jump to `target` when the static key at `key` is switched on."""
+    """A nop at `code` that becomes a jump to `target` when the static key at `key` is enabled."""
 
     code: int
     target: int
@@ -52,7 +52,7 @@ class JumpLabel(NamedTuple):
 
 
 class StaticCall(NamedTuple):
-    """A call that the static call at `key` leads to another function."""
+    """A call instruction at `site`, which updates of the static call at `key` patch."""
 
     site: int
     key: int
@@ -69,73 +69,80 @@ class BugEntry:
 
 
 class ProbedTables(Protocol):
-    """A kernel's text and its tables about it; all addresses are virtual."""
+    """A kernel's text and the tables that describe it; all addresses are virtual."""
 
     @property
     def kallsyms(self) -> Kallsyms: ...
 
     @property
     def text_ranges(self) -> Iterable[Range]:
-        """Start and end of each piece of text, the kernel's own first."""
+        """Each range of text, the core kernel's first."""
 
     @property
     def blacklist(self) -> Iterable[BlacklistEntry]:
-        """Start, end and name of functions that mustn't be probed."""
+        """Functions that must not be probed."""
 
     @property
     def mcount(self) -> Collection[int]:
-        """ftrace's sites."""
+        """Addresses of the calls to mcount or fentry, which ftrace patches."""
 
     @property
     def ex_table(self) -> Iterable[ExTableEntry]:
-        """Instructions that may fault, and their fixups."""
+        """The exception table: instructions that may fault, and their fixups."""
 
     @property
     def bugs(self) -> Collection[int]:
-        """Traps of BUG() and WARN()."""
+        """Addresses of the trap instructions of BUG() and WARN()."""
 
     @property
     def jump_labels(self) -> Iterable[JumpLabel]:
-        """Code, target and key."""
+        """Branches of static keys."""
 
     @property
     def static_calls(self) -> Iterable[StaticCall]:
-        """Site, key, and whether it is a tail call."""
+        """Call instructions of static calls."""
 
     @property
     def data(self) -> Iterable[tuple[int, bytes]]:
-        """What isn't text, with its addresses."""
+        """Address and contents of each range of data."""
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Bytes as they were before anything was probed."""
+        """Return the bytes at an address as they are without probes."""
 
 
 def words(data: bytes, size: int = 8) -> tuple[int, ...]:
-    """An array of unsigned longs, as mcount's and the blacklist's; `size`: bytes of one."""
+    """Decode an array of unsigned longs of `size` bytes each, such as the mcount table or the blacklist."""
     return struct.unpack(f"<{len(data) // size}{'Q' if size == 8 else 'I'}", data[: len(data) // size * size])
 
 
 def ex_table(address: int, data: bytes, layout: str = "<iii") -> Iterator[ExTableEntry]:
-    """Each entry is relative to where it stands. Mirrors: include/asm-generic/extable.h (v5.0 to v6.12)"""
+    """Decode an exception table, whose entries are relative to their own address.
+
+    Mirrors: include/asm-generic/extable.h (v5.0 to v6.12)
+    """
     for at, (insn, fixup, *_) in _entries(layout, data):
         yield ExTableEntry(address + at + insn, address + at + 4 + fixup)
 
 
 def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[JumpLabel]:
-    """Mirrors: include/linux/jump_label.h:struct jump_entry (v6.1)"""
+    """Decode a table of jump labels. Mirrors: include/linux/jump_label.h:struct jump_entry (v6.1)."""
     for at, (code, target, key) in _entries(layout, data):
         yield JumpLabel(address + at + code, address + at + 4 + target, address + at + 8 + key & ~_KEY_FLAGS)
 
 
 def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
-    """Mirrors: include/linux/static_call_types.h:struct static_call_site (v6.1)"""
+    """Decode a table of static calls.
+
+    Mirrors: include/linux/static_call_types.h:struct static_call_site (v6.1)
+    """
     for at, (site, key) in _entries("<ii", data):
         yield StaticCall(address + at + site, address + at + 4 + key & ~_KEY_FLAGS)
 
 
 def bugs(address: int, data: bytes, string: Callable[[int, int], str]) -> dict[int, BugEntry]:
-    """By address; `string` reads a text of so many bytes at most.
+    """Decode a bug table into address of the trap -> entry.
 
+    `string(address, limit)` reads a string of at most `limit` bytes.
     Mirrors: include/asm-generic/bug.h:struct bug_entry (v6.1), with CONFIG_DEBUG_BUGVERBOSE.
     """
     found = {}
@@ -146,22 +153,31 @@ def bugs(address: int, data: bytes, string: Callable[[int, int], str]) -> dict[i
 
 
 def return_sites(address: int, data: bytes) -> Iterator[int]:
-    """The jumps to the return thunk. Mirrors: arch/x86/kernel/alternative.c:apply_returns (v6.1)"""
+    """Yield the addresses of jumps to the return thunk.
+
+    Mirrors: arch/x86/kernel/alternative.c:apply_returns (v6.1)
+    """
     for at, (site,) in _entries("<i", data):
         yield address + at + site & (1 << 64) - 1
 
 
 def plain_return(code: bytes) -> bytes | None:
-    """What boot makes of a jump to the return thunk where the CPU needs none; None for other code."""
+    """Return the code that replaces a jump to the return thunk at boot if the CPU needs no thunk.
+
+    If `code` isn't such a jump, return None.
+    """
     return _PLAIN_RETURN if len(code) == RETURN_SIZE and code[0] == _JMP32 else None
 
 
 def blacklist(symbols: Kallsyms, listed: Iterable[int], areas: Iterable[Range]) -> Iterator[BlacklistEntry]:
-    """Functions at these addresses, then all in these areas.
+    """Yield the functions at the addresses `listed`, then all functions in `areas`.
 
     Mirrors: kernel/kprobes.c:populate_kprobe_blacklist, kprobe_add_area_blacklist (v6.1)
     """
-    yield from filter(None, (blacklisted(symbols, address) for address in listed))
+    for address in listed:
+        found = blacklisted(symbols, address)
+        if found is not None:
+            yield found
     for area in areas:
         address = area.start
         while address < area.end and (entry := blacklisted(symbols, address)) is not None:
@@ -170,7 +186,7 @@ def blacklist(symbols: Kallsyms, listed: Iterable[int], areas: Iterable[Range]) 
 
 
 def blacklisted(symbols: Kallsyms, address: int) -> BlacklistEntry | None:
-    """The function at an address, from there to its end; None where there is none."""
+    """Return an entry from an address to the end of its function; None if no function is there."""
     found = symbols.lookup(address)
     if found is None:
         return None
@@ -178,7 +194,7 @@ def blacklisted(symbols: Kallsyms, address: int) -> BlacklistEntry | None:
 
 
 def _entries(layout: str, data: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Offset and fields of each whole entry."""
+    """Yield the offset and the fields of each complete entry."""
     entry = struct.Struct(layout)
     whole = data[: len(data) // entry.size * entry.size]
     return zip(range(0, len(whole), entry.size), entry.iter_unpack(whole), strict=True)

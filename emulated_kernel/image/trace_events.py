@@ -1,4 +1,4 @@
-"""The image's own tables of trace events and system calls: what they are called, and what they record."""
+"""Decoders of the image's tables of trace events and system calls: their names and fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _STRING_MAX = 8192
 
 @dataclass(frozen=True, slots=True)
 class FieldDefinition:
-    """A field of a record, without those that all events have; sizes in bytes.
+    """A field of an event's record, other than the common fields; sizes in bytes.
 
-    The kernel works out the offsets when it boots: each field stands at the next multiple of its alignment.
+    The kernel computes the offsets at boot: each field is placed at the next multiple of its alignment.
     """
 
     type: str
@@ -24,12 +24,12 @@ class FieldDefinition:
     align: int
     is_signed: bool
     length: int
-    """Elements of an array, 0 where it is none or its type alone tells."""
+    """Number of elements of an array; 0 for other fields, and if only the type contains the number."""
 
 
 @dataclass(frozen=True)
 class EventDefinition:
-    """A trace event of the image; `address` is that of its struct trace_event_call."""
+    """A trace event of the image; `address` is the address of its struct trace_event_call."""
 
     address: int
     system: str
@@ -37,7 +37,7 @@ class EventDefinition:
     print_fmt: str
     fields: tuple[FieldDefinition, ...]
     key: int
-    """The static key that its tracepoint's jump labels belong to."""
+    """Address of the tracepoint's static key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class SyscallDefinition:
     """A system call with its parameters; `name` begins with sys_."""
 
     nr: int
-    """-1 where the kernel's table doesn't have it."""
+    """Number of the system call; -1 if the system call table doesn't contain it."""
     name: str
     types: tuple[str, ...]
     args: tuple[str, ...]
 
 
 def event_definitions(image: KernelImage) -> Iterator[EventDefinition]:
-    """Those of the table `ftrace_events`; none where the image doesn't have it."""
+    """Yield the events of the table `ftrace_events`; none if the image has no such table."""
     reader = _ImageReader(image)
     for address in reader.pointers("ftrace_events"):
         system, name, print_fmt, fields, count, key = reader.words(address, 6)
@@ -72,7 +72,7 @@ def _field(reader: _ImageReader, address: int) -> FieldDefinition:
 
 
 def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
-    """The struct syscall_metadata of each system call, in the order of their numbers."""
+    """Yield each system call, from its struct syscall_metadata, in order of their numbers."""
     reader = _ImageReader(image)
     for address in reader.pointers("syscalls_metadata"):
         name_at, count, types, args = reader.words(address, 4)
@@ -86,7 +86,7 @@ def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
 
 
 class _ImageReader:
-    """Words and strings of the image as it is before it runs."""
+    """Reads words and strings of the image as it is before boot."""
 
     def __init__(self, image: KernelImage) -> None:
         self._image = image
@@ -98,7 +98,7 @@ class _ImageReader:
         return struct.unpack(f"<{count}{self._code}", data)
 
     def pointers(self, table: str) -> Iterator[int]:
-        """The entries of a table that ends with NULL."""
+        """Yield the pointers of a table that ends with NULL."""
         at = self._image.kallsyms.lookup_name(table)
         while at is not None:
             (pointer,) = self.words(at, 1)

@@ -1,6 +1,6 @@
-"""The hardware: memory, vCPUs, traps, text. The only package that imports unicorn.
+"""The emulated hardware: memory, virtual CPUs, traps and text. The only package that uses Unicorn.
 
-`machine.Machine` puts it together and boots an image; standing_tasks.py is what patching asks a kernel that
-runs there, task_events.py its tasks' callbacks. Not thread-safe: the control lock is held
-around all of it, but for the watchdog's thread (budget.py), which does nothing but stop a run.
+`machine.Machine` combines the parts and boots an image. The guest kernel implements task_stacks.TaskStacks
+for text patching, and calls the observers of task_events. Nothing is thread-safe: the control lock is held
+around all calls, except in the watchdog's thread (run_watchdog.py), which only stops runs.
 """

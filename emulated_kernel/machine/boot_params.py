@@ -1,4 +1,4 @@
-"""From an image in RAM to a CPU at its entry: boot parameters, per-CPU area, registers."""
+"""Preparation of the boot CPU: boot parameters, per-CPU area, registers at the entry point."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BOOT_PARAMS = struct.Struct("<QQQIIQQ")
 def write_boot_params(
     memory: Memory, cpu: CpuModel, config: MachineConfig, ram_start: int, boot_ns: int
 ) -> int:
-    """Write struct boot_params to a page of the host's; returns its address.
+    """Write struct boot_params to a host page; return its address.
 
-    {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}; RAM in physical addresses,
-    and only what is the guest's own.
+    The structure is {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}. The
+    addresses of RAM are physical, and they exclude the host's pages.
     """
     direct_map = cpu.layout.direct_map
     where = direct_map + memory.host_pages.alloc(PAGE_SIZE)
@@ -31,13 +31,13 @@ def write_boot_params(
 
 
 def per_cpu_base(image: KernelImage) -> int:
-    """Where the boot CPU's per-CPU area is; a stock Linux has no ABI table, but this symbol."""
+    """Return the address of the boot CPU's per-CPU area: from the ABI table, or Linux's __per_cpu_load."""
     base = image.abi.get("percpu.base")
     return base if base is not None else image.kallsyms.lookup_name("__per_cpu_load") or 0
 
 
 def per_cpu_bases(memory: Memory, image: KernelImage, cpus: int) -> list[int]:
-    """Where the per-CPU area of each CPU is, once the kernel has booted."""
+    """Return the address of each CPU's per-CPU area; the kernel must have booted."""
     first = per_cpu_base(image)
     table = image.abi.get("__per_cpu_offset")
     if table is None:
@@ -47,15 +47,15 @@ def per_cpu_bases(memory: Memory, image: KernelImage, cpus: int) -> list[int]:
 
 
 def per_cpu_address(image: KernelImage, name: str) -> int | None:
-    """Address of the boot CPU's copy of a per-CPU variable in the ABI table."""
+    """Return the address of the boot CPU's copy of a per-CPU variable; None if the ABI table lacks it."""
     offset = image.abi.get(f"percpu.{name}")
     return None if offset is None else per_cpu_base(image) + offset
 
 
 def enter(regs: Regs, cpu: CpuModel, image: KernelImage, boot_params: int, host_stack: int) -> None:
-    """Registers at the entry: boot parameters, sp = init_stack.top, interrupts off, all else 0.
+    """Set the registers at the entry point: boot parameters, sp = init_stack.top, interrupts off, others 0.
 
-    An image without an ABI table starts on a stack of the host's.
+    An image without an ABI table starts on `host_stack`.
     """
     top = image.abi.get("init_stack.top", host_stack)
     regs.restore(cpu.register_set(ip=image.entry, sp=top, **{cpu.boot_argument: boot_params}))

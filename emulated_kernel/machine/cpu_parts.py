@@ -1,4 +1,4 @@
-"""The CPUs there are, by architecture, and how the machine is adapted to the library for each."""
+"""Table of the architectures: CPU model, trap hooks, interrupt delivery, and adaptation to Unicorn."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
-"""Makes the hooks fit the library, and tests it; takes what `quirks.find_cpu_state` found.
+"""Function that adapts the hooks to Unicorn and tests it. It takes the result of find_cpu_state.
 
-Raises: HardwareError (a check failed: it can't be used).
+Raises: HardwareError (a check failed: Unicorn can't be used).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CpuParts:
-    """What a machine is made of that differs between architectures."""
+    """The architecture-dependent parts of a machine."""
 
     model: CpuModel
     adapt: Adapt
     hooks: type[TrapHooks]
-    """What the emulator calls; to be adapted."""
+    """Class of the emulator's callbacks."""
     delivery: type[Delivery]
-    """How the image takes interrupts."""
+    """Class that delivers interrupts to the guest."""
 
 
 def _x86() -> tuple[CpuParts, ...]:
@@ -50,12 +50,12 @@ def _riscv() -> tuple[CpuParts, ...]:
 
 
 _FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _riscv}
-"""A family's modules are imported when one of its architectures is asked for."""
+"""ELF machine -> function that imports the modules of a family of architectures and returns their parts."""
 
 
 @cache
 def cpu_parts(arch: str) -> CpuParts:
-    """Those of an architecture. Raises: HardwareError (there is none)."""
+    """Return the parts of an architecture. Raises: HardwareError (an unknown architecture)."""
     if arch not in ARCHITECTURES:
         raise HardwareError(f"no machine for {arch}")
     return next(parts for parts in _FAMILIES[ARCHITECTURES[arch]]() if parts.model.name == arch)

@@ -1,4 +1,4 @@
-"""Functions of the guest called by the host, on a stack of its own."""
+"""HostCalls: calls of guest functions by the host, on a host stack."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot, Vector
 
 MAX_ARGUMENTS = 6
 _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
-"""Reported behind the instruction: what stands there didn't fault."""
+"""Vectors whose address is after the instruction, so that an exception table entry there doesn't apply."""
 
 
 class HostCalls:
-    """Calls guest functions on a stack of the host's own while the guest is stopped."""
+    """Calls guest functions on a host stack while the guest is stopped."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class HostCalls:
         self._ex_table = ex_table
         self._return_pad = return_pad
         self.stack_top = stack_top
-        """Stack pointer at the entry of a called function, where the return address lies."""
+        """Stack pointer at the entry of a called function; on x86 it points to the return address."""
         self._on_leave = on_leave
 
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
-        """Call a function with up to six integer arguments, each a word; returns its result register.
+        """Call a function with up to six arguments of one word each; return its result register.
 
         Raises: GuestFault (it ended in an exception without a fixup, or in a hypercall), BudgetExceeded (it
-        did not return in time), TypeError (too many arguments).
+        didn't return in time), TypeError (too many arguments).
         """
         if len(args) > MAX_ARGUMENTS:
             raise TypeError(f"{len(args)} arguments; at most {MAX_ARGUMENTS} are passed")
@@ -57,31 +57,32 @@ class HostCalls:
         return int(getattr(self._enter(start, tick=True), self._cpu.result))
 
     def execute(self, start: Any) -> Any:
-        """Run from a complete register state until the function returns; returns the complete end state.
+        """Run from a complete register state until the function returns; return the complete end state.
 
-        Both are register sets of the CPU's. At `start.sp` the return address gets written where that is on
-        the stack (`stack_top` is good). The end state's ip is behind the return pad. The guest's own
-        registers are as before in any case. The clock is not set: from the same state comes the same end.
+        Both states are register sets of the CPU model. On x86 the return address is written at `start.sp`,
+        for which `stack_top` is suitable. The end state's ip is after the return pad. The guest's own
+        registers are always restored. The clock isn't set, so that the same start gives the same end.
 
-        Raises: GuestFault, BudgetExceeded, MemoryFault (as `call`; the stack isn't writable).
+        Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
         return self._enter(start, tick=False)
 
     def trap_of(self, start: Any, *, fixup: bool = False, goes_on: bool = False) -> tuple[Trap, Any]:
-        """Run from a complete register state until anything stops it; how it stopped, and the registers then.
+        """Run from a complete register state until a trap; return the trap and the registers.
 
-        Exceptions stop it, those too that have a fixup unless `fixup` is set; TF in `start.flags` runs a
-        single instruction (DEBUG). Nothing is pushed: `start.sp` may be any value. The guest's own
-        registers are as before. `goes_on`: the caller runs on from the state returned, so
-        that nobody is told that the run has been left.
+        All exceptions stop the run, except those with a fixup if `fixup` is set. TF in `start.flags` runs a
+        single instruction (DEBUG). Nothing is pushed: `start.sp` can be any value. The guest's own registers
+        are restored. `goes_on` means that the caller continues from the returned state, so `on_leave` isn't
+        called.
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
     def call_within(self, address: int, *args: int, sp: int) -> int:
-        """Call a function from within a handler that was put off, on the guest's own stack below `sp`.
+        """Call a function from a deferred handler, on the guest's own stack below `sp`.
 
-        It runs with interrupts off; as many arguments as there are registers for. What has hooked the guest's
-        traps takes them there too. Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (no stack).
+        The function runs with interrupts off. Arguments are only passed in registers. Probes in the function
+        are hit as usual. Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't
+        writable).
         """
         regs = self._regs
         hooks = self._hooks
@@ -129,13 +130,13 @@ class HostCalls:
         finally:
             hooks.dispatch = usual
             regs.restore(saved)
-            for tell in self._on_leave if leaves else ():
-                tell()
+            for callback in self._on_leave if leaves else ():
+                callback()
             if hooks.engine.is_interrupted:
                 hooks.engine.raise_interrupt()
 
     def _fixup(self, trap: Trap) -> None:
-        """Go on at the exception table's fixup. Mirrors: fixup_exception() (v6.1)."""
+        """Continue at the exception table's fixup, or stop the run. Mirrors: fixup_exception() (v6.1)."""
         fixup = self._ex_table.get(trap.address)
         if fixup is None or trap.vector in _TRAPS:
             self._hooks.stop(trap)
@@ -144,7 +145,7 @@ class HostCalls:
 
 
 def map_stack(memory: Memory, cpu: CpuModel, number: int, size: int = 4 * PAGE_SIZE) -> int:
-    """A stack of the host's own between unmapped pages; returns its top."""
+    """Map a host stack between unmapped guard pages; return its top."""
     base = cpu.layout.host_stacks + number * 0x100000 + PAGE_SIZE
     memory.map(base, memory.host_pages.alloc(size), size, Prot.READ | Prot.WRITE)
     return base + size

@@ -1,4 +1,4 @@
-"""The guest's time source: host_clock {now_ns, step_ns} in guest memory, moved on by each reading."""
+"""GuestClock: the guest's time, host_clock {now_ns, step_ns} in guest memory, which each reading advances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JNE = 0x75
 
 
 def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
-    """Loops of i386 that add to the clock by cmpxchg8b until nobody else has; `va`: where `text` stands."""
+    """Yield the loops in i386 text at `va` that advance the clock with cmpxchg8b and repeat if that fails."""
     exchange = _CMPXCHG8B + cells.to_bytes(4, "little")
     at = text.find(exchange)
     while at >= 0:
@@ -31,26 +31,26 @@ def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
 
 
 class GuestClock(ABC):
-    """A guest's time as handlers and tracing read it; nanoseconds since boot."""
+    """A guest's time, which handlers and tracing read; in nanoseconds since boot."""
 
     is_virtual: bool
-    """Whether only runs of the guest move it on."""
+    """True if only runs of the guest advance the time."""
     step_ns: int
-    """Nanoseconds that a reading adds."""
+    """Nanoseconds by which each reading advances the time."""
 
     def __init__(self) -> None:
         self._is_held = False
 
     @abstractmethod
     def now_ns(self) -> int:
-        """Never less than what the guest has read."""
+        """Return the time without advancing it; it is never before the guest's last reading."""
 
     @abstractmethod
     def read_ns(self) -> int:
-        """A reading as the guest itself makes one: time moves on by it, unless it is held."""
+        """Read the time like the guest: the reading advances it, unless `holding` holds it."""
 
     def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
-        """`call`, whose readings leave the time as it is."""
+        """Return a function that calls `call`, in which readings don't advance the time."""
 
         def held(regs: Any) -> None:
             self._is_held = True
@@ -63,17 +63,17 @@ class GuestClock(ABC):
 
 
 class RealClock:
-    """Monotonic time since the machine was built; a reading within a run takes one nanosecond."""
+    """Real time since the machine was built; a reading during a run adds one nanosecond."""
 
     step_ns = 1
-    """What a reading within a run adds."""
+    """Nanoseconds that a reading during a run adds."""
 
     def __init__(self, cells: memoryview) -> None:
         self._cells = cells
         self._boot = monotonic_ns() - cells[_NOW]
 
     def tick(self) -> None:
-        """Set the guest's time; called before each run."""
+        """Set the guest's time to the real time; called before each run."""
         self._cells[_NOW] = self.now_ns()
 
     def now_ns(self) -> int:
@@ -84,9 +84,10 @@ class RealClock:
         return now
 
     def advance(self, ns: int) -> None:
-        """Let time pass in which nothing runs.
+        """Advance the time while nothing runs.
 
-        Deviates: a sleep of the guest isn't waited for; from then on its time is ahead of the host's.
+        Deviates: the host doesn't wait while the guest sleeps; from then on the guest's time is ahead of real
+        time.
         """
         self._boot -= ns
 
@@ -100,7 +101,7 @@ class VirtualClock:
     def __init__(self, cells: memoryview, seed: int) -> None:
         self._cells = cells
         dice = random.Random(seed)
-        # It goes on where another clock ended.
+        # If this clock replaces another one, the time continues.
         cells[_NOW] = max(cells[_NOW], dice.randrange(1_000_000, 2_000_000))
         self.step_ns = dice.randrange(40, 80)
 
@@ -112,15 +113,15 @@ class VirtualClock:
         return int(self._cells[_NOW])
 
     def advance(self, ns: int = RUN_NS) -> None:
-        """Let time pass; a wild guest may have written anything, so it wraps around."""
+        """Advance the time. It wraps around, because a faulty guest may have written any value."""
         self._cells[_NOW] = (self._cells[_NOW] + ns) & _U64
 
     tick = advance
-    """Called before each run."""
+    """Advance the time by RUN_NS; called before each run."""
 
 
 class MachineClock(GuestClock):
-    """The machine's clock, over the guest's two u64 cells; what it follows can be changed.
+    """The machine's clock in the guest's two u64 cells; it can be switched between real and virtual time.
 
     Raises: ValueError (as `select`).
     """
@@ -132,7 +133,7 @@ class MachineClock(GuestClock):
         self.select(kind, seed)
 
     def select(self, kind: str, seed: int) -> None:
-        """Follow "real" or "virtual" time from now on; the guest's time goes on where it is.
+        """Switch to "real" or "virtual" time; the guest's time continues from its current value.
 
         Raises: ValueError (neither of the two).
         """

@@ -1,4 +1,4 @@
-"""What a guest kernel tells of itself: log, tasks, CPUs, memory and modules, as files show them."""
+"""Records about a guest kernel that files show: log messages, tasks, CPUs, memory and modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """A task as machine/tasks shows it."""
+    """A task, with the columns of machine/tasks."""
 
     addr: int
     pid: int
@@ -22,13 +22,13 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class CpuInfo:
-    """A CPU as machine/cpus shows it."""
+    """A CPU, with the columns of machine/cpus."""
 
     number: int
     task: TaskInfo
-    """The current task's, also while the guest doesn't run."""
+    """The CPU's current task, even while the guest is stopped."""
     runnable: int
-    """Tasks that wait for it."""
+    """Number of tasks that wait for the CPU."""
     switches: int
     """Task switches since boot."""
     interrupts: int
@@ -36,13 +36,13 @@ class CpuInfo:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do."""
+        """True if the CPU runs its idle task."""
         return self.task.pid == 0
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message of the log; the time in nanoseconds since boot."""
+    """One message of the kernel log; its time is in nanoseconds since boot."""
 
     sequence: int
     time_ns: int
@@ -50,7 +50,7 @@ class Message:
     text: str
 
     def lines(self) -> Iterator[str]:
-        """As dmesg prints it: each line of the text with the time before it."""
+        """Yield the message as dmesg prints it: each line is prefixed with the time."""
         seconds, rest = divmod(self.time_ns // 1000, 1_000_000)
         for line in self.text.split("\n"):
             yield f"[{seconds:5d}.{rest:06d}] {line}\n"
@@ -62,31 +62,31 @@ class SlabCache:
 
     name: str
     objects: int
-    """In use now."""
+    """Number of objects in use."""
     pages: int
-    """That it holds now."""
+    """Number of pages that the cache holds."""
 
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """What the guest's counters say, in pages."""
+    """The guest's memory counters, in pages."""
 
     total: int
     free: int
     reserve: int
-    """Free pages that files don't get."""
+    """Free pages that aren't available to files."""
     file: int
-    """In ramfs files."""
+    """Pages of ramfs files."""
     slab: int
     kernel_stack: int
 
     @property
     def available(self) -> int:
-        """What files could still take."""
+        """Pages that files can still use."""
         return max(self.free - self.reserve, 0)
 
     def text(self) -> Iterator[str]:
-        """Lines of /proc/meminfo. Mirrors: fs/proc/meminfo.c:meminfo_proc_show (v6.1)."""
+        """Yield the lines of /proc/meminfo. Mirrors: fs/proc/meminfo.c:meminfo_proc_show (v6.1)."""
         fields = (
             ("MemTotal", self.total),
             ("MemFree", self.free),
@@ -104,7 +104,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module as /proc/modules shows it."""
+    """A module, with the columns of /proc/modules."""
 
     name: str
     size: int
@@ -116,7 +116,7 @@ class ModuleInfo:
     """Hexadecimal digits of an address."""
 
     def line(self, *, zero_address: bool) -> str:
-        """Mirrors: kernel/module/procfs.c:m_show (v6.1)."""
+        """Return the module's line of /proc/modules. Mirrors: kernel/module/procfs.c:m_show (v6.1)."""
         used_by = "".join(f"{name}," for name in self.used_by) or "-"
         address = 0 if zero_address else self.address
         return f"{self.name} {self.size} {self.users} {used_by} {self.state} 0x{address:0{self.digits}x}\n"

@@ -1,4 +1,4 @@
-"""Placing an image in RAM and mapping it as Linux does: text RX, rodata R, data RW, and all RAM."""
+"""Loading of an image into RAM, mapped like Linux: text RX, rodata R, data RW, direct map of all RAM."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 Placed = tuple[int, int, bool]
-"""Physical [start, end), and whether it is writable."""
+"""A physical range [start, end), and True if it is writable."""
 
 
 def page_up(value: int) -> int:
-    """Round up to a page."""
+    """Round a number of bytes up to whole pages."""
     return -(-value // PAGE_SIZE) * PAGE_SIZE
 
 
 def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
-    """Copy and map all segments, then the direct map; returns the first free physical address behind them.
+    """Copy and map all segments and the direct map; return the first physical address after the segments.
 
-    Raises: HardwareError (the image does not fit in RAM, or the RAM not in the direct map).
+    Raises: HardwareError (the image does not fit in RAM, or the RAM does not fit in the direct map).
     """
     limit = memory.host_pages.base
     if len(memory.ram) > layout.direct_map_size:
@@ -48,9 +48,9 @@ def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
 
 
 def _map_direct(memory: Memory, layout: MemoryLayout, placed: list[Placed]) -> None:
-    """All RAM at the direct map, never executable; what the image has read-only is read-only here too.
+    """Map all RAM in the direct map, never executable. Read-only parts of the image are read-only here too.
 
-    Where the image itself lies in the direct map it is mapped already.
+    If the image itself is in the direct map, its segments are already mapped.
     """
     image_is_inside = layout.direct_map == layout.kernel_map
     special = [span for span in placed if image_is_inside or not span[2]]
@@ -63,7 +63,7 @@ def _map_direct(memory: Memory, layout: MemoryLayout, placed: list[Placed]) -> N
 
 
 def _spans(placed: list[Placed], size: int) -> Iterator[Placed]:
-    """`placed`, and the writable spans between."""
+    """Yield the ranges of `placed` and the writable ranges between them."""
     done = 0
     for start, end, writable in placed:
         if done < start:

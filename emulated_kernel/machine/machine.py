@@ -1,10 +1,9 @@
-"""Machine: the emulated computer, put together; runs the guest and says why it stopped."""
+"""Machine: the complete emulated computer, which runs the guest and reports why it stopped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from time import monotonic, time_ns
 from typing import Self
 
@@ -36,16 +35,16 @@ from emulated_kernel.util.config import MachineConfig
 _HOST_SHARE = 4
 _HOST_LIMIT = 16 << 20
 _BOOT_LIMIT = 5.0
-"""Seconds that booting may take, whatever the run budget."""
+"""Seconds that booting may take, independent of the run budget."""
 
 
 class Machine(ProbedMachine):
-    """One emulated computer with a booted kernel, stopped at Hypercall.BOOTED when the constructor returns.
+    """An emulated computer with a booted kernel; after the constructor it is stopped at Hypercall.BOOTED.
 
-    Not thread-safe: one thread at a time runs or inspects it. While the guest runs, other Python threads run.
+    Only one thread at a time may run or inspect it. While the guest runs, other Python threads can run.
 
-    Raises: HardwareError (the image does not fit, the architecture is unknown, or the library is broken),
-    GuestFault (the kernel stopped otherwise than booted).
+    Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
+    GuestFault (the kernel stopped before it had booted).
     """
 
     memory: Memory
@@ -92,7 +91,7 @@ class Machine(ProbedMachine):
         self._stack = map_stack(self.memory, self.model, 0)
 
     def _build_cpu(self) -> None:
-        """Registers and hooks, the quick way if the self-test finds it."""
+        """Create registers and hooks, with direct access to the CPU state if the self-test finds it."""
         cpu = self.model
         engine = self._engine
         found = quirks.find_cpu_state(engine, cpu) if self.config.fast_registers else None
@@ -102,10 +101,10 @@ class Machine(ProbedMachine):
         self.hooks = self._parts.hooks(engine, cpu, self.regs, NoExceptionState(), self.handler_time)
         bench = quirks.Bench(self.hooks, self.memory, self._stack)
         self.self_test = self._parts.adapt(bench, found)
-        """What the start-up self-test found, one entry a deviation of the library."""
+        """Results of the start-up self-test, one for each deviation of Unicorn."""
         self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
         self.cpu = 0
-        """Number of the CPU that runs, and that `regs` and `deliver` are about; see `switch_to`."""
+        """Number of the current CPU, which `regs` and `deliver` refer to; `switch_to` changes it."""
 
     def _build_devices(self) -> None:
         image = self.image
@@ -148,9 +147,9 @@ class Machine(ProbedMachine):
     def _boot(self) -> None:
         self._stale: StaleFetch | None = None
         self._is_preempted = False
-        """The last run ended in the middle: the next one is no beginning."""
+        """The last run was preempted, so the next one continues it."""
         self.boot_ns = time_ns() if self.config.clock == "real" else 0
-        """What the guest takes for the wall time of its boot, in nanoseconds since the epoch."""
+        """Wall time of the guest's boot as the guest sees it, in nanoseconds since the epoch."""
         params = boot_params.write_boot_params(
             self.memory, self.model, self.config, self._free_ram, self.boot_ns
         )
@@ -172,7 +171,7 @@ class Machine(ProbedMachine):
         self._cr2_offset = self.image.abi.get("percpu.host_cr2")
 
     def _panic_message(self, trap: Trap) -> str:
-        """What a kernel that gave up says; nothing where it stopped otherwise."""
+        """Return the message of a kernel panic, or "" if the trap isn't a panic."""
         with suppress(MemoryFault):
             if trap.number == Hypercall.PANIC:
                 return self.memory.read_cstring(trap.args[0], 200).decode("ascii", "replace")
@@ -180,12 +179,12 @@ class Machine(ProbedMachine):
 
     @property
     def is_running(self) -> bool:
-        """Whether the guest is running: true in a breakpoint handler and in the fault hook."""
+        """True while the guest runs, also inside breakpoint handlers and fault hooks."""
         return self._runner.is_running
 
     @property
     def run_budget(self) -> float:
-        """Seconds that one run may take; see MachineConfig."""
+        """Budget of a run in seconds; see MachineConfig."""
         return self._runner.watchdog.budget
 
     @run_budget.setter
@@ -193,17 +192,17 @@ class Machine(ProbedMachine):
         self._runner.watchdog.budget = seconds
 
     def run(self, budget: float | None = None) -> Trap:
-        """Run the guest until it stops by itself, or for `budget` seconds instead of the configured ones.
+        """Run the guest until it stops, or for `budget` seconds instead of the configured budget.
 
-        Raises: HardwareError (called from within a run; the emulator failed), Exception (what a breakpoint
-        handler or the fault hook raised; the guest stands where it was).
+        Raises: HardwareError (called during a run; the emulator failed), Exception (raised by a breakpoint
+        handler or fault hook; the guest remains at its instruction).
         """
         if self._quantum is None:
             return self._runner.run(budget=budget)
         fetched = self._stale.show(self.cpu, self.regs.ip) if self._stale is not None else None
         self._quantum.arm(fetched)
         try:
-            # With time moved on by each turn, the clock's compare-and-exchange might fail for ever.
+            # If time advanced at each turn, the compare-and-exchange of the guest's clock might fail forever.
             trap = self._runner.run(tick=not self._is_preempted, budget=budget)
         finally:
             self._quantum.disarm()
@@ -215,7 +214,7 @@ class Machine(ProbedMachine):
         return trap
 
     def _stop_run(self) -> None:
-        """From the watchdog's thread."""
+        """Stop the current run; called in the watchdog's thread."""
         if self._quantum is None:
             self._engine.stop()
         else:
@@ -223,7 +222,10 @@ class Machine(ProbedMachine):
 
     @property
     def stops_exactly(self) -> bool:
-        """A run whose budget is used up ends between two instructions; else what it did may be done again."""
+        """True if a run that exceeds its budget ends between instructions.
+
+        Otherwise effects can be repeated.
+        """
         return self._quantum is not None or self._engine.stops_between_blocks
 
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
@@ -231,8 +233,8 @@ class Machine(ProbedMachine):
             self._quantum.may_end.append(may_end)
 
     def leave(self, within: Callable[[int], bool]) -> None:
-        """Run the current CPU, preempted at an ip in `within`, until its ip has left `within`."""
-        assert self._quantum is not None, "nothing preempts it"
+        """Run the current CPU, which was preempted at an ip in `within`, until its ip has left `within`."""
+        assert self._quantum is not None, "CPUs are only preempted with a quantum"
         self._quantum.arm_behind(within)
         try:
             self._runner.run(tick=False)
@@ -240,7 +242,7 @@ class Machine(ProbedMachine):
             self._quantum.disarm()
 
     def serialise(self) -> None:
-        """All CPUs are held, and fetch anew when they go on."""
+        """Drop the prefetched bytes of all CPUs, which are stopped."""
         if self._stale is not None:
             self._stale.serialise_all()
 
@@ -250,7 +252,7 @@ class Machine(ProbedMachine):
             self.hooks.stop(stop)
 
     def switch_to(self, number: int) -> None:
-        """Make another CPU the current one; the one that was stays where it stands.
+        """Make another CPU the current one; the state of the previous one is saved.
 
         Raises: HardwareError (called from within a run).
         """
@@ -265,11 +267,11 @@ class Machine(ProbedMachine):
         self.cpu = number
         offset = self._cr2_offset
         self._delivery.use(None if offset is None else self.per_cpu_bases[number] + offset)
-        for tell in self.on_switch:
-            tell(number)
+        for callback in self.on_switch:
+            callback(number)
 
     def start_cpu(self, number: int, entry: int, stack: int) -> None:
-        """Let another CPU begin at `entry`, interrupts off, with its per-CPU area, when it is switched to."""
+        """Prepare another CPU: when it is switched to, it starts at `entry` with interrupts off."""
         here = self.cpus[self.cpu]
         cpu = self.cpus[number]
         here.save()
@@ -280,7 +282,7 @@ class Machine(ProbedMachine):
         here.restore()
 
     def positions(self) -> list[tuple[int, int]]:
-        """Instruction and stack pointer of each CPU, by its number."""
+        """Return the instruction and stack pointers of all CPUs, indexed by number."""
         here = self.cpu
         return [
             (self.regs.ip, self.regs.sp) if cpu.number == here else (cpu.saved("ip"), cpu.saved("sp"))
@@ -292,25 +294,24 @@ class Machine(ProbedMachine):
             self.cpus[number].put("ip", ip)
 
     def register_values(self) -> list[int]:
-        """Values of the registers of all CPUs, instruction pointers included, flags not."""
+        """Return the register values of all CPUs, including instruction pointers, without flags."""
         values: list[int] = []
         for cpu in self.cpus:
-            current = cpu.number == self.cpu
-            read = partial(getattr, self.regs) if current else cpu.saved
+            read = self.regs.get if cpu.number == self.cpu else cpu.saved
             values += [read(name) for name in self.model.registers]
         return values
 
     def answer(self, value: int, *args: int) -> None:
-        """Answer the hypercall that the guest stopped at (USER: system call number, then its arguments)."""
+        """Answer the hypercall at which the guest stopped (USER: system call number, then its arguments)."""
         regs = self.regs
         setattr(regs, self.model.hypercall_register, value)
         for name, argument in zip(self.model.syscall_arguments, args, strict=False):
             setattr(regs, name, argument)
 
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
-        """Interrupt the stopped guest: it enters its handler at the next run.
+        """Interrupt the stopped guest; it enters its handler in the next run.
 
-        Raises: GuestFault (its stack can't take the frame (DOUBLE_FAULT)), HardwareError (the image has no
+        Raises: GuestFault (DOUBLE_FAULT: its stack can't take the frame), HardwareError (the image has no
         interrupt handler).
         """
         if not self._delivery.possible:
@@ -333,7 +334,7 @@ class Machine(ProbedMachine):
 
     @property
     def interrupts_enabled(self) -> bool:
-        """Whether an interrupt may be delivered now (IF, SIE); exceptions and WATCHDOG always may."""
+        """True if interrupts are enabled (IF, SIE); exceptions and WATCHDOG can always be delivered."""
         return bool(self.regs.flags & self.model.interrupt_flag)
 
     def __enter__(self) -> Self:
@@ -343,5 +344,5 @@ class Machine(ProbedMachine):
         self.close()
 
     def close(self) -> None:
-        """Free the emulator and end the watchdog; the machine can't be used afterwards."""
+        """Free the emulator and end the watchdog's thread; the machine can't be used afterwards."""
         self._resources.close()

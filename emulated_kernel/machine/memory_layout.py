@@ -1,4 +1,4 @@
-"""Where things lie in a guest's virtual address space; each architecture has one of these."""
+"""MemoryLayout: the map of a guest's virtual address space, one for each architecture."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ MODULE_SPACE_SIZE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """First addresses."""
+    """The first address of each region, and the sizes of some in bytes."""
 
     user_buffers: int
-    """Bounce buffers that stand for user memory (readable, writable, user)."""
+    """Bounce buffers that serve as user memory (readable, writable, user)."""
     direct_map: int
-    """All RAM; what the image maps read-only is read-only here too."""
+    """Direct map of all RAM; read-only parts of the image are read-only here too."""
     direct_map_size: int
-    """Bytes of RAM that fit."""
+    """Largest RAM size that the direct map can hold."""
     host_stacks: int
-    """Stacks for functions called by the host, with unmapped pages between."""
+    """Stacks for functions that the host calls, separated by unmapped pages."""
     kernel_map: int
-    """Physical 0 as the image is linked: address - kernel_map is where a segment is loaded."""
+    """Link address of physical address 0: a segment is loaded at physical address - kernel_map."""
     text_space: int
-    """Insn slots and detour buffers: where a jump from the image reaches."""
+    """Insn slots and detour buffers, within the reach of a jump from the image."""
     module_space: int
-    """Modules' text and data: within reach of the image too."""
+    """Text and data of modules, also within the reach of a jump from the image."""
     host_text: int
-    """The machine's own code page: return pad and self-test."""
+    """Code page of the host: return pad and self-test."""
     record_pages: int
-    """Pages of ring buffers; the host's memory is only taken for those that were written."""
+    """Pages of ring buffers; host memory is only used for pages that were written."""
     record_pages_size: int
-    """Bytes."""
+    """Size of the region for ring buffer pages."""

@@ -1,4 +1,4 @@
-"""ProbedMachine: what the probe engine asks of the computer whose guest it probes."""
+"""ProbedMachine: the interface of a machine that the probe engine uses."""
 
 from __future__ import annotations
 
@@ -16,73 +16,76 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 
 
 class ProbedMachine(ABC):
-    """Registers, memory, text and traps of a guest, whichever kernel that is."""
+    """Registers, memory, text and traps of a machine, for the built-in kernel and for Linux."""
 
     model: CpuModel
-    """The instruction set and the memory map that this machine has."""
+    """The machine's instruction set and memory map."""
     regs: Regs
     hooks: TrapHooks
-    """Where the guest's traps come in."""
+    """Receiver of the guest's traps."""
     memory: GuestMemory
     text: Text
     records: RecordMemory
     clock: GuestClock
     cpu: int
-    """Number of the CPU that runs, and that `regs` is about."""
+    """Number of the current CPU, whose registers are `regs`."""
     per_cpu_bases: Sequence[int]
     """Address of each CPU's per-CPU area."""
 
     def __init__(self) -> None:
         self.on_leave: list[Callable[[], None]] = []
-        """Called when a run on a stack of the host's has ended; what it stood in half way never ends."""
+        """Functions to call after a run on a host stack.
+
+        A guest function that was interrupted in it never returns.
+        """
         self.on_switch: list[Callable[[int], None]] = []
-        """Told the number of the CPU that is current from now on."""
+        """Functions to call with the number of the new current CPU."""
         self.clock_loops: list[range] = []
-        """Text that reads the clock, and again if that has moved meanwhile."""
+        """Ranges of text that read the clock and repeat if it has changed in between."""
         self.interrupt_if: list[Callable[[], bool]] = []
-        """The current CPU takes an interrupt where it stands if all of these say so."""
+        """The current CPU takes an interrupt at its current instruction only if all of these return True."""
         self.in_handler: list[Callable[[int], bool]] = []
-        """Whether an ip lies in a handler in guest code, where a CPU may have written half a record."""
+        """Functions that return True for an ip in a compiled handler, where a record may be half-written."""
 
     def in_clock_loop(self, address: int) -> bool:
-        """Whether code there is run again if the clock has moved: handlers may read it without moving it."""
+        """Return True if an address is in one of `clock_loops`; handlers there must not advance the clock."""
         return any(address in loop for loop in self.clock_loops)
 
     @abstractmethod
     def positions(self) -> list[tuple[int, int]]:
-        """Instruction and stack pointer of each CPU, by its number."""
+        """Return the instruction and stack pointers of all CPUs, indexed by number."""
 
     @abstractmethod
     def send_back(self, number: int, ip: int, /) -> None:
-        """Within a run: let a CPU go on at `ip`, if it isn't the one that runs."""
+        """Let a CPU continue at `ip`; only during a run, and the current CPU is left alone."""
 
     @abstractmethod
     def alloc_pages(self, size: int, /) -> int:
-        """Zeroed pages of the host's that the guest can read and write; an address of the direct map.
+        """Allocate zeroed host pages that the guest can read and write; return an address in the direct map.
 
         Raises: HardwareError (none left).
         """
 
     @abstractmethod
     def free_pages(self, va: int, /) -> None:
-        """Give back what `alloc_pages` returned. Raises: HardwareError (not allocated)."""
+        """Free memory from `alloc_pages`. Raises: HardwareError (not allocated)."""
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` when the current CPU's quantum is used up; if false, one more instruction is run."""
+        """Call `may_end` at the end of a quantum; if it returns False, the CPU runs one more instruction."""
 
     @property
     def breakpoints(self) -> Breakpoints:
-        """Address of an int3 to its handler, which is called within the run with regs.ip behind the int3."""
+        """Address of an int3 -> handler, which is called during the run with regs.ip after the int3."""
         return self.hooks.breakpoints
 
     @property
     def debug_traps(self) -> Breakpoints:
-        """Where a step by the trap flag ends to its handler, called within the run with regs.ip there."""
+        """Address at which a single step ends -> handler, called during the run with regs.ip there."""
         return self.hooks.debug_traps
 
     def raise_fault(self, fault: MemoryFault) -> None:
-        """Within a breakpoint handler: the instruction at regs.ip faults, as by an access of its own."""
+        """Raise a page fault of the instruction at regs.ip; only from a breakpoint handler."""
         present = self.memory.is_mapped(fault.address)
         trap = self.model.access_fault(self.regs.ip, fault.address, write=fault.write, present=present)
         self.hooks.raise_exception(trap)

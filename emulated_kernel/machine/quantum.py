@@ -1,4 +1,4 @@
-"""Quantum: ends a run after a seeded number of instructions, so that another CPU can run in between."""
+"""Quantum: preempts a CPU after a seeded number of instructions, so that another CPU can run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 
 _FEWEST = 1
-"""Instructions; the first one of a run takes the host's answer, which an interrupt before it would lose."""
+"""Fewest instructions of a run; an interrupt before the first one would lose the host's answer."""
 
 
 class Quantum:
-    """Counts instructions, each of which costs a callback: for tests of what may happen in between.
+    """Counts instructions, with a callback for each one; for tests of interleaved CPUs.
 
-    Where runs end depends on the seed and on what the guest executes, never on time.
+    The places where runs end depend on the seed and on the executed instructions, not on time.
     """
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
-        """`mean`: instructions of a run on average. Raises: ValueError (fewer than one)."""
+        """`mean` is the average number of instructions of a run. Raises: ValueError (less than one)."""
         if mean < _FEWEST:
             raise ValueError(f"a quantum of {mean} instructions")
         self._hooks = hooks
@@ -30,29 +30,29 @@ class Quantum:
         self._within: Callable[[int], bool] | None = None
         self._overdue = False
         self.may_end: list[Callable[[], bool]] = []
-        """See Machine.preempt_if."""
+        """Functions that can delay the end of a quantum; see Machine.preempt_if."""
         engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
-        # A stop in the hook, in front of an instruction, has to be seen there.
+        # A stop in the hook, which is called before an instruction, must take effect at that instruction.
         engine.stop_between_blocks(False)
         engine.flush_code()
 
     def arm(self, within: range | None = None) -> None:
-        """The run that follows may be ended, and is at the first instruction that isn't within."""
+        """Start counting for the next run; `within` ends it at the first instruction outside that range."""
         self._within = None if within is None else within.__contains__
-        # It ends in front of the one behind its last.
+        # The run ends before the instruction after its last one.
         self._left = self._dice.randint(_FEWEST, self._longest) + 1
 
     def disarm(self) -> None:
-        """Runs of the host's own are left alone."""
+        """Stop counting; calls of guest functions by the host aren't preempted."""
         self._left = 0
         self._within = None
 
     def arm_behind(self, within: Callable[[int], bool]) -> None:
-        """The run that follows is ended at the first instruction that isn't within."""
+        """End the next run at the first instruction for which `within` returns False."""
         self._within = within
 
     def stop_soon(self) -> None:
-        """End the run in front of the next instruction; from any thread."""
+        """End the run before the next instruction; callable from any thread."""
         self._overdue = True
 
     def _count(self, _engine: int, address: int, _size: int, _data: int) -> None:

@@ -1,4 +1,4 @@
-"""Run budget: a thread that stops a run which lasts too long, and sleeps while nothing runs."""
+"""Watchdog: a thread that stops a run of the guest that exceeds the run budget."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ _THREAD_CPU_CLOCK = 6
 
 
 LOOK = 0.25
-"""Seconds between two looks at whether a run is wanted."""
+"""Seconds between two calls of `is_unwanted` during a run."""
 HANDLERS_FREE = 0.75
-"""Share of the callbacks' time that isn't counted; the rest ends a guest that loops from one to the next."""
+"""Share of the callbacks' time that doesn't count; the rest stops a guest that loops from hit to hit."""
 
 
 class HandlerTime:
-    """CPU seconds that the host's callbacks take out of runs; measured only where a run gets long.
+    """CPU seconds of the host's callbacks within runs, such as probe handlers; measured only in long runs.
 
-    A probe's handler is none of the guest's doing, however many there are on one function.
+    The guest isn't responsible for the time of handlers, however many probes a function has.
     """
 
     __slots__ = ("_kept_from", "callbacks", "is_kept", "is_measured", "seconds", "since")
 
     def __init__(self) -> None:
         self.callbacks: set[CodeType] = set()
-        """What the emulator calls; each asks `is_measured` and has itself measured."""
+        """Code of the functions that the emulator calls; each checks `is_measured` and calls `measure`."""
         self.is_measured = False
         self.is_kept = False
-        """Measure in the runs that follow too."""
+        """Continue to measure in the next runs."""
         self._kept_from = 0.0
         self.seconds = 0.0
-        """All that was measured so far."""
+        """Total of the measured time."""
         self.since = 0.0
-        """The thread's CPU time at which the measured callback under way began; 0.0: there is none."""
+        """CPU time of the thread when the current measured callback began; 0.0 if there is none."""
 
     def keep(self) -> None:
-        """Measure from now on, in all runs until `is_kept` is taken back."""
+        """Measure from now on, in all runs until `is_kept` is set to False."""
         self.is_kept = True
         self.is_measured = True
         self._kept_from = self.seconds
 
     @property
     def kept(self) -> float:
-        """What doesn't count of the time since `keep`."""
+        """Seconds since `keep` that don't count towards a budget."""
         return HANDLERS_FREE * (self.seconds - self._kept_from) if self.is_kept else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
-        """Call a callback and measure it, unless it already is."""
+        """Call a callback and add its CPU time; nested callbacks aren't measured again."""
         self.is_measured, self.since = False, thread_time()
         try:
             return callback(*args)
@@ -64,12 +64,12 @@ class HandlerTime:
             self.since = 0.0
 
     def until(self, now: float) -> float:
-        """All that was measured up to `now` of the running thread's CPU time."""
+        """Return the total up to `now`, a CPU time of the running thread, including the current callback."""
         since = self.since
         return self.seconds + (now - since if since else 0.0)
 
     def is_within(self, thread: int) -> bool:
-        """Whether this thread is in a callback."""
+        """Return True if a thread is in a callback."""
         frame = sys._current_frames().get(thread)
         while frame is not None and frame.f_code not in self.callbacks:
             frame = frame.f_back
@@ -77,10 +77,10 @@ class HandlerTime:
 
 
 class Watchdog:
-    """Stops a run after `budget` seconds of CPU time; of the second half the host's callbacks count little.
+    """Stops a run after `budget` seconds of CPU time; in the second half, callbacks count little.
 
-    Arming costs two stores: the thread looks at the run's start when it wakes by itself, at most once a
-    budget; with nothing running it parks in a wait without a timeout.
+    Arming costs only two stores: the thread wakes by itself, at most once per budget, and then reads the
+    start of the current run. If nothing runs, it waits without a timeout.
     """
 
     def __init__(self, stop: Callable[[], None], handler_time: HandlerTime, budget: float) -> None:
@@ -94,7 +94,7 @@ class Watchdog:
         self._seen = 0.0
         self._seen_cpu = 0.0
         self._half: float | None = None
-        """What counts of the CPU seconds used, when callbacks began to be measured."""
+        """Counted CPU seconds at the moment when the measurement of callbacks began; None before."""
         self._expired = -1.0
         self._stopping = -1.0
         self._parked = False
@@ -103,47 +103,52 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._is_unwanted: Callable[[], bool] | None = None
         self._sleeps_long = False
-        """The thread sleeps until a run is due, and looks at nothing before."""
+        """The thread sleeps until a run's budget ends, without calls of `is_unwanted` in between."""
         self.was_unwanted = False
-        """Of the run that was stopped last: whether that was since nobody waited for it."""
+        """True if the last stopped run was stopped because nobody waits for its result."""
 
     @property
     def budget(self) -> float:
-        """Seconds that a run may take from now on."""
+        """Seconds that each further run may take."""
         return self._budget
 
     @budget.setter
     def budget(self, seconds: float) -> None:
         self._budget = seconds
-        # The thread may sleep as long as runs were allowed until now.
+        # The thread may be asleep for the length of the old budget.
         self._wake.set()
 
     def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
-        """Have the thread ask whether nobody waits any more for the runs from now on."""
+        """Set a function that the thread calls during runs; if it returns True, the run is stopped.
+
+        None: no function.
+        """
         self._is_unwanted = is_unwanted
-        # Order matters, as in _guard: the thread sees it, or is seen in a sleep that began without.
+        # Order matters, as in _guard: either the thread sees the new function, or this code sees its long
+        # sleep.
         if is_unwanted is not None and self._sleeps_long:
             self._wake.set()
 
     def arm(self, budget: float | None = None) -> None:
-        """A run starts; it may take `budget` seconds instead of the usual ones.
+        """Start the time of a run; `budget` replaces the usual budget for this run.
 
-        Raises: KernelError ENOMEM (the host has no thread: no run may go on without).
+        Raises: KernelError ENOMEM (the host has no thread; a run without a watchdog isn't allowed).
         """
         self._allowed = self._budget if budget is None else budget
-        self._runner, self._ident = get_native_id(), get_ident()
+        self._runner = get_native_id()
+        self._ident = get_ident()
         self._started = monotonic()
-        # Order matters: the thread says that it parks, then looks for a start once more.
+        # Order matters: the thread sets _parked before it reads _started a second time.
         if self._parked:
             self._wake.set()
         elif self._thread is None:
             self._thread = start_thread("run-budget", self._watch)
 
     def disarm(self) -> bool:
-        """The run ended; whether it was stopped for its budget. No stop comes after this returns."""
+        """End the time of a run; return True if it was stopped. No stop arrives after this returns."""
         started = self._started
         self._started = 0.0
-        # Order matters, as in _expire: the thread sees that the run is over, or is seen stopping it.
+        # Order matters, as in _expire: either the thread sees the end, or this code sees that it is stopping.
         while self._stopping == started:
             sleep(0)
         if not self._handler_time.is_kept:
@@ -152,7 +157,7 @@ class Watchdog:
 
     @property
     def has_expired(self) -> bool:
-        """Whether the run under way was stopped for its budget."""
+        """True if the current run was stopped by the watchdog."""
         return self._expired == self._started
 
     def close(self) -> None:
@@ -167,7 +172,7 @@ class Watchdog:
         while not self._closed:
             try:
                 self._watch_runs()
-            # Without this thread a run would never end. What waits allocates, too.
+            # Without this thread a run might never end. Even waiting allocates memory.
             except MemoryError:
                 sleep(self._budget / 10)
 
@@ -182,7 +187,7 @@ class Watchdog:
             self._guard(self._started)
 
     def _guard(self, started: float) -> None:
-        """Sleep until the run that began at `started` is due, then stop it if it is still the same."""
+        """Sleep until the budget of the run that began at `started` ends, or stop it if it is used up."""
         self._sleeps_long = True
         is_unwanted = self._is_unwanted
         remaining = self._remaining(started)
@@ -196,7 +201,7 @@ class Watchdog:
         self._sleep(min(longest, LOOK) if is_unwanted else longest)
 
     def _remaining(self, started: float) -> float:
-        """Seconds that the run may still take at least."""
+        """Return a lower bound of the seconds that the run may still take."""
         half = self._allowed / 2
         handlers = self._handler_time
         cpu = self._cpu_of_run(started)
@@ -206,19 +211,19 @@ class Watchdog:
             if remaining > 0:
                 return remaining
             handlers.is_measured = True
-            # One that is under way isn't measured: the guest's half begins behind it.
+            # The current callback isn't measured: the second half of the budget begins after it.
             if handlers.is_within(self._ident):
                 return half / 10
             self._half = used - HANDLERS_FREE * handlers.seconds
         return self._half + half - (used - HANDLERS_FREE * handlers.until(cpu))
 
     def _cpu_of_run(self, started: float) -> float:
-        """CPU time of the running thread; a run is counted from the first look at it on.
+        """Return the CPU time of the running thread, and note it at the first call for a run.
 
-        On a busy host a run that was kept from the CPU must not pass for one that loops.
+        CPU time is used because on a busy host a run that waits for a CPU must not be taken for a loop.
         """
         cpu = self._seen_cpu
-        # The thread may be gone by now: its clock is named by number then, and can't be read.
+        # The thread may have ended. Its clock, addressed by its id, can't be read then.
         with suppress(OSError):
             cpu = clock_gettime(~self._runner << 3 | _THREAD_CPU_CLOCK)
         if self._seen != started:
@@ -235,10 +240,10 @@ class Watchdog:
                 self._expired = started
                 self.was_unwanted = was_unwanted
         finally:
-            # Else disarm() would wait for ever.
+            # Otherwise disarm() would wait forever.
             self._stopping = -1.0
 
     def _sleep(self, seconds: float) -> None:
-        # A late set() of arm() must not leave the event set: each further sleep would return at once.
+        # A late set() in arm() must not leave the event set: each further sleep would return at once.
         if self._wake.wait(seconds) and not self._closed:
             self._wake.clear()

@@ -1,4 +1,4 @@
-"""Runner: one run of the guest, from resuming it to the reason it stopped."""
+"""Runner: resumes the guest, and determines why it stopped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap,
 
 
 class Runner:
-    """Resumes the current CPU; the guest's exceptions go where `hooks.dispatch` sends them."""
+    """Runs the current CPU until it stops; `hooks.dispatch` handles the guest's exceptions."""
 
     def __init__(
         self, hooks: TrapHooks, memory: Memory, clock: MachineClock, stop: Callable[[], None], budget: float
     ) -> None:
-        """`stop`: ends a run from the watchdog's thread, `budget`: seconds that one may take."""
+        """`stop` is called in the watchdog's thread to end a run after `budget` seconds."""
         self._engine = hooks.engine
         self.cpu = hooks.cpu
         self.regs = hooks.regs
@@ -29,15 +29,15 @@ class Runner:
         self._clock = clock
         self.watchdog = Watchdog(stop, hooks.handler_time, budget)
         self.is_running = False
-        """Whether the guest is running: true in hooks."""
+        """True while the guest runs, also inside hooks."""
         self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
-        """Addresses behind a halt that the guest stopped at before: text that nobody patches."""
+        """Cache of addresses after halts at which the guest stopped; that text is never patched."""
 
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
-        """Run until the guest stops; without `tick` its time goes on from where its last reading left it.
+        """Run until the guest stops; without `tick`, its time continues from the last reading.
 
-        `budget`: seconds that this run may take; None takes the machine's.
+        `budget` is the run's budget in seconds; None takes the machine's budget.
 
         Raises: HardwareError (called from within a run; the emulator failed), Exception (what a Python hook
         raised).
@@ -57,16 +57,16 @@ class Runner:
             self.is_running = False
 
     def run_within(self) -> Trap:
-        """Run from within a handler that was put off, in the time that the run has which it belongs to.
+        """Run from a deferred handler; the time counts for the enclosing run.
 
         Raises: HardwareError (the emulator failed), Exception (what a Python hook raised).
         """
         return self._why_stopped(self.hooks.run(self.regs.ip), self.watchdog.has_expired)
 
     def check_stopped(self) -> None:
-        """Raises: HardwareError (within a run)."""
+        """Check that the guest isn't running. Raises: HardwareError (it is)."""
         if self.is_running:
-            raise HardwareError("the guest runs already: this was called from a hook")
+            raise HardwareError("the guest runs already: not allowed in a hook")
 
     def _why_stopped(self, error: int, expired: bool) -> Trap:
         hooks = self.hooks
@@ -91,7 +91,7 @@ class Runner:
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
 
     def _drain_stop(self, ip: int) -> None:
-        """Use up a stop that came when the run was ending by itself, so that it can't hit the next one."""
+        """Consume a stop that arrived when the run ended by itself, so that it can't end the next run."""
         pad = self.cpu.layout.host_text
         while self.regs.ip != pad + len(self.cpu.halt):
             self._engine.start(pad)

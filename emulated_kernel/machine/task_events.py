@@ -1,4 +1,4 @@
-"""TaskObserver: who is told of requests, and of a guest's tasks; TaskEvents tells."""
+"""TaskObserver and TaskEvents: callbacks for requests and for the life of the guest's tasks."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ PidObservers = list[Callable[[int], None]]
 
 
 class TaskObserver:
-    """Overrides what it wants to be told of. The guest doesn't run meanwhile."""
+    """Base class of observers, which override the methods of events they need.
+
+    The guest is stopped in a call.
+    """
 
     def request_begins(self) -> None:
-        """A request of a host process has come in; its guest task isn't looked up yet."""
+        """Handle the arrival of a host process's request, before its guest task is looked up."""
 
     def call_begins(self) -> None:
-        """A system call is about to go to the guest."""
+        """Handle the start of a system call, before it is passed to the guest."""
 
     def call_ended(self) -> None:
-        """The system call has returned, or its task sleeps in it."""
+        """Handle the end of a system call: it returned, or its task sleeps in it."""
 
     def forked(self, parent: int, child: int) -> None:
-        """A task has another one made for it; their pids."""
+        """Handle a fork; `parent` and `child` are pids."""
 
     def renamed(self, pid: int, comm: str) -> None:
-        """A task has another name. Ours saves names where its tasks run, and tells nobody."""
+        """Handle a changed task name. The built-in kernel doesn't report this event."""
 
     def exiting(self, task: int) -> None:
-        """The task of that address begins to end."""
+        """Handle the start of a task's exit; `task` is the address of its task_struct."""
 
     def freed(self, task: int) -> None:
-        """The task of that address has ended, and the kernel is about to forget it."""
+        """Handle the release of an exited task's task_struct at address `task`."""
 
     def exited(self, pid: int) -> None:
-        """The task of a process that ended has ended too, and is heard of no more."""
+        """Handle the removal of a task whose host process has ended; the pid isn't reported any more."""
 
     def died(self, pid: int) -> None:
-        """A task has ended: by exit, by a signal or by an oops."""
+        """Handle the death of a task: by exit, by a signal or by an oops."""
 
 
 class TaskEvents:
-    """The observers of one guest by event, in the order in which they came; those alone that override it."""
+    """The observers of one guest: for each event, the methods of the observers that override it."""
 
     def __init__(self) -> None:
         self.request_begins: Observers = []
@@ -54,7 +57,7 @@ class TaskEvents:
         self.died: PidObservers = []
 
     def watch(self, observer: TaskObserver) -> None:
-        """Tell it from now on."""
+        """Call the observer's overridden methods from now on."""
         for event, observers in vars(self).items():
             if getattr(type(observer), event) is not getattr(TaskObserver, event):
                 observers.append(getattr(observer, event))

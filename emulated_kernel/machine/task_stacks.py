@@ -1,4 +1,4 @@
-"""TaskStacks: the tasks of a kernel that stands still, and where they go on: what patching text asks."""
+"""TaskStacks: the addresses at which the tasks of a stopped guest will continue, for patching text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 class TaskStacks(ABC):
-    """The tasks of a kernel that stands still, and where each of them will go on."""
+    """The tasks of a stopped guest, with the return addresses on their stacks."""
 
     @abstractmethod
     def task_structs(self) -> Iterable[int]:
-        """Addresses of all tasks."""
+        """Return the addresses of all task_structs."""
 
     @abstractmethod
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """Which of the disjoint ranges [start, end) hold a CPU's ip or a return address on a task's stack."""
+        """Return the ranges that contain a CPU's ip or a return address on a task's stack.
+
+        `spans` are disjoint ranges [start, end).
+        """
 
     def is_quiescent(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether no CPU's ip and no return address on a task's stack is in any of the ranges."""
+        """Return True if none of the ranges contains a CPU's ip or a return address on a task's stack."""
         return not self.in_use_ranges(spans)

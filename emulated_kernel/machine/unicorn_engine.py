@@ -1,4 +1,4 @@
-"""libunicorn through bare ctypes: the Python binding costs 2 us a register and 40 ms to import."""
+"""Engine: binding of libunicorn by ctypes. The Python binding takes 2 us per register and 40 ms to import."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _CTL_FLUSH_TB = _CTL_WRITE | 10
 _CTL_FLUSH_TLB = _CTL_WRITE | 11
 _CTL_TCG_BUFFER_SIZE = _CTL_WRITE | 1 << 26 | 13
 TRANSLATED = 16 << 20
-"""Bytes of translated code. Without a bound what is translated anew fills a GiB before any is given back."""
+"""Bytes of the buffer for translated code. By default code fills one GiB before any of it is freed."""
 
 INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
 
 INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-"""For syscall, whose result is ignored, and rdtsc, where 1 says that the hook has done it."""
+"""Callback for syscall, which ignores the result, and rdtsc, which needs 1 if the callback emulated it."""
 IN_CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
 )
@@ -58,7 +58,7 @@ _LIBRARIES = {"darwin": "libunicorn.2.dylib"}
 
 
 def _library_path() -> str:
-    """libunicorn without importing the binding that lies beside it; its bare name if it isn't there."""
+    """Return the path of libunicorn in the binding's package, which isn't imported; else its plain name."""
     name = _LIBRARIES.get(sys.platform, "libunicorn.so.2")
     spec = importlib.util.find_spec("unicorn")
     places = [os.environ.get("LIBUNICORN_PATH", "")]
@@ -69,7 +69,7 @@ def _library_path() -> str:
 
 
 def library_release() -> int:
-    """The library's whole version, a byte each for major, minor, patch and what follows that.
+    """Return Unicorn's version, a byte each for major, minor, patch and extra.
 
     Raises: OSError (there is no library).
     """
@@ -77,26 +77,26 @@ def library_release() -> int:
 
 
 class CodeCache(ABC):
-    """Translated code, which has to be dropped where text changes."""
+    """Cache of translated code, which must be dropped when text changes."""
 
     @abstractmethod
     def remove_cache(self, start: int, end: int) -> None:
-        """Forget code translated from virtual addresses [start, end), which must lie in one page."""
+        """Drop code translated from virtual addresses [start, end), which must be in one page."""
 
     @abstractmethod
     def flush_code(self) -> None:
-        """Forget all translated code."""
+        """Drop all translated code."""
 
 
 class Engine(CodeCache):
-    """One uc_engine; every method is a single library call.
+    """A uc_engine; most methods are a single library call.
 
-    Calls that are short keep the GIL (PyDLL, no release and reacquire); `start` releases it, so that other
-    threads run while the guest runs. Raises: HardwareError (the library isn't there or refuses).
+    Short calls keep the GIL (PyDLL). `start` releases it, so that other threads run while the guest runs.
+    Raises: HardwareError (Unicorn is missing, or a call fails).
     """
 
     def __init__(self, arch: int, mode: int, cpu_model: int | None = None) -> None:
-        """`cpu_model`: the library's number of another CPU than its default."""
+        """Open an engine; `cpu_model` is Unicorn's number of a CPU other than its default."""
         path = _library_path()
         try:
             self._held = held = ctypes.PyDLL(path)
@@ -110,14 +110,14 @@ class Engine(CodeCache):
         self.address: int = handle.value
         self.handle = handle
         self.exit_switch: memoryview | None = None
-        """See quirks.stops.find_exit_switch."""
+        """Unicorn's field no_exit_request, if quirks.stops.find_exit_switch found it."""
         self.parked: BaseException | None = None
-        """What a callback has raised, until TrapHooks.check() does."""
+        """Exception that a callback raised, until TrapHooks.check() raises it."""
         self.is_interrupted = False
-        """A ^C came during a run: whoever began what the guest is at raises it when that has ended."""
+        """A SIGINT arrived during a run; the caller of the guest raises it after the current operation."""
         self._bind()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # Raises in other threads than the main one, to which alone a signal's handler comes.
+            # signal() raises ValueError in other threads; only the main thread runs signal handlers.
             with suppress(ValueError):
                 signal.signal(signal.SIGINT, _on_interrupt)
         if cpu_model is not None:
@@ -127,7 +127,7 @@ class Engine(CodeCache):
         self._check(held.uc_ctl(handle, _CTL_EXITS, None, ctypes.c_size_t(0)), "uc_ctl_set_exits")
 
     def _bind(self) -> None:
-        """Fix the argument types once: a call with bare ints is then both right and quickest."""
+        """Declare the argument types once, so that calls with plain integers are correct and fast."""
         u64 = ctypes.c_uint64
         ptr = ctypes.c_void_p
         self._reg_read = self._held.uc_reg_read
@@ -150,39 +150,39 @@ class Engine(CodeCache):
             raise HardwareError(f"{what}: {self.strerror(error)}")
 
     def strerror(self, error: int) -> str:
-        """The library's text for a uc_err."""
+        """Return Unicorn's text for a uc_err."""
         function = self._held.uc_strerror
         function.restype = ctypes.c_char_p
         return str(function(error).decode())
 
     @property
     def version(self) -> tuple[int, int]:
-        """Major and minor version of the library."""
+        """Major and minor version of Unicorn."""
         packed = int(self._held.uc_version(None, None))
         return packed >> 24, packed >> 16 & 0xFF
 
     def reg_read(self, register: int) -> int:
-        """A register of up to 64 bits."""
+        """Return a register of up to 64 bits."""
         self._cell.value = 0
         self._reg_read(self.handle, register, self._cell_pointer)
         return self._cell.value
 
     def reg_write(self, register: int, value: int) -> None:
-        """Set a register of up to 64 bits; writing the program counter in a hook leaves the current block."""
+        """Set a register of up to 64 bits; setting the program counter in a hook leaves the current block."""
         self._cell.value = value
         self._reg_write(self.handle, register, self._cell_pointer)
 
     def reg_write_raw(self, register: int, value: ctypes.Structure) -> None:
-        """Set a register that is a structure (descriptor tables, model specific registers)."""
+        """Set a register that is a structure (descriptor tables, model-specific registers)."""
         self._check(self._reg_write(self.handle, register, ctypes.byref(value)), f"uc_reg_write({register})")
 
     def reg_read_raw(self, register: int, value: _Raw) -> _Raw:
-        """A register that is a structure; `value` says which one, and is filled in."""
+        """Return a register that is a structure; `value` selects it and receives the contents."""
         self._check(self._reg_read(self.handle, register, ctypes.byref(value)), f"uc_reg_read({register})")
         return value
 
     def map_ram(self, address: int, ram: mmap.mmap) -> int:
-        """Map `ram` as physical memory at `address`; returns where it lies in this process."""
+        """Map `ram` as physical memory at `address`; return its address in this process."""
         buffer = (ctypes.c_char * len(ram)).from_buffer(ram)
         self._keep.append(buffer)
         where = ctypes.addressof(buffer)
@@ -205,13 +205,19 @@ class Engine(CodeCache):
         at: int | range | None = None,
         instruction: int | None = None,
     ) -> ctypes.c_void_p:
-        """Register a ctypes callback, for an address, some or all, and keep it alive as long as the engine.
+        """Register a ctypes callback for an address, a range or all, and keep it as long as the engine.
 
-        `instruction`: the library's number of it, with HOOK_INSN.
+        `instruction` is Unicorn's number of an instruction, for HOOK_INSN.
         """
         self._keep.append(callback)
         hook = ctypes.c_void_p()
-        begin, end = (1, 0) if at is None else (at, at) if isinstance(at, int) else (at[0], at[-1])
+        if at is None:
+            # All addresses.
+            begin, end = 1, 0
+        elif isinstance(at, int):
+            begin, end = at, at
+        else:
+            begin, end = at[0], at[-1]
         more = () if instruction is None else (ctypes.c_int(instruction),)
         error = self._held.uc_hook_add(
             self.handle,
@@ -228,7 +234,7 @@ class Engine(CodeCache):
 
     @contextmanager
     def stopped_at(self, address: int) -> Iterator[None]:
-        """Within the block a run is stopped when it comes to `address`; what is translated then has to go."""
+        """Inside the with block, stop each run that reaches `address`; then drop all translated code."""
         hook = self.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: self.stop()), at=address)
         try:
             yield
@@ -237,25 +243,25 @@ class Engine(CodeCache):
             self.flush_code()
 
     def start(self, address: int) -> int:
-        """Run from `address` until the guest halts or is stopped; returns the uc_err."""
+        """Run from `address` until the guest halts or is stopped; return the uc_err."""
         return int(self._emu_start(self.handle, address, 0, 0, 0))
 
     def raise_interrupt(self) -> None:
-        """Raise the ^C that `is_interrupted` tells of."""
+        """Raise KeyboardInterrupt for the SIGINT noted in `is_interrupted`."""
         self.is_interrupted = False
         raise KeyboardInterrupt
 
     def stop(self) -> None:
-        """End the current run; may be called from any thread, and then `stops_between_blocks` says where."""
+        """End the current run; callable from any thread. See `stops_between_blocks` for the place."""
         self._emu_stop(self.handle)
 
     @property
     def stops_between_blocks(self) -> bool:
-        """A stop comes between two instructions; else what an instruction has done may be done again."""
+        """True if runs are only stopped between blocks. Otherwise effects of instructions can be repeated."""
         return self.exit_switch is not None and bool(self.exit_switch[0])
 
     def stop_between_blocks(self, only: bool) -> None:
-        """Of code that is translated from now on: stop there alone, or behind each hook and access too."""
+        """Select if runs are stopped only between blocks, or also after each hook and memory access."""
         if self.exit_switch is not None:
             self.exit_switch[0] = int(only)
             self.flush_code()
@@ -267,11 +273,11 @@ class Engine(CodeCache):
         self._ctl(self.handle, _CTL_FLUSH_TB)
 
     def flush_tlb(self) -> None:
-        """Forget all address translations."""
+        """Drop all cached address translations."""
         self._ctl(self.handle, _CTL_FLUSH_TLB)
 
     def context_alloc(self) -> ctypes.c_void_p:
-        """A buffer for `context_save`; lives as long as the process."""
+        """Return a new buffer for `context_save`; it is never freed."""
         context = ctypes.c_void_p()
         self._check(self._held.uc_context_alloc(self.handle, ctypes.byref(context)), "uc_context_alloc")
         return context
@@ -281,23 +287,23 @@ class Engine(CodeCache):
         return self.context_alloc()
 
     def context_size(self) -> int:
-        """Bytes of a saved context."""
+        """Return the size of a saved context in bytes."""
         function = self._held.uc_context_size
         function.restype = ctypes.c_size_t
         return int(function(self.handle))
 
     def saved_context(self) -> bytes:
-        """The CPU state as bytes, for an engine of the same library and CPU model."""
+        """Return the CPU state as bytes, for an engine with the same library and CPU model."""
         context = self._scratch_context
         self.context_save(context)
         assert context.value is not None
         return ctypes.string_at(context.value, self.context_size())
 
     def restore_context(self, saved: bytes) -> None:
-        """Raises: HardwareError (bytes that aren't as many as a context has)."""
+        """Restore a state from `saved_context`. Raises: HardwareError (it has the wrong size)."""
         context = self._scratch_context
         if len(saved) != self.context_size():
-            raise HardwareError("a saved CPU state of another size")
+            raise HardwareError("saved CPU state: wrong size")
         assert context.value is not None
         ctypes.memmove(context.value, saved, len(saved))
         self.context_restore(context)
@@ -312,7 +318,7 @@ class Engine(CodeCache):
         self._check(self._context_restore(self.handle, context), "uc_context_restore")
 
     def context_read(self, context: ctypes.c_void_p, register: int) -> int:
-        """A register of up to 64 bits as it is in a saved context."""
+        """Return a register of up to 64 bits from a saved context."""
         self._cell.value = 0
         self._check(self._context_reg_read(context, register, self._cell_pointer), "uc_context_reg_read")
         return self._cell.value
@@ -323,7 +329,7 @@ class Engine(CodeCache):
         self._check(self._context_reg_write(context, register, self._cell_pointer), "uc_context_reg_write")
 
     def close(self) -> None:
-        """Free the engine; nothing of it may be used afterwards."""
+        """Free the engine; it must not be used afterwards."""
         if self.handle:
             self._held.uc_close(self.handle)
             self.handle = ctypes.c_void_p()
@@ -331,10 +337,10 @@ class Engine(CodeCache):
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Put a ^C during a run off to the end of what the guest is at; a second one ends the run.
+    """Handle SIGINT: during a run it is deferred to the end of the operation; a second one ends the run.
 
-    Most come while the library runs, and would be raised at the next callback's entry, in front of its `try`:
-    ctypes would print them, and the guest run on without that trap.
+    Most signals arrive while Unicorn runs. Without this handler, KeyboardInterrupt would be raised at the
+    entry of the next callback, before its `try`: ctypes would print it, and the guest would lose that trap.
     """
     callback = None
     at = frame

@@ -1,4 +1,4 @@
-"""kallsyms for tracing: symbols of the kernel and its modules, trampolines, freed init text; and as text."""
+"""kallsyms for tracing: symbols of the kernel, modules, trampolines and freed init text; sprint_symbol()."""
 
 from __future__ import annotations
 
@@ -10,39 +10,46 @@ from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE, RETHOOK_TRAMPOLINE, HookSets
 
 FTRACE_TRAMPOLINE = "ftrace_regs_caller"
+"""Name of the code that armed fentry sites call."""
 ADDED_TEXT = frozenset((RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE, FTRACE_TRAMPOLINE))
-"""Names of text that the host has added."""
+"""Names of code that the host has added."""
 _REMEMBERED = 8192
-"""Addresses whose symbols are kept; texts name the same few again and again."""
+"""Number of addresses whose symbols are cached; texts print the same few addresses again and again."""
 
 
 class KernelSymbols:
-    """Names of addresses, and addresses of names."""
+    """Lookup of symbols by address and by name."""
 
     def __init__(self, kallsyms: Kallsyms, hook_sets: HookSets, sites: FtraceSites | None) -> None:
         self._kallsyms = kallsyms
         self.lookup_name = kallsyms.lookup_name
-        """The address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
+        """Returns the address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
         self.count_name = kallsyms.count_name
-        """How many symbols, in the kernel and all modules, have a name."""
+        """Returns the number of symbols with a name, in the kernel and all modules."""
         self.has_module = kallsyms.has_module
-        """Whether a module of that name is loaded. Mirrors: find_module (v6.1)."""
+        """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline = hook_sets.first.trampoline.is_one
-        """Whether it is where hooked functions return to. Mirrors: is_kretprobe_trampoline (v6.1)."""
+        """Returns True for the address that hooked functions return to.
+
+        Mirrors: is_kretprobe_trampoline (v6.1).
+        """
         self._trampolines = hook_sets.trampolines
         self._sites = sites
         self._freed: dict[str, list[Location]] = {}
         self.version = 0
-        """Another one whenever addresses may have other symbols."""
+        """Number that changes whenever addresses may have got other symbols."""
         self.tables_changed()
 
     def tables_changed(self) -> None:
-        """A module came or went."""
+        """Empty the cache: a module was loaded or unloaded."""
         self.version += 1
         self._found: dict[int, Location] = {}
 
     def lookup(self, address: int) -> Location | None:
-        """The symbol that `address` lies in, the first alias. Mirrors: kallsyms_lookup (v6.1)."""
+        """Return the symbol that contains `address` (the first alias), or None.
+
+        Mirrors: kallsyms_lookup (v6.1).
+        """
         found = self._found.get(address) or self._kallsyms.lookup(address)
         if found is None:
             return self._lookup_trampoline(address) or self._lookup_freed(address)
@@ -63,18 +70,21 @@ class KernelSymbols:
         return None
 
     def remember(self, module: str, functions: Iterable[Location]) -> None:
-        """Functions of a module's init text, which was traced and is freed: their addresses keep these names.
+        """Keep the names of functions in a module's init text, which was traced and is about to be freed.
 
         Mirrors: kernel/trace/ftrace.c:save_ftrace_mod_rec (v6.1).
         """
         self._freed[module] = list(functions)
 
     def forget(self, module: str) -> None:
-        """The module goes."""
+        """Forget the names of freed init text, because the module is unloaded."""
         self._freed.pop(module, None)
 
     def _lookup_freed(self, address: int) -> Location | None:
-        """Mirrors: kernel/trace/ftrace.c:ftrace_mod_address_lookup (v6.1)."""
+        """Return the function in freed init text.
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_mod_address_lookup (v6.1).
+        """
         for functions in self._freed.values():
             for each in functions:
                 if 0 <= address - each.symbol.address < each.symbol.size:
@@ -83,7 +93,7 @@ class KernelSymbols:
 
 
 def sprint_symbol(symbols: KernelSymbols, address: int) -> str:
-    """`name+0xoffset/0xsize [module]`, or the bare address.
+    """Return `name+0xoffset/0xsize [module]`, or the bare address.
 
     Mirrors: kernel/kallsyms.c:sprint_symbol (v6.1).
     """
@@ -95,7 +105,10 @@ def sprint_symbol(symbols: KernelSymbols, address: int) -> str:
 
 
 def sprint_symbol_no_offset(symbols: KernelSymbols, address: int) -> str:
-    """`name [module]`, or the bare address. Mirrors: kernel/kallsyms.c:sprint_symbol_no_offset (v6.1)."""
+    """Return `name [module]`, or the bare address.
+
+    Mirrors: kernel/kallsyms.c:sprint_symbol_no_offset (v6.1).
+    """
     found = symbols.lookup(address)
     if found is None:
         return f"{address:#x}"
@@ -103,8 +116,9 @@ def sprint_symbol_no_offset(symbols: KernelSymbols, address: int) -> str:
 
 
 def print_ip(symbols: KernelSymbols, address: int, *, offset: bool, digits: int) -> str:
-    """An instruction address of an entry's header; `digits` is how many trace option sym-addr adds, or 0.
+    """Return the text of an instruction address in an entry.
 
+    `digits` is the number of digits of the address that option sym-addr adds, or 0.
     Mirrors: kernel/trace/trace_output.c:seq_print_ip_sym (v6.1).
     """
     if not address:

@@ -1,4 +1,4 @@
-"""All trace arrays of a kernel: the top one, and instances that come and go."""
+"""All trace arrays of a kernel: the top one and the instances, which users create and remove."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from emulated_kernel.util.limits import Limit, Limits
 
 @dataclass(frozen=True, eq=False)
 class Tracing:
-    """A trace array with all that belongs to it."""
+    """A trace array with its events, filters, triggers, errors and function tracer."""
 
     array: TraceArray
     events: ArrayEvents
@@ -38,9 +38,9 @@ class Tracing:
 
 
 class TraceArrays(TaskObserver):
-    """Callers serialise: Linux holds event_mutex and trace_types_lock.
+    """All trace arrays of a kernel. Callers serialise: Linux holds event_mutex and trace_types_lock.
 
-    `clock` gives the ns of error logs.
+    `clock` returns the time of error logs in ns.
     Mirrors: kernel/trace/trace.c:ftrace_trace_arrays (v6.1).
     """
 
@@ -61,7 +61,7 @@ class TraceArrays(TaskObserver):
         self._lock = lock
         self._instances: dict[str, Tracing] = {}
         self._unlimited: set[str] = set()
-        """Instances that users didn't ask for."""
+        """Names of instances that were not created by users."""
         self.top = self._tracing(TraceArray(system), None)
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
@@ -77,7 +77,7 @@ class TraceArrays(TaskObserver):
         commands = (*PLAIN_COMMANDS, self._hists)
         return Tracing(
             array,
-            # Linux: an event enabled anywhere makes the top array's buffers grow, and no others.
+            # Linux: enabling an event in any trace array expands only the top array's buffers.
             ArrayEvents(registry, array, (top or array).expand),
             EventFilters(array, errors),
             EventTriggers(array, registry, errors, system.symbols, commands),
@@ -90,27 +90,27 @@ class TraceArrays(TaskObserver):
         yield from self._instances.values()
 
     def names(self) -> Collection[str]:
-        """Names of the instances."""
+        """Return the names of the instances."""
         return self._instances.keys()
 
     def find(self, name: str) -> Tracing | None:
-        """The instance of that name."""
+        """Return the instance of that name, or None."""
         return self._instances.get(name)
 
     @property
     def limited(self) -> int:
-        """How many instances count for the limit."""
+        """Number of instances that count towards the limit."""
         return len(self._instances) - len(self._unlimited)
 
     def make(self, name: str, *, is_limited: bool = True) -> Tracing:
-        """A new instance, with buffers of full size and the top array's options.
+        """Create an instance with buffers of full size and the top array's options.
 
         Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit, if `is_limited`).
         Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
         """
         self._lock.assert_held()
         if name in self._instances:
-            raise KernelError(errno.EEXIST, f"instance {name} exists")
+            raise KernelError(errno.EEXIST, f"instances/{name}: it exists already; choose another name")
         if is_limited:
             self._limits.check(Limit.INSTANCES, self.limited)
         try:
@@ -118,24 +118,25 @@ class TraceArrays(TaskObserver):
         except MemoryError as error:
             raise KernelError(errno.ENOMEM, str(error)) from error
         array.take_over(self.top.array.options.flags & INHERITED_OPTIONS)
-        self._instances[name] = tracing = self._tracing(array, self.top.array)
+        tracing = self._tracing(array, self.top.array)
+        self._instances[name] = tracing
         if not is_limited:
             self._unlimited.add(name)
         return tracing
 
     def remove(self, name: str) -> None:
-        """Remove an instance that nobody uses.
+        """Remove an instance that is not in use.
 
-        Raises: KernelError ENODEV (there is none), EBUSY.
+        Raises: KernelError ENODEV (there is no such instance), EBUSY.
         Mirrors: kernel/trace/trace.c:__remove_instance (v6.1).
         """
         self._lock.assert_held()
         tracing = self._instances.get(name)
         if tracing is None:
-            raise KernelError(errno.ENODEV, f"no instance {name}")
+            raise KernelError(errno.ENODEV, f"instances/{name}: no such instance")
         # Mirrors: kernel/trace/trace_events_hist.c:save_hist_vars (v6.1), which takes a reference.
         if self._hists.system.with_variables(tracing.array):
-            raise KernelError(errno.EBUSY, f"a histogram of {name} has variables")
+            raise KernelError(errno.EBUSY, f"instances/{name}: a histogram has variables; remove its trigger")
         del self._instances[name]
         self._unlimited.discard(name)
         tracing.functions.remove()
@@ -144,38 +145,38 @@ class TraceArrays(TaskObserver):
         tracing.array.release()
 
     def take_records(self, former: TraceArrays) -> None:
-        """The arrays of another kernel, of the same names, give these their records: all, or none.
+        """Take the records of another kernel's trace arrays with the same names: all of them or none.
 
-        Raises: MemoryError.
+        Raises: MemoryError (nothing was taken).
         """
         pairs = [(self.top.array, former.top.array)]
         for name, tracing in self._instances.items():
             if (found := former.find(name)) is not None:
                 pairs.append((tracing.array, found.array))
         pasts = [theirs.past() for _, theirs in pairs]
-        rooms = [mine.memory_for(past) for (mine, _), past in zip(pairs, pasts, strict=True)]
+        memories = [mine.memory_for(past) for (mine, _), past in zip(pairs, pasts, strict=True)]
         self._system.cmdlines.take_over(former._system.cmdlines)
         self._system.is_expanded |= former._system.is_expanded
-        for (mine, _), past, memory in zip(pairs, pasts, rooms, strict=True):
+        for (mine, _), past, memory in zip(pairs, pasts, memories, strict=True):
             mine.take_records(past, memory)
             mine.mark_reboot()
 
-    # What the guest does
+    # Events of the guest's tasks
 
     def call_ended(self) -> None:
-        """Tell those who wait for records, if guest code may have made some."""
+        """Wake readers that wait for records, if guest code may have written some."""
         if self.top.array.listeners:
             self.top.array.notify_of_guest()
         for tracing in self._instances.values():
             tracing.array.notify_of_guest()
 
     def forked(self, parent: int, child: int) -> None:
-        """A task was forked: option event-fork lets it be traced as its parent is."""
+        """Trace a new task if its parent is traced, under the options event-fork and function-fork."""
         for pids in self._inherited_pids():
             pids.follow(parent, child)
 
     def exited(self, pid: int) -> None:
-        """A task has ended: with option event-fork its pid isn't traced any more."""
+        """Remove the pid of a task that has ended, under the options event-fork and function-fork."""
         for pids in self._inherited_pids():
             pids.forget(pid)
 

@@ -1,1 +1,1 @@
-"""Code that knows nothing about kernels: safe reading, locks, errors, settings."""
+"""Helpers that are independent of the kernel: safe reading of files, locks, errors, settings."""

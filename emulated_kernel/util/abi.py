@@ -1,4 +1,4 @@
-"""Numbers that the guest kernel (image/src/include/host_abi.h) and the Python side share."""
+"""Constants shared by the guest kernel (image/src/include/host_abi.h) and the Python side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HZ = 250
 
 
 class Prot(IntFlag):
-    """Access to a segment or a page: ELF's p_flags, and whether user mode has it too."""
+    """Access rights of a segment or page: ELF's p_flags and a bit for user mode."""
 
     EXEC = 1
     WRITE = 2
@@ -22,11 +22,11 @@ class Prot(IntFlag):
 
 
 class Hypercall(IntEnum):
-    """Why the guest stopped by itself: x86 by `hlt` with the number in eax, riscv64 by `wfi` with it in a7.
+    """Requests that the guest makes to the host: by `hlt` with the number in eax, on riscv64 by `wfi` and a7.
 
-    Arguments: rdi rsi rdx r10 on x86_64, ebx ecx edx esi on i386, a0 to a3. The answer goes where the number
-    was; that of USER is a system call's number, with its arguments where Linux's user space has them: rdi rsi
-    rdx r10 r8 r9, or ebx ecx edx esi edi ebp, or a0 to a5.
+    Argument registers: rdi rsi rdx r10 on x86_64, ebx ecx edx esi on i386, a0 to a3 on riscv64. The host
+    returns its answer in the register that held the number. The answer to USER is a system call number; the
+    call's arguments are in Linux's registers: rdi rsi rdx r10 r8 r9, ebx ecx edx esi edi ebp, or a0 to a5.
     """
 
     IDLE = 0
@@ -34,21 +34,21 @@ class Hypercall(IntEnum):
     RETURN = 1
     """A function called by the host returned; its result is in the first argument register."""
     USER = 2
-    """The current task is in user mode and takes its next system call; first argument: last result."""
+    """The current task is in user mode and asks for its next system call; first argument: last result."""
     HOSTFS = 3
-    """A file of ours is operated on; arguments: op, host file id, user buffer, count."""
+    """A file that the host implements is used; arguments: HostfsOp, host file id, user buffer, count."""
     PANIC = 4
-    """The kernel gave up; first argument: the message."""
+    """The kernel panicked; first argument: address of the message."""
     BOOTED = 5
     """start_kernel finished; resuming enters the idle loop."""
     MODULE = 6
-    """The module loader needs its host; arguments: op, 0, and two that the op gives a meaning."""
+    """The module loader asks the host for a service; arguments: ModuleOp, 0, two that depend on the op."""
     CPU_UP = 7
-    """Another CPU is to be started; arguments: its number, entry, stack pointer, per-CPU area."""
+    """Start another CPU; arguments: its number, entry point, stack pointer, per-CPU area."""
     YIELD = 8
-    """This CPU waits for another one; resuming goes on waiting."""
+    """This CPU busy-waits for another one; after it is resumed it continues to wait."""
     KPROBES = 9
-    """The kernel registers a probe of its own; arguments: op, 0, address of the probe's structure."""
+    """Guest code uses the kprobes API; arguments: KprobeOp, 0, address of its struct kprobe or kretprobe."""
 
 
 class HostfsOp(IntEnum):
@@ -65,17 +65,20 @@ class ModuleOp(IntEnum):
     """First argument of Hypercall.MODULE."""
 
     ALLOC = 0
-    """Size in bytes, whether it is for text: an address or -ENOMEM."""
+    """Allocate memory; arguments: size in bytes, 1 for text; answer: an address or -ENOMEM."""
     PLACE = 1
-    """Address of text that was allocated, address of what is to stand there."""
+    """Copy code into allocated text; arguments: address of the text, address of the code."""
     FREE = 2
-    """An address that was allocated."""
+    """Free memory; argument: an address that ALLOC returned."""
     NOTIFY = 3
-    """ModuleState, address of its struct module: 0, or -errno to refuse it while it is coming."""
+    """Report a new module state; arguments: ModuleState, address of the struct module.
+
+    The answer is 0, or -errno to refuse a module that is COMING.
+    """
 
 
 class KprobeOp(IntEnum):
-    """First argument of Hypercall.KPROBES, which answers with 0 or -errno."""
+    """First argument of Hypercall.KPROBES; the answer is 0 or -errno."""
 
     REGISTER = 0
     REGISTER_RETURN = 1
@@ -86,7 +89,7 @@ class KprobeOp(IntEnum):
 
 
 class ModuleState(IntEnum):
-    """Mirrors: include/linux/module.h:enum module_state (v6.1)."""
+    """State of a module. Mirrors: include/linux/module.h:enum module_state (v6.1)."""
 
     LIVE = 0
     COMING = 1
@@ -95,7 +98,7 @@ class ModuleState(IntEnum):
 
 
 class Vector(IntEnum):
-    """Exceptions and interrupts delivered into the guest; below 32 with x86's numbers on all machines."""
+    """Exceptions and interrupts of the guest; exceptions (below 32) have x86's numbers on all machines."""
 
     DIVIDE_ERROR = 0
     DEBUG = 1
@@ -105,18 +108,18 @@ class Vector(IntEnum):
     PAGE_FAULT = 14
     TIMER = 32
     WAKE = 33
-    """wake_up_process() on the task in the mailbox."""
+    """Call wake_up_process() on the task in the mailbox."""
     WATCHDOG = 34
-    """The run budget is used up: the current task is looping."""
+    """The run budget is exhausted: the current task is looping."""
     RESCHEDULE = 35
-    """From another CPU: this one has something more important to run."""
+    """IPI: the target CPU must run a task with a higher priority."""
     CALL_FUNCTION = 36
-    """From another CPU: this one is to call what is in its queue."""
+    """IPI: the target CPU must call the functions in its call_single_queue."""
     SYNC_CORE = 37
-    """Text was patched: execute a serialising instruction."""
+    """IPI after text was patched: the target CPU must execute a serialising instruction."""
 
 
 PARK = (1 << 64) - 1
-"""Answer to Hypercall.USER: no system call now, sleep until woken. A register takes as much as it holds."""
+"""Answer to Hypercall.USER: there is no system call yet, sleep until woken. 32-bit registers truncate it."""
 ERESTARTSYS = 512
-"""Answer to Hypercall.HOSTFS: would block; the task sleeps until woken and asks again."""
+"""Answer to Hypercall.HOSTFS: the operation would block; the task sleeps until woken and tries again."""

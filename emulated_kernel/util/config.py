@@ -1,4 +1,4 @@
-"""What a machine is built from: architecture, memory, clock, seed."""
+"""Configuration of an emulated machine: architecture, memory, clock, seed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limits
 
 DEFAULT_RUN_BUDGET = 1.0
-"""Seconds."""
+"""Default of MachineConfig.run_budget in seconds."""
 HOST = "host"
-"""Instead of an image: the distribution's kernel that runs here."""
+"""Value that selects the kernel that the host runs, in place of an image's path."""
 MOST_SEED = (1 << 63) - 1
-"""Seeds are from 0 to that, wherever they come from."""
+"""Largest seed; the smallest is 0."""
 IMAGE_LIMIT = 1 << 30
-"""Bytes of a kernel's file. One with debug information has a few hundred MiB."""
+"""Largest kernel file in bytes. A kernel with debug information has a few hundred MiB."""
 
 
 class ElfMachine(IntEnum):
-    """e_machine of the architectures that images exist for."""
+    """ELF's e_machine values of the supported architectures."""
 
     I386 = 3
     X86_64 = 62
@@ -34,40 +34,42 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
     "riscv64": ElfMachine.RISCV,
     "riscv64i": ElfMachine.RISCV,
 }
-"""All there are, the default first, with what their images are of: who picks or lists one asks here."""
+"""Name of a supported architecture -> e_machine of its images; the default comes first."""
 
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """The emulated computer's build options; sizes in bytes, times in seconds."""
+    """Options of an emulated machine; sizes in bytes, times in seconds."""
 
     arch: str = "x86_64"
     cpus: int = 1
     ram_size: int = 64 << 20
     image: Path | None = None
-    """The kernel to run; None takes the prebuilt one of the architecture."""
+    """File of the kernel to run; None selects the architecture's prebuilt kernel."""
     clock: str = "virtual"
     """"virtual" (same seed, same timestamps) or "real"."""
     pauses: bool = True
-    """Virtual clock: real time that passes between two requests moves the guest's timers on."""
+    """Advance the guest's timers by the real time that passes between two requests (virtual clock only)."""
     seed: int = 1
     quantum: int = 0
-    """Instructions after which another CPU runs, on average, where the seed says; 0: where one has to wait.
+    """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.
 
-    Each instruction then costs a tenth of a microsecond: for tests.
+    For tests. The seed determines the exact places, and each instruction takes 0.1 microseconds.
     """
     stale_fetch: bool = False
-    """With a quantum: a CPU whose turn ends goes on with bytes that it may have fetched before text changed,
-    until it takes an interrupt. For tests of how text is patched."""
+    """Let a CPU continue with instructions fetched before text changed, until it takes an interrupt.
+
+    For tests of text patching; it needs a quantum.
+    """
     run_budget: float = DEFAULT_RUN_BUDGET
-    """Wall time that one uninterrupted guest run may take before it counts as looping."""
+    """Wall time of one uninterrupted guest run, after which the guest counts as looping."""
     profile: str = "linux-6.1"
-    """Which kernel's ways of probing it has: a name in kprobes.profile.PROFILES."""
+    """Set of kprobes features to emulate: a name in kprobes.profile.PROFILES."""
     save_regs: str | None = None
-    """Registers that compiled handlers save: "live" or "all"; None: as in the profile."""
+    """Registers that compiled handlers save: "live" or "all"; None takes the profile's value."""
     return_hook: str | None = None
-    """The shadow stack of return probes: one of kprobes.profile.RETURN_HOOKS; None: the profile's."""
+    """Kind of return hook: one of kprobes.profile.RETURN_HOOKS; None takes the profile's value."""
     limits: Limits = field(default_factory=Limits, compare=False)
-    """What users of its files may take; shared with a kernel that takes its place."""
+    """Resource limits of the mount; a kernel that replaces this one shares them."""
     fast_registers: bool = True
-    """Use the live CPU state where the start-up self-test finds it; False forces the API."""
+    """Access registers in Unicorn's CPU structure if the start-up self-test finds it; False uses its API."""

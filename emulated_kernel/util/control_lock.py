@@ -1,4 +1,4 @@
-"""ControlLock: the one lock that serialises whatever uses a kernel, and the check that it is held."""
+"""ControlLock: the one lock that serialises all users of a kernel."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from time import monotonic, sleep
 from typing import Self
 
 GIVING_WAY = 0.05
-"""Seconds at most that who goes on afterwards leaves the lock to those that wait for it."""
+"""Longest time in seconds for which yield_lock() waits."""
 PATIENCE = 0.1
-"""Seconds that a thread waits for the lock like any other; then it counts as one that blocks."""
+"""Seconds that a thread waits for the lock before it enters `ControlLock.waiting`."""
 
 
 class ControlLock:
-    """Re-entrant; taken at each entry from outside: a request, a call, a background load.
+    """Re-entrant lock, taken at each entry from outside: a request, an API call, a background load.
 
-    Inside, methods that need it say so by assert_held(), as lockdep_assert_held() does. A probe hit needs no
-    check: the guest only runs while its runner holds the lock.
+    Inner methods that need the lock call assert_held(), like lockdep_assert_held(). A probe hit needs no
+    check, because the guest only runs while its runner holds the lock.
     """
 
     __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "turn", "waiting")
 
     def __init__(self) -> None:
-        # An RLock: an interrupt between two bytecodes can't leave it held by nobody.
+        # An RLock is acquired and gets its owner in one C call, which a KeyboardInterrupt can't split.
         lock = threading.RLock()
         self._acquire = lock.acquire
         self._release = lock.release
         self._owner = 0
-        """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
+        """Identifier of the owning thread, 0 if there is none; only assert_held() uses it."""
         self._depth = 0
         self._waiters: set[object] = set()
-        """A token for each wait under way: who has been served and waits again is another."""
+        """A token for each thread that waits now; a thread that waits a second time gets a new token."""
         self.turn = 0
-        """Number of the latest entry from outside: what is bounded for one begins anew with the next."""
+        """Number of the latest entry from outside; quotas that hold for one entry restart when it changes."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Around a wait beyond PATIENCE: who answers requests has another thread do so meanwhile."""
+        """Makes a context manager for a wait longer than PATIENCE.
+
+        A thread that serves requests uses it to let another thread serve them while it waits.
+        """
 
     def __enter__(self) -> Self:
         if not self._acquire(False):
@@ -54,7 +57,7 @@ class ControlLock:
         self._release()
 
     def _wait(self) -> None:
-        """Until it is this thread's."""
+        """Acquire the lock after a failed first attempt."""
         wait = object()
         self._waiters.add(wait)
         try:
@@ -65,12 +68,15 @@ class ControlLock:
             self._waiters.discard(wait)
 
     def yield_lock(self) -> None:
-        """Let all have it who wait for it now; for a thread that has just released it, and wants it again."""
+        """Wait until all threads that wait for the lock now have got it, for GIVING_WAY seconds at most.
+
+        The caller has just released the lock and will take it again.
+        """
         waiters = self._waiters.copy()
         end = monotonic() + GIVING_WAY
         while not waiters.isdisjoint(self._waiters) and monotonic() < end:
             sleep(GIVING_WAY / 50)
 
     def assert_held(self) -> None:
-        """Raises: AssertionError (unless the calling thread holds it)."""
+        """Assert that the calling thread holds the lock. Raises: AssertionError."""
         assert self._owner == threading.get_ident(), "the control lock isn't held"

@@ -1,4 +1,4 @@
-"""KernelError: a rule of the kernel was broken; it carries the errno that write(2) and friends return."""
+"""KernelError, an exception that carries the errno which a system call returns, and exceptions like it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import errno as errno_module
 import os
 
 _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNOTSUPP"}
-"""Where Python's table has another one for the same number."""
+"""Linux's names of numbers for which errno.errorcode has a different one."""
 
 
 class KernelError(OSError):
-    """An errno of the emulated kernel, raised where the rule is known.
+    """Error of the emulated kernel, raised where the check fails.
 
-    `message` is for logs and Python callers; the errno is what a process sees.
+    A process sees only the errno; `message` is for logs and Python callers.
     """
 
     errno: int
@@ -22,12 +22,12 @@ class KernelError(OSError):
 
     @property
     def name(self) -> str:
-        """The errno's symbolic name, as in "EINVAL"."""
+        """The errno's symbolic name, such as "EINVAL"."""
         return _LINUX_NAMES.get(self.errno) or errno_module.errorcode.get(self.errno, str(self.errno))
 
 
 class UnusableFile(KernelError):
-    """ENOEXEC: a file, or memory, isn't what it is to be, or is damaged."""
+    """ENOEXEC: a file or memory has the wrong format or is damaged."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(errno_module.ENOEXEC, f"not a usable {what}: {why}")
@@ -35,19 +35,19 @@ class UnusableFile(KernelError):
 
 
 class WouldBlock(Exception):
-    """An operation has nothing to give yet; the caller waits and tries again, or answers EAGAIN."""
+    """An operation has no data yet; the caller waits and tries again, or returns EAGAIN."""
 
 
 class YieldLock(WouldBlock):
-    """An operation is done in part: others may have the control lock, and then it is to be asked again."""
+    """A long operation is only partly done; the caller lets others have the control lock and tries again."""
 
 
 def checked_count(count: int, room: int) -> int:
-    """Bytes or entries that a guest says it has given, where it was asked for `room` at most.
+    """Return `count`, the number of bytes or entries that the guest reports, if it is at most `room`.
 
-    Hazard: a damaged or hostile one says anything, and who copies as much writes over the host's memory.
-    Raises: KernelError EIO (more).
+    Hazard: a damaged or hostile guest can report any number; copying that much would overwrite host memory.
+    Raises: KernelError EIO (more than `room`, or negative).
     """
     if not 0 <= count <= room:
-        raise KernelError(errno_module.EIO, f"the guest says that it gave {count} of {room} bytes")
+        raise KernelError(errno_module.EIO, f"the guest reports {count} bytes or entries where {room} fit")
     return count

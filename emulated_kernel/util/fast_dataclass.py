@@ -1,4 +1,4 @@
-"""dataclass(), whose classes take a sixth of the time to make: start-up makes two hundred of them."""
+"""dataclass() that makes classes six times as fast as the standard library's: start-up makes 200 of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ else:
     _REFUSED = {"order", "unsafe_hash"}
 
     def dataclass(made=None, /, *, frozen=False, eq=True, repr=True, **options):
-        """As the standard library's, which compiles six functions for each class; this has it compile one.
+        """Make a dataclass like the standard library's, but compile one function per class, not six.
 
-        Deviates: `frozen` is held by mypy alone, so that an object costs no more to make than others.
+        Deviates: only mypy enforces `frozen`, so that creating an object costs no more than without it.
 
-        Raises: TypeError (options that it doesn't carry).
+        Raises: TypeError (unsupported options).
         """
         refused = sorted(options.keys() & _REFUSED)
         if refused:
@@ -30,7 +30,7 @@ else:
             own = vars(plain)
             has_repr = "__repr__" in own
             has_eq = "__eq__" in own
-            # With an __eq__ of its own Python gives a class no hash: that isn't the class's word.
+            # Python sets __hash__ to None in a class that defines __eq__; that isn't an explicit choice.
             has_hash = own.get("__hash__") is not None or ("__hash__" in own and not has_eq)
             made = dataclasses.dataclass(plain, repr=False, eq=False, **options)
             if repr and not has_repr:
@@ -55,7 +55,7 @@ else:
         return f"{type(self).__qualname__}({values})"
 
     def _key(names):
-        """What tells one object of a class from another: all of its values that are compared."""
+        """Return a function that returns the values of these fields, which equality and hash use."""
         return attrgetter(*names) if names else lambda _: ()
 
     def _eq(key):

@@ -1,4 +1,4 @@
-"""Files that others name or made: none is read that makes its reader wait, or has no end."""
+"""Safe reading of user-supplied paths: rejects FIFOs, devices and anything that could block or has no end."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 _PART = 1 << 20
-"""Bytes read at once: no memory is taken for what isn't there."""
+"""Bytes per read(2), so that memory is only allocated for data that exists."""
 MOST_LATE = 8
-"""Threads that file systems keep waiting."""
+"""Largest number of threads that are blocked in slow file systems."""
 PATIENCE = 1.0
-"""Seconds that a client's write may read files of others: the host lets nobody else write there meanwhile."""
+"""Seconds for which a client's write may read user-supplied files.
+
+The host kernel blocks other writers to the same file during that time.
+"""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
-    """Open for reading, with further flags of open(2).
+    """Open a regular file for reading; `flags` are additional flags of open(2).
 
-    Raises: OSError, EISDIR, EINVAL (what else isn't a regular file), ValueError (a path with NUL).
+    Raises: OSError, EISDIR, EINVAL (not a regular file), ValueError (a path with NUL).
     """
-    # A FIFO would wait for its writer, and opening a device may do something: it isn't opened for that.
+    # O_PATH: opening a FIFO would wait for a writer, and opening a device can have side effects.
     place = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     try:
         mode = os.fstat(place).st_mode
@@ -45,18 +48,21 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
 
 
 def is_word(value: object) -> bool:
-    """Whether a value out of a file is a number of 64 bits."""
+    """Return True if a value read from a file is an unsigned 64-bit integer."""
     return isinstance(value, int) and 0 <= value < 1 << 64
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """What tells a file from others, and from what it was. Raises: OSError."""
+    """Return device, inode, size and mtime, which change with the file's contents. Raises: OSError."""
     found = os.stat(file)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def replace_file(target: Path, prefix: str, write: Callable[[IO[bytes]], None]) -> None:
-    """Have a file written beside, which appears under its name when all of it is there. Raises: OSError."""
+    """Replace a file atomically: `write` fills a temporary file, which is renamed to `target`.
+
+    `prefix` begins the temporary file's name. Raises: OSError.
+    """
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=prefix, delete=False) as file:
         try:
             write(file)
@@ -69,13 +75,16 @@ def replace_file(target: Path, prefix: str, write: Callable[[IO[bytes]], None]) 
 
 
 def read_open(file: BinaryIO, limit: int) -> bytes:
-    """All of it. Raises: OSError, EFBIG (more bytes than `limit`), EINVAL (it lets readers wait)."""
+    """Return the contents of an open file.
+
+    Raises: OSError, EFBIG (more than `limit` bytes), EINVAL (a read would block).
+    """
     parts: list[bytes] = []
     left = limit
     while left >= 0:
         part: bytes | None = file.read(_PART)
         if part is None:
-            # Of tracefs and procfs: "regular" there says nothing of waiting.
+            # Files of tracefs and procfs can block although their type is "regular".
             raise OSError(errno.EINVAL, "nothing to read: its readers wait")
         if not part:
             return b"".join(parts)
@@ -85,7 +94,10 @@ def read_open(file: BinaryIO, limit: int) -> bytes:
 
 
 def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> bytes:
-    """All of a file. Raises: as the two above (with the file's name)."""
+    """Return the contents of a regular file.
+
+    Raises: as open_regular() and read_open(), with the file's name.
+    """
     with open_regular(path, flags) as file:
         try:
             return read_open(file, limit)
@@ -94,9 +106,9 @@ def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> by
 
 
 class BoundedFileReader:
-    """Reads files whose file systems may be slow, or hang: a thread stays behind with each that does.
+    """Reads files from file systems that may be slow or hang, with a thread for each file.
 
-    Nobody else's reading waits for those, but for new ones when there are MOST_LATE.
+    A thread that hangs doesn't delay other readers. While MOST_LATE threads hang, read() refuses new files.
     """
 
     def __init__(self) -> None:
@@ -136,13 +148,15 @@ class BoundedFileReader:
 
 
 def read_named(path: str | os.PathLike[str], limit: int) -> bytes:
-    """All of a file that a user names; of what the process was given open, /dev/stdin or <(...), all of that.
+    """Return the contents of a file that a user names on the command line.
 
-    Raises: as read_regular.
+    If the path is an inherited descriptor, such as /dev/stdin or <(...), it is read until its end.
+    Raises: as read_regular().
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
+        for name in os.listdir("/proc/self/fd"):
+            descriptor = int(name)
             if _reads(descriptor, found):
                 return read_given(descriptor, limit)
     return read_regular(path, limit)
@@ -153,12 +167,12 @@ def _reads(descriptor: int, file: os.stat_result) -> bool:
         mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
         return mode != os.O_WRONLY and os.path.samestat(os.fstat(descriptor), file)
     except OSError:
-        # That of the listing itself.
+        # The descriptor of the directory listing itself is closed by now.
         return False
 
 
 def read_given(descriptor: int, limit: int) -> bytes:
-    """All that comes until its end. Raises: OSError, EFBIG (more bytes than `limit`)."""
+    """Read a descriptor until its end, waiting for data. Raises: OSError, EFBIG (more than `limit` bytes)."""
     data = bytearray()
     readable = poll()
     readable.register(descriptor, POLLIN)

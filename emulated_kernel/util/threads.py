@@ -1,4 +1,4 @@
-"""Threads of the host's: where it has none left, or no memory for one, whoever asked for it gets ENOMEM."""
+"""Start of host threads, with ENOMEM if the host has no thread or memory left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 def start_thread(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:
-    """A started one, which keeps no process from its end. Raises: KernelError ENOMEM (none started)."""
+    """Start and return a daemon thread, which doesn't keep the process alive. Raises: KernelError ENOMEM."""
     try:
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()

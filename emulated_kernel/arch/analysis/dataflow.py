@@ -1,4 +1,4 @@
-"""Backward data flow over one function: what may still be read."""
+"""Backward data flow over one function: the registers that may still be read."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from typing import NamedTuple
 
 
 class Control(NamedTuple):
-    """Where control goes behind an instruction that doesn't just go on with the next one."""
+    """Where control goes after an instruction that doesn't simply continue with the next one."""
 
     falls_through: bool
     targets: tuple[int, ...] = ()
-    """Bytes from its address."""
+    """Distances in bytes from the instruction to its targets."""
     leaves: bool = False
-    """Control may go where this analysis doesn't look."""
+    """Whether control may leave the function, to code that this analysis doesn't see."""
 
 
 LEAVES = Control(falls_through=False, leaves=True)
 
 
 class Effect(NamedTuple):
-    """One instruction: bit masks of registers and flags, and where control goes."""
+    """Data flow of one instruction: bit masks of registers and flags, and the control flow."""
 
     reads: int
     keeps: int
-    """All but what it overwrites as a whole, always."""
+    """Mask of everything except the registers and flags that the instruction always overwrites completely."""
     control: Control | None = None
-    """None: on with the next instruction."""
+    """None if control continues with the next instruction."""
 
 
 def solve(effects: dict[int, Effect], everything: int) -> dict[int, int]:
-    """What is live in front of each instruction, by address; `everything` where control leaves.
+    """Return the live mask before each instruction: address -> mask; `everything` where control leaves.
 
-    `effects`: by address, ascending, of instructions one behind the other. Least fixed point, visiting
-    backwards: one pass, or more for loops.
+    `effects` is ordered by address and has no gaps between instructions. The result is the least fixed point.
+    Instructions are visited backwards, in one pass, or more if there are loops.
     """
     live = dict.fromkeys(effects, 0)
     order = [*reversed(effects.items())]

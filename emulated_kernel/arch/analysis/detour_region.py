@@ -1,4 +1,4 @@
-"""What is found out about a place in the text: what a jump would replace, and what is live there."""
+"""Detour regions: the instructions that a jump replaces, and the registers that are live or free there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LiveRegisters:
-    """What the probed code may still read from an address on."""
+    """Registers that the probed code may still read from an address on."""
 
     registers: frozenset[str]
-    """pt_regs names."""
+    """pt_regs names of the live registers."""
     flags: bool
     """Whether any of the status flags is live."""
 
@@ -20,9 +20,9 @@ class ScratchRegisters:
     """Registers that the jumps of an optimized probe may overwrite, by pt_regs name."""
 
     entry: str
-    """Dead in front of the replaced instructions."""
+    """Register that is dead before the replaced instructions."""
     exit: str
-    """Dead behind them."""
+    """Register that is dead after the replaced instructions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,16 @@ class Region:
 
     addr: int
     code: bytes
-    """Its instructions as they are without probes."""
+    """The region's instructions without any probe."""
     scratch: ScratchRegisters | None = None
-    """None where the jumps overwrite nothing."""
+    """None if the jumps overwrite no register."""
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return len(self.code)
 
     @property
     def end(self) -> int:
-        """Where the detour buffer jumps back to."""
+        """The address after the region, which the detour buffer jumps back to."""
         return self.addr + len(self.code)

@@ -1,4 +1,4 @@
-"""Instructions in the assembler's words, for people."""
+"""Disassembly for messages and listings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any, cast
 
 
 class Disassembler:
-    """Capstone for one instruction set; loaded when somebody looks, as that takes a quarter of a second."""
+    """Capstone for one instruction set.
+
+    It is loaded on first use, because loading takes a quarter of a second.
+    """
 
     def __init__(self, arch: str, *modes: str, width: int) -> None:
-        """Names of capstone's constants; `width`: columns for an instruction's bytes."""
+        """Take names of capstone's constants; `width` is the number of columns for an instruction's bytes."""
         self._arch = arch
         self._modes = modes
         self._width = width
@@ -28,12 +31,12 @@ class Disassembler:
         return engine
 
     def insns(self, code: bytes, addr: int) -> Iterator[tuple[int, int, str]]:
-        """Address, size in bytes, and text of each."""
+        """Iterate over the instructions: address, size in bytes, and text."""
         for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr):
             yield at, size, f"{mnemonic} {operands}".rstrip()
 
     def lines(self, code: bytes, addr: int) -> list[str]:
-        """One line an instruction: address, bytes, mnemonic and operands."""
+        """Return one line per instruction: address, bytes, mnemonic and operands."""
         return [
             f"{at:#x}: {code[at - addr : at - addr + size].hex(' '):<{self._width}} {text}"
             for at, size, text in self.insns(code, addr)

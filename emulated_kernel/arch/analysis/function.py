@@ -1,4 +1,4 @@
-"""What a verdict is computed from: a function's bytes, the tables about it, and text that others patch."""
+"""Input of the probe checks: a function's bytes, its table entries, and the text that other users patch."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ _EMPTY_RANGE = range(0)
 
 @dataclass(frozen=True, slots=True)
 class PatchSite:
-    """A piece of text that somebody else patches."""
+    """A piece of text that another subsystem patches."""
 
     addr: int
     size: int
 
     def overlaps(self, first: int, last: int) -> bool:
-        """Whether a byte of it lies in first..last, both inclusive."""
+        """Return True if any byte of the site lies in first..last, both inclusive."""
         return self.addr <= last and self.addr + self.size > first
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A symbol of the text and all table entries inside it; addresses are absolute.
+    """A text symbol and all table entries inside it; addresses are absolute.
 
-    `size` is kallsyms' size, so padding up to the next symbol belongs to it.
+    `size` is the size in kallsyms, so it includes padding up to the next symbol.
     """
 
     name: str
     addr: int
     size: int
     code: bytes
-    """The text in memory without any probe; shorter than `size` where it couldn't be read."""
+    """The text in memory without any probe; shorter than `size` if part of it couldn't be read."""
     fentry_sites: tuple[PatchSite, ...] = ()
-    """ftrace's mcount locations."""
+    """The function's mcount locations."""
     exception_entries: frozenset[int] = frozenset()
     """Instructions that have a fixup in __ex_table."""
     bug_entries: frozenset[int] = frozenset()
-    """The trap instructions of __bug_table."""
+    """The trap instructions listed in __bug_table."""
     jump_labels: tuple[PatchSite, ...] = ()
     static_calls: tuple[PatchSite, ...] = ()
 
     @property
     def end(self) -> int:
-        """Address of the first byte behind it."""
+        """Address of the first byte after the function."""
         return self.addr + self.size
 
 
 @dataclass(frozen=True, slots=True)
 class TextLayout:
-    """Address ranges of the kernel that rules refer to."""
+    """Address ranges of the kernel that the probe checks refer to."""
 
     text: range = _EMPTY_RANGE
-    """_stext.._etext."""
+    """Kernel text, from _stext to _etext."""
     entry_text: range = _EMPTY_RANGE
     thunks: range = _EMPTY_RANGE
-    """Indirect- and return-thunks; its end counts as inside, as Linux compares."""
+    """The indirect and return thunks; the end address counts as inside, as in Linux's comparison."""
 
 
 def reserved_range(function: Function, first: int, last: int) -> Rejection | None:
-    """What is in the way of a jump over first..last, both inclusive.
+    """Return the rejection if a patch site overlaps first..last, both inclusive; None if there is none.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1), its last lines.
     """

@@ -1,4 +1,4 @@
-"""Why a probe is refused, or isn't in the best mode: a rule, and the address where it bites."""
+"""Rejections: why a probe can't be registered or isn't optimized, with the address that breaks the rule."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class RejectSubject(Enum):
-    """What is to blame at a finding's address."""
+    """Kind of object that a rejection names at its address."""
 
     INSN = auto()
     REGISTER = auto()
-    """None is free there."""
+    """The rejection names a register that isn't free at the address."""
 
 
 class RejectReason(Enum):
-    """The rules, in the words of the `reason` file."""
+    """Rules that reject or limit a probe; the values are texts of the `reason` file."""
 
-    # An enum's own is Python: millions of instructions are counted by reason.
+    # Enum's own __hash__ is Python code and too slow: coverage counts millions of instructions by reason.
     __hash__ = object.__hash__
     errno: int
-    """What registering a probe returns; 0: it is registered all the same."""
+    """Errno of registering the probe; 0 if the probe is registered, but not optimized."""
     about: RejectSubject | None
 
     def __new__(cls, text: str, errno: int = 0, about: RejectSubject | None = None) -> Self:
@@ -92,21 +92,21 @@ class RejectReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A rule that holds, and where."""
+    """A rule that a probe breaks, and the address that breaks it."""
 
     reason: RejectReason
     addr: int
     blamed: Callable[[int], str] | None = field(default=None, compare=False, repr=False)
-    """Tells what its reason is about at an address."""
+    """Return the text of the instruction or register to blame at an address."""
 
     @property
     def errno(self) -> int:
-        """0 if the probe is registered all the same."""
+        """Errno of registering the probe; 0 if it is registered, but not optimized."""
         return self.reason.errno
 
     @property
     def text(self) -> str:
-        """One line, as in the `reason` file."""
+        """The rejection in one line, as in the `reason` file."""
         told = f"{self.addr:#x}: {self.reason.value}"
         return told if self.blamed is None else f"{told}: {self.blamed(self.addr)}"
 

@@ -1,4 +1,4 @@
-"""What a function has on its stack in front of each instruction, so that its caller is found from there."""
+"""Stack frames of a function before each instruction, used to find the caller from any address."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from typing import Any
 
 from emulated_kernel.util.fast_dataclass import dataclass
 
-CFA, ALIGNED, IP = "cfa", "aligned", "ip"
-"""Bases of values: the caller's stack pointer; the function's own after it was aligned, by an unknown number
-of bytes; where the function goes on when it returns."""
+CFA = "cfa"
+"""Base of values: the caller's stack pointer."""
+ALIGNED = "aligned"
+"""Base of values: the function's own stack pointer after an alignment by an unknown number of bytes."""
+IP = "ip"
+"""Base of values: the address that the function returns to."""
 Value = tuple[str, int]
-"""A base, or a register as it was at the function's entry, and what was added to it."""
+"""A base and an offset added to it. A register name as the base means its value at the function's entry."""
 _Regs = tuple[tuple[str, Value], ...]
 _Slots = tuple[tuple[Value, Value], ...]
 
 
 class Flow(Enum):
-    """Where control goes from an instruction."""
+    """Where control goes after an instruction."""
 
     NEXT = auto()
     BRANCH = auto()
-    """To its target or behind it."""
+    """Control goes to the target or to the next instruction."""
     JUMP = auto()
     CALL = auto()
-    """Behind it, if what is called returns."""
+    """Control goes to the next instruction if the called function returns."""
     TRAP = auto()
-    """Behind it, if it was a warning alone."""
+    """Control goes to the next instruction if the trap was only a warning."""
     INDIRECT = auto()
-    """Anywhere: into a table of this function, or to another one as its last act."""
+    """Control goes to an unknown address, through a jump table or by a tail call."""
     RETURN = auto()
 
 
 class Frame:
-    """What registers and stack slots are known to hold at one place."""
+    """Known contents of registers and stack slots at one address."""
 
     __slots__ = ("regs", "slots")
 
@@ -44,11 +47,11 @@ class Frame:
         self.slots = dict(slots)
 
     def copied(self) -> Frame:
-        """One to be changed."""
+        """Return a copy that the caller may modify."""
         return Frame(self.regs, self.slots)
 
     def meet(self, other: Frame) -> bool:
-        """Keep what both know; whether this one has known more."""
+        """Keep only facts that both frames share; return True if this frame lost any."""
         regs = dict(self.regs.items() & other.regs.items())
         slots = dict(self.slots.items() & other.slots.items())
         changed = len(regs) != len(self.regs) or len(slots) != len(self.slots)
@@ -57,32 +60,32 @@ class Frame:
         return changed
 
     def at(self, register: str, offset: int = 0) -> Value | None:
-        """The address that lies `offset` above a register's value, if it is on the stack."""
+        """Return the stack address `offset` bytes above a register's value; None if it isn't on the stack."""
         base, distance = self.regs.get(register, ("", 0))
         return (base, distance + offset) if base in (CFA, ALIGNED) else None
 
     def set(self, register: str, value: Value | None) -> None:
-        """It holds that now; None: nobody knows."""
+        """Set a register's value; None means unknown."""
         if value is None:
             self.regs.pop(register, None)
         else:
             self.regs[register] = value
 
     def forget(self, registers: Iterable[str]) -> None:
-        """Nobody knows what they hold."""
+        """Mark the values of registers as unknown."""
         for register in registers:
             self.regs.pop(register, None)
 
     def add(self, register: str, source: str, offset: int) -> None:
-        """A sum; without an offset, a copy."""
+        """Set `register` to `source` plus `offset`; with offset 0 this is a copy of any known value."""
         self.set(register, self.at(source, offset) if offset else self.regs.get(source))
 
     def load(self, register: str, place: Value | None) -> None:
-        """A word from a place on the stack."""
+        """Load a register from a stack slot."""
         self.set(register, None if place is None else self.slots.get(place))
 
     def store(self, place: Value | None, value: Value | None, size: int, word: int) -> None:
-        """`size` bytes to a place on the stack; elsewhere lies nothing of interest."""
+        """Store `size` bytes to a stack slot. Stores elsewhere (`place` None) are ignored."""
         if place is None:
             return
         base, offset = place
@@ -92,44 +95,49 @@ class Frame:
             self.slots[place] = value
 
     def drop_below(self, stack_pointer: str) -> None:
-        """Forget what the next interrupt overwrites."""
+        """Drop slots below the stack pointer: the next interrupt overwrites them."""
         top = self.at(stack_pointer)
         if top is not None:
             self.slots = {at: v for at, v in self.slots.items() if at[0] != top[0] or at[1] >= top[1]}
 
 
 def unchanged(_frame: Frame) -> None:
-    """What an instruction does to a frame that stays, or whose place one takes that looks the same."""
+    """Leave the frame unchanged.
+
+    This is also right for a function that switches to another stack with an identical frame.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FrameInsn:
-    """One instruction."""
+    """Effect of one instruction on the stack frame."""
 
     length: int
-    """Bytes."""
+    """Length in bytes."""
     effect: Callable[[Frame], None]
     flow: Flow = Flow.NEXT
     target: int | None = None
-    """Of a direct jump or branch, and of a call."""
+    """Address that a direct jump, branch or call goes to."""
 
 
 class FunctionFrames:
-    """A function's frames, by address.
+    """Frames of a function, by address.
 
-    As tuples that they share, for a kernel has thousands of functions.
+    They are stored as shared tuples, because a kernel has thousands of functions.
     """
 
     def __init__(self, frames: Mapping[int, Frame], by_interrupt: bool, exits: Mapping[int, Frame]) -> None:
-        """`by_interrupt`: it isn't called, and where it goes on to is no return address.
+        """Store the frames of a function.
 
-        `exits`: where jumps leave the function with something on the stack: into its cold part.
+        `by_interrupt`: an interrupt entered the function, so the ip that it goes back to is no return
+        address. `exits`: target outside the function -> frame, for jumps taken with a non-empty stack, such
+        as to its cold part.
         """
         self.by_interrupt = by_interrupt
         self.exits = exits
         self._addresses: list[int] = []
         self._frames: list[tuple[_Regs, _Slots]] = []
-        """Each until the next address: most instructions change nothing."""
+        """Frames that each hold until the next address in `_addresses`: most instructions change nothing."""
         shared: dict[Any, Any] = {}
         for address in sorted(frames):
             frame = frames[address]
@@ -139,7 +147,7 @@ class FunctionFrames:
                 self._frames.append(shared.setdefault(kept, kept))
 
     def at(self, address: int) -> Frame | None:
-        """In front of the instruction that the address lies in."""
+        """Return the frame before the instruction that contains `address`; None if it isn't known."""
         index = bisect_right(self._addresses, address) - 1
         if index < 0:
             return None
@@ -148,7 +156,7 @@ class FunctionFrames:
 
 
 def _tuple(table: Mapping[Any, Value], shared: dict[Any, Any]) -> Any:
-    """What it holds, in parts that are kept once."""
+    """Return the table as a tuple whose items are shared through `shared`."""
     items = tuple(shared.setdefault(item, item) for item in table.items())
     return shared.setdefault(items, items)
 
@@ -160,11 +168,12 @@ def find_frames(
     stack_pointer: str,
     by_interrupt: bool,
 ) -> FunctionFrames:
-    """The frames of a function that is entered at `entries`.
+    """Compute the frames of a function that is entered at `entries`.
 
-    `ways`: where an instruction leads besides, as by a fixup or a jump label. A call that never returns may
-    stand in front of anything: what is found behind it counts if nothing else leads there, and if something
-    turns out to, all begins again.
+    `ways`: address -> further targets of that instruction, such as a fixup or a jump label.
+
+    A call or trap may never return, so code after it counts only if nothing else leads there. If another path
+    with a different stack pointer is found, the call is recorded as a dead end and the search restarts.
     """
     dead_ends: set[int] = set()
     while True:
@@ -190,17 +199,20 @@ class _Search:
         self.frames = {at: frame.copied() for at, frame in entries.items()}
         self.exits: dict[int, Frame] = {}
         self._after: dict[int, int] = {}
-        """The call or trap that a place was reached by."""
+        """Address -> the call or trap after which it was reached."""
         self._pending = list(entries)
         self._behind: dict[Flow, list[tuple[int, int, Frame]]] = {Flow.CALL: [], Flow.TRAP: []}
-        """What control may come to behind calls and traps; the surer is followed first."""
+        """Pending continuations after calls and traps.
+
+        Calls are followed first, as they are more likely to return.
+        """
         self._guessed: set[int] = set()
-        """What nothing was seen to lead to, as padding."""
+        """Addresses that no known path reaches, such as padding."""
         self._jumped: Frame | None = None
-        """In front of an indirect jump."""
+        """Frame before the latest indirect jump."""
 
     def run(self) -> bool:
-        """False: a call turned out to be a dead end."""
+        """Run the search; return False if a call or trap turned out to be a dead end."""
         while True:
             while self._pending:
                 at = self._pending.pop()
@@ -271,7 +283,7 @@ class _Search:
             self._pending.append(to)
 
     def _guess(self) -> bool:
-        """What nothing leads to is in a table that an indirect jump goes by."""
+        """Continue with unreached code, assuming that an indirect jump leads there through a table."""
         if self._jumped is None:
             return False
         at = next((at for at in self._insns if at not in self.frames), None)

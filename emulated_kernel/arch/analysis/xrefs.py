@@ -1,4 +1,4 @@
-"""Ways into a region that the function around it doesn't show: foreign branches, tables, fixups, labels."""
+"""References into a region from outside its function: foreign branches, pointers, fixups, jump labels."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 
 IsInsn = Callable[[Symbol, int], bool]
-"""Whether an instruction of the function starts at the address."""
+"""(function, address) -> whether an instruction of the function starts there."""
 
 PossibleBranches = Callable[[int, bytes], Iterator[tuple[int, int]]]
-"""Target and source of what looks like a direct branch in code at an address, wherever instructions begin."""
+"""(address, code) -> (target, source) of each bit pattern that looks like a direct branch.
+
+Patterns may start at any byte, in the middle of an instruction too.
+"""
 
 
 _PART_BITS = 16
 _PART_MASK = (1 << _PART_BITS) - 1
 Ways = tuple["array[int]", "array[int]"]
-"""Targets by their distance from a part's start, and the way from each to its source."""
+"""Target offsets within one 64 KiB part of the text, and the distance from each target to its source."""
 _NONE: Ways = array("H"), array("q")
 
 
 class XrefIndex:
-    """Ways by target: of a million of them those into 64 KiB are sorted when they are asked for."""
+    """References ordered by target. Each 64 KiB part is sorted on first use, since there can be a million."""
 
     def __init__(self, ways: Iterable[tuple[int, int]], distance: str = "q") -> None:
-        """`ways`: target and source of each, no further from each other than that type of array holds."""
+        """Index `ways`, pairs of target and source.
+
+        `distance` is the array type code for the distance between the two.
+        """
         targets: defaultdict[int, array[int]] = defaultdict(lambda: array("H"))
         sources: defaultdict[int, array[int]] = defaultdict(lambda: array(distance))
         for target, source in ways:
@@ -41,11 +47,11 @@ class XrefIndex:
         self._sorted: dict[int, Ways] = {}
 
     def into(self, region: range) -> list[int]:
-        """The sources of the ways into a region, by target."""
+        """Return the sources of all references into a region, ordered by target."""
         return [source for _, source in self.pairs(region)]
 
     def pairs(self, region: range) -> list[tuple[int, int]]:
-        """Target and source of each way into a region."""
+        """Return the target and source of each reference into a region."""
         found: list[tuple[int, int]] = []
         for part in range(region.start >> _PART_BITS, (region.stop >> _PART_BITS) + 1):
             base = part << _PART_BITS
@@ -69,7 +75,7 @@ class XrefIndex:
 
 
 class CodeXrefs:
-    """All of an image; each kind is searched when it is first asked for."""
+    """All references of an image. Each kind is collected on first use."""
 
     def __init__(self, image: ProbedTables, bits: int, possible_branches: PossibleBranches) -> None:
         self._image = image
@@ -77,31 +83,34 @@ class CodeXrefs:
         self._possible_branches = possible_branches
 
     def tables_changed(self) -> None:
-        """A module came or went; what the kernel's own text has is left."""
+        """Drop the references that modules contribute. Call this after a module was loaded or unloaded."""
         for name in ("_labels", "_fixups", "_pointers", "_module_branches"):
             self.__dict__.pop(name, None)
 
     def targets(self, region: range) -> set[int]:
-        """Where labels, and what looks like a branch from outside, lead to in it."""
+        """Return the targets in `region` of jump labels and of possible branches from outside it."""
         branches = (*self._own_branches.pairs(region), *self._module_branches.pairs(region))
         found = {target for target, source in branches if source not in region}
         found.update(target for target, _ in self._labels.pairs(region))
         return found
 
     def label(self, region: range) -> Rejection | None:
-        """A jump label, on or off, that leads into the region."""
+        """Return a rejection if a jump label, enabled or disabled, leads into the region."""
         return _first(RejectReason.JUMP_LABEL_INTO_RANGE, self._labels.into(region))
 
     def fixup(self, region: range) -> Rejection | None:
-        """An instruction whose exception fixup lies in the region."""
+        """Return a rejection if an exception fixup lies in the region.
+
+        The rejection's address is the instruction that may fault.
+        """
         return _first(RejectReason.FIXUP_INTO_RANGE, self._fixups.into(region))
 
     def pointer(self, region: range) -> Rejection | None:
-        """A word of data that could be an address in the region: an entry of a jump table."""
+        """Return a rejection if a word of data could point into the region, such as a jump table entry."""
         return _first(RejectReason.POINTER_INTO_RANGE, self._pointers.into(region))
 
     def branch(self, region: range, symbol: Symbol, is_insn: IsInsn) -> Rejection | None:
-        """A branch into the region out of another function than `symbol`, as out of its cold part."""
+        """Return a rejection if a function other than `symbol`, such as its cold part, branches there."""
 
         def is_foreign(source: int) -> bool:
             where = self._image.kallsyms.lookup(source)
@@ -126,13 +135,16 @@ class CodeXrefs:
         return XrefIndex(way for piece in self._image.data for way in self._words(*piece) if way[0] in span)
 
     def _span(self) -> range:
-        """All text, and what is between its pieces."""
+        """Return the address range from the first to the last piece of text."""
         text = [range(*part) for part in self._image.text_ranges]
         return range(min(part.start for part in text), max(part.stop for part in text))
 
     @cached_property
     def _own_branches(self) -> XrefIndex:
-        """The kernel's own text doesn't branch to that of modules: it calls them by pointers."""
+        """Branches of the kernel's own text.
+
+        They stay within it, since it calls modules only through pointers.
+        """
         core, *_ = self._image.text_ranges
         return self._branches((core,), range(*core))
 
@@ -150,7 +162,7 @@ class CodeXrefs:
         )
 
     def _words(self, addr: int, data: bytes) -> Iterator[tuple[int, int]]:
-        """Each aligned word, and where it stands."""
+        """Iterate over the aligned words of `data`: value and address."""
         word = self._word
         words = memoryview(data[: len(data) // word * word]).cast("Q" if word == 8 else "I")
         return zip(words, range(addr, addr + len(data), word), strict=False)

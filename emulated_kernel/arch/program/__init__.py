@@ -1,5 +1,5 @@
-"""Handler programs: their ops, how they are built, and what their lowering shares between architectures.
+"""Handler programs: their ops, how they are built, and the architecture-independent part of lowering.
 
-builder.ProgramBuilder and ops.py are for who writes a handler, lowering.Lowering for an architecture.
-Values without a machine; no lock.
+Code that writes a handler uses ir.py and ir_builder.ProgramBuilder. Each architecture subclasses
+base_lowering.Lowering. Programs are plain values that need no machine and no lock.
 """

@@ -1,4 +1,4 @@
-"""Handlers written in assembly: their statements, and what an architecture's assembler makes of them."""
+"""Handlers written in assembly: parsing of their statements, and the interface of the assemblers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CELL_SIZE = 8
-"""Bytes of a cell, whatever a word has."""
+"""Size in bytes of a cell on every architecture."""
 _COMMENT = re.compile(r"#.*|//.*")
 _LABEL = re.compile(r"\s*([A-Za-z_.$][\w.$]*)\s*:")
 _STATEMENT = re.compile(r"[^;]+")
@@ -19,32 +19,32 @@ _STATEMENT = re.compile(r"[^;]+")
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Machine code that can stand anywhere: entered at its start, it falls off its end.
+    """Position-independent machine code. It is entered at its start and falls off its end.
 
-    Registers are pt_regs names. None of what it writes is sp, nor what leads to the CPU's own data.
+    Registers are pt_regs names. The code never writes sp, nor the register with the base of the per-CPU data.
     """
 
     code: bytes
     reads: frozenset[str]
-    """What has to be as it was at the hit."""
+    """Registers that must have their value at the hit when the code starts."""
     writes: frozenset[str]
     writes_flags: bool
     starts: tuple[int, ...]
-    """Offsets of its instructions, each of which may fault."""
+    """Offsets of the code's instructions, each of which may fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One instruction, as it was written, and where: lines and columns count from 1."""
+    """One instruction as written, with its position. Lines and columns count from 1."""
 
     text: str
     line: int
     column: int
     source: str = "code"
-    """What the whole text is called."""
+    """Name of the whole text in messages."""
 
     def refused(self, why: str) -> KernelError:
-        """What to raise where it can't be assembled."""
+        """Return the error to raise if the statement can't be assembled because of `why`."""
         return KernelError(
             EINVAL, f"{self.source}, line {self.line}, column {self.column}: {self.text!r}: {why}"
         )
@@ -52,17 +52,18 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """A handler's text, taken apart."""
+    """A parsed handler text."""
 
     statements: tuple[Statement, ...]
     labels: Mapping[str, int]
-    """The number of the statement that each stands in front of; one more than there are is the end."""
+    """Label -> index of the statement that it precedes; the number of statements stands for the end."""
 
     @classmethod
     def parse(cls, text: str, name: str = "code") -> SourceText:
-        """Statements end at `;` or with the line, comments begin with `#` or `//`; messages call it `name`.
+        """Parse a handler's text; error messages refer to it as `name`.
 
-        Raises: KernelError EINVAL (a label that there is already).
+        Statements end at `;` or at the end of the line, comments begin with `#` or `//`.
+        Raises: KernelError EINVAL (duplicate label).
         """
         statements: list[Statement] = []
         labels: dict[str, int] = {}
@@ -91,17 +92,20 @@ def _pieces(text: str, name: str) -> Iterator[Statement]:
 
 
 def cell_offset(statement: Statement, offset: int, size: int) -> int:
-    """An offset into a cell, of an access of `size` bytes. Raises: KernelError EINVAL (beyond it)."""
+    """Check an access of `size` bytes at `offset` in a cell, and return `offset`.
+
+    Raises: KernelError EINVAL (the access crosses the cell's end).
+    """
     if not 0 <= offset <= CELL_SIZE - size:
         raise statement.refused(f"a cell has {CELL_SIZE} bytes")
     return offset
 
 
 def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
-    """Mask of the registers that code has to be given: those that it may read before it has written them.
+    """Return the mask of the registers that code needs as input: those that it may read before writing them.
 
-    `effects`: of each instruction the masks of what it reads and of what it overwrites for certain, and
-    whether it jumps. What is written in front of the first jump is written on all ways.
+    `effects` holds for each instruction the mask of registers that it reads, the mask of registers that it
+    certainly overwrites, and whether it jumps. Only writes before the first jump happen on every path.
     """
     found = 0
     written = 0
@@ -115,15 +119,21 @@ def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
 
 
 class Assembler(ABC):
-    """From text to machine code, for one instruction set.
+    """Translates text to machine code for one instruction set.
 
-    A name in place of an address means a cell: 8 bytes of the CPU's own. Jumps lead to labels of the text.
+    A name in place of an address means a cell: 8 bytes of per-CPU data. Jumps lead to labels of the text.
     """
 
     @abstractmethod
     def cells(self, source: SourceText) -> tuple[str, ...]:
-        """The names of its cells, each once. Raises: KernelError EINVAL."""
+        """Return the names of the cells that the text uses, without duplicates.
+
+        Raises: KernelError EINVAL.
+        """
 
     @abstractmethod
     def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:
-        """`cells`: offset of each from the base of the CPU's own data. Raises: KernelError EINVAL."""
+        """Assemble the text. Raises: KernelError EINVAL.
+
+        `cells`: name -> offset from the base of the per-CPU data.
+        """

@@ -1,4 +1,4 @@
-"""The lowering of a program's ops to instructions, as far as all architectures do it alike."""
+"""Lowering of a program's ops to instructions: the part that all architectures share."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
 
 
 def registers_read(program: Program) -> frozenset[str]:
-    """The pt_regs names that a program asks for."""
+    """Return the pt_regs names of the registers that a program reads."""
     by_assembly = (op.assembly.reads for op in program if type(op) is ir.RunAssembly)
     return frozenset([op.name for op in program if type(op) is ir.GetRegister]).union(*by_assembly)
 
 
 def overwritten_by_assembly(program: Program) -> frozenset[str]:
-    """The pt_regs names of what is written by machine code that is part of a program."""
+    """Return the pt_regs names of the registers that a program's assembly writes."""
     written: frozenset[str] = frozenset()
     return written.union(*(op.assembly.writes for op in program if type(op) is ir.RunAssembly))
 
 
 def cost(name: str, live: Collection[str], reads: Collection[str]) -> int:
-    """Of using a register: none for one that is dead and that the program doesn't ask for."""
+    """Return the cost of using a register: 0 if it is dead and the program doesn't read it."""
     return 4 * (name in reads) + 2 * (name in live)
 
 
 class Assignment(dict[int, int]):
-    """Virtual registers to real ones, given out in an order when first asked for."""
+    """Virtual register -> real register, assigned on first use in a given order of preference."""
 
     def __init__(self, order: Sequence[int], overwritten: set[int]) -> None:
         self._order = order
         self.pinned: set[int] = set()
-        """Those that the program may not use, as it reads them."""
+        """Registers that can't be assigned because the program reads their value at the hit."""
         self.overwritten = overwritten
-        """Those that don't hold the probed code's value any more."""
+        """Registers that may no longer hold the probed code's value."""
 
     def __missing__(self, vreg: int) -> int:
         taken = self.values()
@@ -50,7 +50,10 @@ class Assignment(dict[int, int]):
 
 
 class Lowering(ABC):
-    """The ops' code in blocks, and what it needs of its surroundings. Each op has a method of its name."""
+    """Lowers ops to blocks of code, and records the registers and saved values that the code uses.
+
+    Each op has a method named after it.
+    """
 
     encoding: ClassVar[Encoding]
     _methods: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {}
@@ -62,23 +65,26 @@ class Lowering(ABC):
     def __init__(
         self, real: Assignment, constants: Mapping[str, int], breakpoint_: bytes, before_host: bytes
     ) -> None:
-        """`constants` are registers of known value; `before_host` is code in front of each host call."""
+        """Start with an empty block.
+
+        `constants`: pt_regs name -> known value. `before_host`: code to insert before each host call.
+        """
         self._real = real
         self._constants = constants
         self._breakpoint = breakpoint_
         self._before_host = before_host
         self.slots: set[int] = set()
-        """Numbers of what is read as it was at the hit."""
+        """Numbers of the saved values (registers at the hit) that the code reads."""
         self.blocks: list[Block] = []
         self._by_assembly: frozenset[int] = frozenset()
-        """What assembly writes to, which holds no probed code's value for certain."""
+        """Registers that assembly writes, so that they may not hold the probed code's value."""
         self._start(Block())
         self.labels: dict[int, int] = {}
-        """Numbers of labels to indices of blocks."""
+        """Label number -> block index."""
 
     @property
     def used(self) -> frozenset[int]:
-        """Registers that the program writes to."""
+        """Registers that the program writes."""
         return self._by_assembly.union(self._real.values())
 
     @abstractmethod
@@ -86,7 +92,7 @@ class Lowering(ABC):
 
     @abstractmethod
     def _read_register(self, dst: int, name: str) -> None:
-        """The value of a register at the hit."""
+        """Load the value that a register had at the hit."""
 
     def _lower(self, program: Program) -> None:
         methods = self._methods
@@ -100,7 +106,7 @@ class Lowering(ABC):
 
     @abstractmethod
     def _restore_for_assembly(self, name: str) -> None:
-        """Let a register have its value at the hit again, if it hasn't."""
+        """Give a register its value at the hit again, if it may have changed."""
 
     def _run_assembly(self, op: ir.RunAssembly) -> None:
         for name in sorted(op.assembly.reads):
@@ -141,10 +147,10 @@ def _method_name(op: type) -> str:
 def lay_out(
     body: Lowering, before: bytes, after: bytes, slots: Mapping[int, int], leave: bytes = b""
 ) -> HandlerCode:
-    """The code of the blocks that can be reached, entered at `before` and ending with `after`.
+    """Return the code of the reachable blocks; it starts with `before` and ends with `after`.
 
-    What the first block doesn't lead to by falling through and jumping stands in front of the entry.
-    `slots` are offsets from the stack pointer; `leave` ends blocks that go elsewhere.
+    Blocks that the first block reaches neither by falling through nor by an unconditional jump are placed
+    before the entry. `slots`: slot number -> offset from the stack pointer. `leave` ends blocks that leave.
     """
     layout = Layout(body.blocks, body.labels, body.encoding, leave)
     straight, behind = layout.chain(0)

@@ -1,4 +1,4 @@
-"""Order and addresses of generated blocks: the straight way falls through, the rest stands in front of it."""
+"""Layout of generated code: the main path falls through, all other blocks are placed before it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _NOWHERE = -1
 
 Patch = Callable[[bytearray, int, int], None]
-"""Fills in what is missing at an offset of the code: (code, offset, value)."""
+"""Fill in a missing value: (code, offset of the instruction or field, value)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What the layout has to know of an instruction set; sizes in bytes."""
+    """Encodings of an instruction set that the layout needs; sizes are in bytes."""
 
     jump: bytes
     """A jump without its target."""
     hole: int
-    """Where in it the target is missing."""
+    """Offset of the missing target in `jump`."""
     patch_jump: Patch
-    """The value is the offset of the jump's or branch's target."""
+    """Fill in the target of a jump or branch; the value is the target's offset in the code."""
     patch_slot: Patch
-    """The value is an offset from the stack pointer."""
+    """Fill in where a saved value is; the value depends on the architecture, such as an offset from sp."""
 
 
 class Block:
-    """Code that is run from its start on; behind it, it goes on at `next_label`, or in the next block.
+    """Straight-line code with the references in it that are still to be filled in.
 
-    Offsets are in bytes from the block's start.
+    After its end, control continues at `next_label`, or in the next block if that is None. Offsets are in
+    bytes from the block's start.
     """
 
     __slots__ = ("accesses", "code", "host_calls", "is_label", "jumps", "leaves", "next_label", "slots")
@@ -40,19 +41,19 @@ class Block:
         self.is_label = is_label
         self.next_label: int | None = None
         self.leaves = False
-        """It goes elsewhere at its end."""
+        """Whether the block's end leaves the program."""
         self.jumps: list[tuple[int, int]] = []
-        """Where a target is missing, and the label that it is."""
+        """Offset of a missing jump target, and number of the label to jump to."""
         self.host_calls: list[tuple[int, int, int]] = []
-        """Offset of the trap, number, label."""
+        """Offset of the trap, number of the host call, number of the label."""
         self.accesses: list[tuple[int, int]] = []
-        """Instructions that may fault, and the label for that."""
+        """Offset of an instruction that may fault, and number of the label to continue at."""
         self.slots: list[tuple[int, int]] = []
-        """Position of each offset from the stack pointer yet to be filled in, and the number of its slot."""
+        """Offset where the location of a saved value is to be filled in, and number of that value's slot."""
 
 
 class Layout:
-    """Code under construction; blocks are called by their indices, the end of all by one more."""
+    """Code under construction. Blocks are identified by index; the number of blocks stands for the end."""
 
     def __init__(
         self, blocks: Sequence[Block], labels: Mapping[int, int], encoding: Encoding, leave: bytes
@@ -64,13 +65,16 @@ class Layout:
         self.end = len(blocks)
         self.code = bytearray()
         self.starts: dict[int, int] = {}
-        """Offset of each block that is in the code."""
+        """Index of a placed block -> its offset in the code."""
         self._chained: set[int] = set()
         self._jumps: list[tuple[int, int]] = []
-        """Where a target is missing, and the block that it is."""
+        """Offset of a missing jump target, and index of the block to jump to."""
 
     def chain(self, index: int) -> tuple[list[int], int]:
-        """Blocks that can follow one another from one on, and where the last one goes on, or _NOWHERE."""
+        """Return the chain of blocks that starts with `index`, and the block where its last one continues.
+
+        The second value is _NOWHERE if the last block leaves the program.
+        """
         chain = []
         while index != self.end and index not in self._chained:
             self._chained.add(index)
@@ -82,13 +86,13 @@ class Layout:
         return chain, index
 
     def others(self) -> Iterator[int]:
-        """Blocks that may be jumped to and are in no chain yet."""
+        """Iterate over blocks that may be jumped to and are not placed yet."""
         for index, block in enumerate(self._blocks):
             if block.is_label and index not in self._chained:
                 yield index
 
     def put(self, chain: Sequence[int]) -> None:
-        """Append blocks."""
+        """Append the blocks of a chain."""
         for index in chain:
             self.starts[index] = len(self.code)
             self.code += self._blocks[index].code
@@ -96,14 +100,14 @@ class Layout:
                 self.code += self._leave
 
     def jump(self, target: int) -> None:
-        """Append a jump to a block."""
+        """Append a jump to a block; append nothing for _NOWHERE."""
         if target == _NOWHERE:
             return
         self._jumps.append((len(self.code) + self._encoding.hole, target))
         self.code += self._encoding.jump
 
     def link(self, entry: int, slots: Mapping[int, int]) -> HandlerCode:
-        """Fill in what is missing; find addresses of what else refers to labels."""
+        """Fill in all missing targets and slots, and return the code with its host calls and fixups."""
         starts = self.starts
         labels = self._labels
         code = self.code

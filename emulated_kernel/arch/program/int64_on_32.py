@@ -1,4 +1,4 @@
-"""Numbers of 8 bytes where a word has 4: shifts and comparisons of two virtual registers."""
+"""64-bit arithmetic on 32-bit architectures: shifts and comparisons of two virtual registers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONE_OF_BOTH = {
     Condition.ANY_BIT: (Condition.ANY_BIT, True),
     Condition.NO_BIT: (Condition.ANY_BIT, False),
 }
-"""What it takes that one pair of words decides, and whether that is for the condition."""
+"""Condition -> comparison that decides it for either half, and the whole condition's value if that holds."""
 _ORDER = {
     Condition.BELOW: (Condition.BELOW, Condition.BELOW),
     Condition.BELOW_EQ: (Condition.BELOW, Condition.BELOW_EQ),
@@ -33,16 +33,16 @@ _ORDER = {
     Condition.GREATER: (Condition.GREATER, Condition.ABOVE),
     Condition.GREATER_EQ: (Condition.GREATER, Condition.ABOVE_EQ),
 }
-"""Between the upper words, and between the lower ones if those are equal."""
+"""Condition -> comparison of the upper halves, and of the lower halves if the upper ones are equal."""
 
 
 def shift_left(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
-    """high:low <<= count, 0 to 63 bits; `spare` is overwritten."""
+    """Emit high:low <<= count for a count of 0 to 63; `spare` is overwritten."""
     _shift(builder, Arithmetic.SHL, Arithmetic.SHR, low, high, spare, count)
 
 
 def shift_right(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
-    """high:low >>= count, 0 to 63 bits, filled up with zeros; `spare` is overwritten."""
+    """Emit high:low >>= count, filling with zeros, for a count of 0 to 63; `spare` is overwritten."""
     _shift(builder, Arithmetic.SHR, Arithmetic.SHL, high, low, spare, count)
 
 
@@ -55,7 +55,7 @@ def _shift(
     spare: int,
     count: int,
 ) -> None:
-    """Bits go from `source` to `sink`; `away` is the direction, `back` the other one."""
+    """Move bits from `source` to `sink`; `away` is the direction of the shift, `back` the opposite one."""
     if count >= WORD_BITS:
         builder.emit(
             Move(sink, source), ComputeImmediate(away, sink, count - WORD_BITS), SetImmediate(source, 0)
@@ -73,7 +73,10 @@ def _shift(
 def branch_long(
     builder: ProgramBuilder, condition: Condition, low: int, high: int, spare: int, value: int, label: Label
 ) -> None:
-    """Go to `label` if high:low compares so with the low 64 bits of a number; `spare` is overwritten."""
+    """Emit a branch to `label`, taken if `condition` holds for high:low and `value` (64 bits).
+
+    The program overwrites `spare`.
+    """
     upper = value >> WORD_BITS
     lower = value
     otherwise = builder.label()

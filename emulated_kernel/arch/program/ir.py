@@ -1,7 +1,7 @@
-"""Handler programs: what a probe does at a hit, for guest code to be made of it.
+"""Handler programs: the actions of a probe's handlers, from which guest code is generated.
 
-A program is a list of ops on a few virtual registers of the probed kernel's word size. An architecture's
-code generator gives them real ones, saves what the probed code still needs, and restores it.
+A program is a list of ops on a few virtual registers of the guest's word size. An architecture's code
+generator assigns real registers, saves those that the probed code still needs, and restores them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from emulated_kernel.arch.program.asm_source import Assembly
 from emulated_kernel.util.fast_dataclass import dataclass
 
 NR_VREGS = 7
-"""Virtual registers are numbered 0 to 6; each holds a word, undefined before it is first set.
+"""Number of virtual registers, called 0 to 6; each holds a word and is undefined before its first write.
 
-Where a word has 4 bytes, ops on 8 take two of them: one more for the `high` half.
+If a word has 4 bytes, ops on 8 bytes use two registers: the second one is the `high` half.
 """
 
 
 class Condition(Enum):
-    """Comparisons of words; the signed ones take both as two's complement."""
+    """Comparisons of words. LESS and GREATER interpret both operands as two's complement."""
 
     EQ = auto()
     NE = auto()
@@ -38,7 +38,7 @@ class Condition(Enum):
 
 
 class Arithmetic(Enum):
-    """Two-operand arithmetic; results are cut to a word."""
+    """Two-operand arithmetic; results are truncated to a word."""
 
     ADD = auto()
     SUB = auto()
@@ -52,21 +52,21 @@ class Arithmetic(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A place to go to; unique by identity of its number within a program."""
+    """A jump target; its number is unique within a program."""
 
     number: int
 
 
 @dataclass_transform(frozen_default=True)
 class Op:
-    """One op. Each kind of them is a frozen dataclass below this one, and a method of every Lowering."""
+    """Base class of all ops. Each subclass becomes a frozen dataclass and has a method in every Lowering."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
 
 
 class SetImmediate(Op):
-    """dst = value, cut to a word."""
+    """dst = value, truncated to a word."""
 
     dst: int
     value: int
@@ -80,23 +80,23 @@ class Move(Op):
 
 
 class GetRegister(Op):
-    """dst = a register of the probed code as it was at the hit; pt_regs name, `sp` and `flags` too."""
+    """dst = the value of a register at the hit; `name` is a pt_regs name, including `sp` and `flags`."""
 
     dst: int
     name: str
 
 
 class SetRegister(Op):
-    """A register of the probed code = src: where there is a link register, that one alone."""
+    """A register of the probed code = src. Only for a link register."""
 
     name: str
     src: int
 
 
 class Load(Op):
-    """dst = `size` bytes at base + offset, extended by zeros or by the sign.
+    """dst = `size` bytes at base + offset, zero-extended or sign-extended.
 
-    `on_fault`: where to go when memory faults; without it the access can't fault.
+    `on_fault`: where control goes if the access faults; None if it can't fault.
     """
 
     dst: int
@@ -108,7 +108,7 @@ class Load(Op):
 
 
 class Store(Op):
-    """The low `size` bytes of src at base + offset; can't fault."""
+    """Store the low `size` bytes of src at base + offset; the access can't fault."""
 
     base: int
     offset: int
@@ -117,7 +117,10 @@ class Store(Op):
 
 
 class StoreImmediate(Op):
-    """The low `size` bytes of a number at base + offset; can't fault. 8 bytes are stored on 32 bits too."""
+    """Store `size` bytes of a constant at base + offset; the access can't fault.
+
+    A size of 8 works on 32-bit architectures too.
+    """
 
     base: int
     offset: int
@@ -126,7 +129,7 @@ class StoreImmediate(Op):
 
 
 class LoadAbsolute(Op):
-    """dst = `size` bytes at an absolute address, extended by zeros."""
+    """dst = `size` bytes at an absolute address, zero-extended."""
 
     dst: int
     address: int
@@ -134,14 +137,14 @@ class LoadAbsolute(Op):
 
 
 class AddToAbsolute(Op):
-    """Add a small number to the 8 bytes at an absolute address; no other CPU's addition gets lost."""
+    """Add a small constant atomically to the 8 bytes at an absolute address."""
 
     address: int
     value: int
 
 
 class LoadPerCpu(Op):
-    """dst = `size` bytes of the CPU's own data, at an offset from its base, extended by zeros."""
+    """dst = `size` bytes of per-CPU data at `offset`, zero-extended."""
 
     dst: int
     offset: int
@@ -149,7 +152,7 @@ class LoadPerCpu(Op):
 
 
 class StorePerCpu(Op):
-    """The low `size` bytes of src into the CPU's own data."""
+    """Store the low `size` bytes of src in per-CPU data."""
 
     offset: int
     src: int
@@ -157,7 +160,7 @@ class StorePerCpu(Op):
 
 
 class AddToPerCpu(Op):
-    """Add a small number to `size` bytes of the CPU's own data; 8 bytes on 32 bits too."""
+    """Add a small constant to `size` bytes of per-CPU data; 8 bytes work on 32-bit architectures too."""
 
     offset: int
     value: int
@@ -165,14 +168,14 @@ class AddToPerCpu(Op):
 
 
 class IncreasePerCpu(Op):
-    """Add a word, unsigned, to 8 bytes of the CPU's own data."""
+    """Add a word, unsigned, to 8 bytes of per-CPU data."""
 
     offset: int
     src: int
 
 
 class ComputePerCpu(Op):
-    """dst = dst op a word of the CPU's own data, op being ADD or SUB; with `high` two words op 8 bytes."""
+    """dst = dst op a word of per-CPU data, where op is ADD or SUB; with `high`, the operands have 8 bytes."""
 
     op: Arithmetic
     dst: int
@@ -181,9 +184,9 @@ class ComputePerCpu(Op):
 
 
 class AddAndFetch(Op):
-    """Add a small number to the 8 bytes at an absolute address, and have the sum in dst and `high`.
+    """Add a small constant atomically to the 8 bytes at an absolute address.
 
-    No other CPU's access comes in between.
+    `dst` receives the sum. On 32-bit architectures, `high` receives its upper half.
     """
 
     dst: int
@@ -193,7 +196,7 @@ class AddAndFetch(Op):
 
 
 class Compute(Op):
-    """dst = dst op src; a shift's count is below the word's bits."""
+    """dst = dst op src; a shift count is less than the word's bits."""
 
     op: Arithmetic
     dst: int
@@ -201,7 +204,7 @@ class Compute(Op):
 
 
 class ComputeImmediate(Op):
-    """dst = dst op value; value fits 32 bits signed, shift counts are below the word's bits."""
+    """dst = dst op value; value fits in 32 signed bits, and a shift count is less than the word's bits."""
 
     op: Arithmetic
     dst: int
@@ -216,9 +219,9 @@ class Multiply(Op):
 
 
 class CompareExchange(Op):
-    """If the word at base + offset is `expected`, it becomes `new`, at once for all CPUs; can't fault.
+    """If the word at base + offset equals `expected`, replace it by `new` atomically; the access can't fault.
 
-    Else `expected` is set to that word, and the program goes on at the label.
+    Otherwise set `expected` to the word in memory and go to the label.
     """
 
     base: int
@@ -229,7 +232,7 @@ class CompareExchange(Op):
 
 
 class FetchAdd(Op):
-    """Add a register to the word at base + offset, at once for all CPUs; it becomes what was there."""
+    """Add a register atomically to the word at base + offset; the register receives the old word."""
 
     base: int
     offset: int
@@ -237,7 +240,7 @@ class FetchAdd(Op):
 
 
 class Place(Op):
-    """Defines where a label stands."""
+    """Define the position of a label."""
 
     label: Label
 
@@ -258,7 +261,7 @@ class Branch(Op):
 
 
 class BranchImmediate(Op):
-    """Go to a label if `left condition value` holds; value fits 32 bits signed."""
+    """Go to a label if `left condition value` holds; value fits in 32 signed bits."""
 
     condition: Condition
     left: int
@@ -267,9 +270,9 @@ class BranchImmediate(Op):
 
 
 class BranchPerCpu(Op):
-    """Go to a label if `size` bytes of the CPU's own data compare so with the low `size` of a number.
+    """Go to a label if `condition` holds for `size` bytes of per-CPU data and the low bytes of a value.
 
-    The value fits 32 bits signed; at most a word is compared.
+    The value fits in 32 signed bits; `size` is at most a word.
     """
 
     condition: Condition
@@ -280,10 +283,10 @@ class BranchPerCpu(Op):
 
 
 class CallHost(Op):
-    """Let the host do something: a breakpoint, named by `number` to who made the program.
+    """Call the host through a breakpoint; `number` identifies the action to the creator of the program.
 
-    The host may read and write memory. It says whether to go on behind the op, or at `label`.
-    Virtual registers keep their values.
+    The host may read and write memory. Its answer selects whether control continues after the op or at the
+    label. Virtual registers keep their values.
     """
 
     number: int
@@ -291,9 +294,10 @@ class CallHost(Op):
 
 
 class RunAssembly(Op):
-    """Run machine code on the registers of the probed code, as they were at the hit, or go to the label.
+    """Run machine code on the registers of the probed code as they were at the hit.
 
-    It does that where it faults. Virtual registers are undefined behind it and at the label.
+    If the code faults, control goes to the label. All virtual registers are undefined after the op and at the
+    label.
     """
 
     assembly: Assembly
@@ -301,21 +305,22 @@ class RunAssembly(Op):
 
 
 class JumpTo(Op):
-    """Leave the program for code at an address, with the registers that the program was entered with.
+    """Leave the program for the code whose address a virtual register holds.
 
-    In a frame, it stays on the stack: code made for the frame goes on.
+    The registers are restored first. If the program runs in a register frame, the frame stays on the stack,
+    and code that was made for such a frame continues.
     """
 
     address: int
 
 
 Program = tuple[Op, ...]
-"""Ends by falling off its last op. What stands behind a Jump that nothing falls into is out of line."""
+"""A sequence of ops that ends by falling off the last one. Ops after a Jump run only from a label."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """Where a CallHost of generated code traps, and its label; offsets in bytes from the code's start."""
+    """A CallHost in generated code: its trap and its label, as offsets in bytes from the code's start."""
 
     number: int
     trap: int
@@ -324,7 +329,7 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class Fixup:
-    """An access that may fault, and where the CPU goes on then; offsets in bytes from the code's start."""
+    """An access that may fault, and where control then goes; offsets in bytes from the code's start."""
 
     access: int
     target: int
@@ -332,13 +337,13 @@ class Fixup:
 
 @dataclass(frozen=True, slots=True)
 class HandlerCode:
-    """Saving of registers, a program, and restoring; it can stand anywhere.
+    """Position-independent code that saves registers, runs a program, and restores the registers.
 
-    Entered with the registers of the probed code; it falls off its end with them, as far as they are live.
+    It is entered with the registers of the probed code, and falls off its end with the live ones unchanged.
     """
 
     code: bytes
     entry: int
-    """Offset of the first instruction; what lies before is out of line."""
+    """Offset of the first instruction to run; the code before it is out of line."""
     host_calls: tuple[HostCall, ...]
     fixups: tuple[Fixup, ...]

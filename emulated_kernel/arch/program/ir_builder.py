@@ -1,4 +1,4 @@
-"""Builds handler programs: the usual way through straight on, everything else out of line behind it."""
+"""Builder of handler programs: the common path is straight-line code, rare paths are placed after it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from enum import Enum, auto
 from emulated_kernel.arch.program.ir import CallHost, Jump, Label, Op, Place, Program
 
 HostAction = Callable[[], bool]
-"""What the host does for a CallHost: True goes on behind it, False at its label."""
+"""Action of the host for a CallHost. True continues after the op, False at its label."""
 
 
 class EntryKind(Enum):
-    """How a hit comes to a handler program."""
+    """How control enters a handler program."""
 
     BREAKPOINT = auto()
-    """By a breakpoint, whose trap was handled and sent on."""
+    """By a breakpoint, whose trap handler redirected control."""
     JUMP = auto()
-    """By the jump of an optimized probe: nothing was trapped."""
+    """By the jump of an optimized probe, without a trap."""
     CALL = auto()
-    """By a call from the probed place, whose return address is on the stack."""
+    """By a call at the probed address; the return address is on the stack."""
     RETURN = auto()
-    """By the return trampoline: sp is at the word that is returned to in the end, the real one already."""
+    """By the return trampoline; sp points at the word that holds the real return address."""
 
 
 class ProgramBuilder:
-    """Collects the ops of all handlers of an address; labels and host calls are numbered through."""
+    """Collects the ops of all handlers at an address. Labels and host calls are numbered consecutively."""
 
     def __init__(self) -> None:
         self._hot: list[Op] = []
@@ -34,26 +34,26 @@ class ProgramBuilder:
         self._into = self._hot
         self._labels = 0
         self.actions: list[HostAction] = []
-        """By CallHost.number."""
+        """Actions of the host calls, indexed by CallHost.number."""
 
     def label(self) -> Label:
-        """A place that isn't placed yet."""
+        """Return a new label that has no position yet."""
         self._labels += 1
         return Label(self._labels)
 
     def emit(self, *ops: Op) -> None:
-        """Append ops where the program is now."""
+        """Append ops at the current position."""
         self._into += ops
 
     def place(self, label: Label) -> None:
-        """Define a label here."""
+        """Define the position of a label as the current one."""
         self._into.append(Place(label))
 
     @contextmanager
     def out_of_line(self) -> Iterator[Label]:
-        """What is emitted within stands behind the program, at the label; it must end in a jump.
+        """Place the ops emitted in this context after the main program, at the label that is returned.
 
-        Within such a part, another one is put behind it.
+        They must end in a jump. Contexts may be nested: the ops of an inner one are also placed separately.
         """
         outer = self._into
         self._into = []
@@ -66,12 +66,12 @@ class ProgramBuilder:
             self._into = outer
 
     def call_host(self, action: HostAction, on_false: Label) -> None:
-        """Let the host do something, and go on at `on_false` if it says so."""
+        """Emit a host call that continues at `on_false` if the action returns False."""
         self.emit(CallHost(len(self.actions), on_false))
         self.actions.append(action)
 
     def program(self) -> Program:
-        """All of it. Nothing may be added afterwards."""
+        """Return the complete program. Nothing may be emitted afterwards."""
         assert self._into is self._hot, "within a part out of line"
         if not self._cold:
             return tuple(self._hot)

@@ -1,5 +1,5 @@
-"""riscv64: decoding, verdicts, out-of-line execution.
+"""RISC-V: instruction decoding, probe checks, out-of-line execution, code generation.
 
-From outside: RISCV64 and RISCV64I of arch.py; analyses without a kernel take verdict.py too. It takes no
-lock, as all of arch.
+Other layers use RISCV64 and RISCV64I of arch.py through the hooks of Arch. Code that analyses text without a
+kernel also uses probe_checks.py. As in all of arch, no module takes a lock.
 """

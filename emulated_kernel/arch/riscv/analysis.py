@@ -1,4 +1,4 @@
-"""One pass over a function: its instructions, what forbids jump optimization in it, and free registers."""
+"""Analysis of a function in one pass: instructions, hazards for jump optimization, and free registers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from emulated_kernel.arch.riscv.insn import (
 )
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
-"""Of an instruction in the exception table: its fixup goes on elsewhere."""
+"""Effect of an instruction in the exception table: its fixup continues elsewhere."""
 _ON = Control(falls_through=True)
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
@@ -45,13 +45,13 @@ _LOAD_POINTER = 3
 _KIND = attrgetter("kind")
 _MENTIONED = attrgetter("mentioned")
 _LEADING = bytes(kind & LEADS_ELSEWHERE for kind in range(256))
-"""Picks the kinds that lead elsewhere."""
+"""Translates kinds that lead elsewhere to a non-zero byte, for selecting them."""
 TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)))
-"""Mask of t0 to t6: no arguments of a call, no results, and not preserved by it."""
+"""Mask of t0 to t6: they hold neither arguments nor results, and calls don't preserve them."""
 
 
 class RiscvFunctionAnalysis:
-    """A function decoded once, with its branches and data flow, for the rules."""
+    """A function decoded once, with the branches and the data flow that probe checks need."""
 
     def __init__(self, function: Function, *, compressed: bool) -> None:
         self.function = function
@@ -61,12 +61,12 @@ class RiscvFunctionAnalysis:
         )
         last = next(reversed(self.insns), None)
         self.end = function.addr if last is None else last + self.insns[last].length
-        """Behind the last instruction."""
+        """Address after the last instruction."""
         self._sources: dict[int, list[int]] = {}
-        """By target of jumps and branches, the addresses of these."""
+        """Target -> addresses of the jumps and branches to it."""
         self._indirect_jumps: list[int] = []
         self.kinds = bytes(map(_KIND, self.insns.values()))
-        """Of each instruction, see RiscvInsnAttributes.kind."""
+        """Kinds of the instructions in order; see RiscvInsnAttributes.kind."""
         for addr, insn in compress(self.insns.items(), self.kinds.translate(_LEADING)):
             if insn.relative_target is not None:
                 self._sources.setdefault(addr + insn.relative_target, []).append(addr)
@@ -74,11 +74,11 @@ class RiscvFunctionAnalysis:
                 self._look_at_indirect(addr, insn)
         hazards = [*self._hazards()]
         self.hazard = min(hazards, key=attrgetter("addr")) if hazards else None
-        """The first thing that forbids optimization anywhere in the function."""
+        """The first hazard, in address order, that forbids optimization anywhere in the function."""
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Of each instruction the first one from it on that a detour can't execute."""
+        """Address -> rejection of the next instruction that a detour can't execute, or None."""
         found: dict[int, Rejection | None] = {}
         first = None
         for addr, insn in reversed(self.insns.items()):
@@ -88,18 +88,18 @@ class RiscvFunctionAnalysis:
         return found
 
     def jump_into(self, inside: range) -> int | None:
-        """The first jump or branch of the function with a target there."""
+        """Return the address of the first jump or branch whose target is in `inside`, or None."""
         if self._sources.keys().isdisjoint(inside):
             return None
         return min((source for to in inside for source in self._sources.get(to, ())), default=None)
 
     @property
     def jump_targets(self) -> KeysView[int]:
-        """Of its jumps and branches, wherever they lie."""
+        """Targets of the function's jumps and branches, including targets outside the function."""
         return self._sources.keys()
 
     def _look_at_indirect(self, addr: int, insn: RiscvInsnAttributes) -> None:
-        """By way of auipc it is a direct one."""
+        """Record an indirect jump; together with a preceding auipc it counts as a direct one."""
         before = addr - RVI_SIZE
         upper = self.insns.get(before)
         if upper is None or upper.opcode != RiscvOpcode.AUIPC or upper.rd != insn.rs1:
@@ -122,9 +122,10 @@ class RiscvFunctionAnalysis:
             yield Rejection(RejectReason.UNDECODABLE, self.end)
 
     def _is_tail_call(self, addr: int) -> bool:
-        """Whether an indirect jump goes to a pointer as it was loaded: not by a table, which is indexed.
+        """Return True if an indirect jump is a tail call: it goes to an unmodified pointer from memory.
 
-        gcc's tables hold 32 bits, to which an address is added. All ways to the jump are looked at.
+        A jump through a table isn't: gcc's tables hold 32-bit offsets, to which an address is added. All
+        paths to the jump are checked.
         """
         register = self.insns[addr].rs1
         loads = self._definitions(addr, register)
@@ -141,9 +142,9 @@ class RiscvFunctionAnalysis:
         )
 
     def _definitions(self, addr: int, register: int) -> set[int | None] | None:
-        """The instructions that a register's value at `addr` may come from, None for the function's caller.
+        """Return the instructions that may define a register's value at `addr`; None stands for the caller.
 
-        No set where a call may have overwritten it.
+        If a call may have overwritten the register, return None in place of a set.
         """
         found: set[int | None] = set()
         seen = {addr}
@@ -165,7 +166,7 @@ class RiscvFunctionAnalysis:
         return found
 
     def _before(self, addr: int) -> list[int]:
-        """The instructions that an address is reached from."""
+        """Return the instructions from which control reaches `addr`."""
         before = [source for source in self._sources.get(addr, ()) if not self.insns[source].is_call]
         for size in (RVC_SIZE, RVI_SIZE):
             insn = self.insns.get(addr - size)
@@ -176,20 +177,21 @@ class RiscvFunctionAnalysis:
     # Registers
 
     def live_mask(self, addr: int) -> int:
-        """Registers that may still be read in front of the instruction at `addr`; all where there is none.
+        """Return the registers that may still be read from `addr` on; all of them if no instruction is there.
 
-        What the function reads before it writes it, or what it leaves with: kernel assembly follows no
-        calling convention that could be relied on. But a temporary that the function doesn't mention is
-        nobody's. Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all ways are
-        followed, not the straight one alone, and arguments that aren't mentioned may be passed on.
+        Everything is live where the function is left, because kernel assembly follows no calling convention
+        that could be relied on. But a temporary register that the function doesn't name is always free.
+        Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023).
+        Deviates: all paths are followed, not only the straight one, and arguments that the function doesn't
+        name count as live, since it may pass them on.
         """
         live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
 
     def first_need(self, addr: int, register: int) -> int | None:
-        """Of the instructions that may need a register's value at `addr`, the nearest; None where none does.
+        """Return the nearest instruction that may need a register's value at `addr`, or None.
 
-        It reads the register, or leads out of the function.
+        It reads the register or leaves the function.
         """
         ways = deque([(addr, addr)])
         seen = set[int]()
@@ -214,24 +216,24 @@ class RiscvFunctionAnalysis:
         return None
 
     def at(self, addr: int) -> LiveRegisters:
-        """The same by name."""
+        """Return the live registers before the instruction at `addr`, by name."""
         return as_live(self.live_mask(addr))
 
     @property
     def has_idle_register(self) -> bool:
-        """Whether a temporary isn't mentioned at all: it is free everywhere, whatever the data flow says."""
+        """Whether the function doesn't name some temporary register, which is then free everywhere."""
         return self._relevant & TEMPORARIES != TEMPORARIES
 
     @cached_property
     def live(self) -> dict[int, int]:
-        """live_mask() of each instruction."""
+        """Address of each instruction -> its live_mask()."""
         live = solve(self._effects, ALL_REGISTERS)
         relevant = self._relevant
         return {addr: mask & relevant | _NEVER_DEAD for addr, mask in live.items()}
 
     @cached_property
     def _effects(self) -> dict[int, Effect]:
-        """What each instruction does to registers, and where it leads."""
+        """Address -> effect of the instruction on registers, and where it leads."""
         effects = {addr: insn.effect for addr, insn in self.insns.items()}
         for addr in self.function.exception_entries & effects.keys():
             effects[addr] = _MAY_FAULT
@@ -239,7 +241,7 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def _relevant(self) -> int:
-        """Registers that somebody may look at."""
+        """Mask of the registers that may be live: all except temporaries that the function doesn't name."""
         return reduce(or_, map(_MENTIONED, self.insns.values()), ~TEMPORARIES)
 
 
@@ -249,10 +251,10 @@ def _never_falls_through(insn: RiscvInsnAttributes) -> bool:
 
 @lru_cache(4096)
 def as_live(mask: int) -> LiveRegisters:
-    """One object for equal states: there are few, and what is compiled is looked up by them."""
+    """Convert a mask to names. Equal states share one object, because compiled code is looked up by it."""
     names = (name for number, name in enumerate(REGISTER_NAMES) if mask >> number & 1)
     return LiveRegisters(frozenset(names), flags=False)
 
 
 ALL_LIVE = as_live(ALL_REGISTERS)
-"""Where nothing is known."""
+"""All registers, for addresses about which nothing is known."""

@@ -1,4 +1,4 @@
-"""riscv64 behind the list of architecture hooks, with compressed instructions and without."""
+"""The architecture hooks of riscv64, with and without compressed instructions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from emulated_kernel.image.text_tables import ProbedTables
 
 
 class Riscv(Arch):
-    """What both instruction sets share; arguments in eight registers, then on the stack."""
+    """Hooks that both instruction sets share. Arguments are in eight registers, then on the stack."""
 
     bits = 64
     word_size = 8
     compressed: bool
-    """Whether the kernel has instructions of 2 bytes."""
+    """Whether the kernel uses instructions of 2 bytes (RVC)."""
     max_insn_size = RVI_SIZE + len(encoder.EBREAK)
     jump_size = encoder.JUMP_SIZE
     call_size = encoder.LONG_JUMP_SIZE
@@ -69,7 +69,10 @@ class Riscv(Arch):
         return tuple(at for at, _ in decode_all(code, addr, compressed=self.compressed))
 
     def breakpoint_for(self, length: int) -> bytes:
-        """Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_arm_kprobe (v6.1)."""
+        """Return the breakpoint that arms a probe on an instruction of `length` bytes.
+
+        Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_arm_kprobe (v6.1).
+        """
         return encoder.EBREAK if length == RVI_SIZE else encoder.C_EBREAK
 
     def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:  # noqa: ARG002
@@ -108,7 +111,7 @@ class Riscv(Arch):
 
 
 class RISCV64(Riscv):
-    """RVI and RVC together, as kernels are built by default."""
+    """RISC-V with RVI and RVC, the default of kernel builds."""
 
     name = "riscv64"
     compressed = True
@@ -118,7 +121,7 @@ class RISCV64(Riscv):
 
 
 class RISCV64I(Riscv):
-    """RVI alone."""
+    """RISC-V with RVI only."""
 
     name = "riscv64i"
     compressed = False

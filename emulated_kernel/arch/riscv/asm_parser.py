@@ -1,4 +1,4 @@
-"""Handlers in assembly on RISC-V, which keystone doesn't have: RV64I, the M extension, and amo."""
+"""Assembler of handlers on RISC-V, which keystone doesn't support: RV64I, the M extension, and amo."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ from emulated_kernel.arch.riscv.insn import (
 from emulated_kernel.arch.riscv.insn_formats import i_type, r_type, u_type
 from emulated_kernel.util.fast_dataclass import dataclass
 
-_ORDERED = "add sll slt sltu xor srl or and", "mul mulh mulhsu mulhu div divu rem remu"
-"""By funct3."""
+_BASE_NAMES = ["add", "sll", "slt", "sltu", "xor", "srl", "or", "and"]
+"""Mnemonics of OP, ordered by funct3."""
+_MULTIPLY_NAMES = ["mul", "mulh", "mulhsu", "mulhu", "div", "divu", "rem", "remu"]
+"""Mnemonics of the M extension, ordered by funct3."""
 _OP = {
-    **{name: (number, 0) for number, name in enumerate(_ORDERED[0].split())},
+    **{name: (number, 0) for number, name in enumerate(_BASE_NAMES)},
     **{"sub": (0, 0x20), "sra": (5, 0x20)},
-    **{name: (number, 1) for number, name in enumerate(_ORDERED[1].split())},
+    **{name: (number, 1) for number, name in enumerate(_MULTIPLY_NAMES)},
 }
-"""funct3 and funct7 of OP; those with a `w` behind have them too, as far as there are any."""
+"""Mnemonic -> funct3 and funct7 of OP; the variant with a `w` suffix has the same ones."""
 _OP_32 = frozenset(("addw", "subw", "sllw", "srlw", "sraw", "mulw", "divw", "divuw", "remw", "remuw"))
 _OP_IMM = {"addi": 0, "slti": 2, "sltiu": 3, "xori": 4, "ori": 6, "andi": 7}
 _SHIFTS = {"slli": (1, 0), "srli": (5, 0), "srai": (5, 0x20)}
 _LOADS = {"lb": (1, True), "lh": (2, True), "lw": (4, True), "ld": (8, True),
           "lbu": (1, False), "lhu": (2, False), "lwu": (4, False)}  # fmt: skip
-"""Bytes, and whether the sign is extended."""
+"""Mnemonic -> bytes, and whether the load extends the sign."""
 _STORES = {"sb": 1, "sh": 2, "sw": 4, "sd": 8}
 _AMO = {"add": 0, "swap": 1, "xor": 4, "or": 8, "and": 12, "min": 16, "max": 20, "minu": 24, "maxu": 28}
 _BRANCHES = {f"b{condition.name.lower()}": condition for condition in BranchFunct3}
@@ -75,7 +77,10 @@ _BRANCH_RANGE = range(-0x1000, 0x1000)
 
 
 class RiscvAssembler(Assembler):
-    """GNU's syntax. `la` gives the address of a cell; a store to one needs a third register for that."""
+    """The assembler, in GNU syntax.
+
+    `la` loads the address of a cell. A store to a cell takes a third register for the cell's address.
+    """
 
     def cells(self, source: SourceText) -> tuple[str, ...]:
         lines = [_SourceLine.of(statement) for statement in source.statements]
@@ -105,7 +110,7 @@ class RiscvAssembler(Assembler):
 
 @dataclass(frozen=True, slots=True)
 class _SourceLine:
-    """An instruction, as a name and its operands."""
+    """An instruction as a mnemonic and its operands."""
 
     statement: Statement
     name: str
@@ -113,7 +118,7 @@ class _SourceLine:
 
     @classmethod
     def of(cls, statement: Statement) -> _SourceLine:
-        """Shorthands are written out."""
+        """Parse a statement; pseudo-instructions are expanded."""
         name, *more = statement.text.split(None, 1)
         operands = [operand.strip() for operand in more[0].split(",")] if more else []
         name = name.lower()
@@ -148,7 +153,7 @@ class _SourceLine:
         return value
 
     def cell_operand(self) -> tuple[str, int] | None:
-        """A cell and the offset into it, if it has one."""
+        """Return the cell that the instruction accesses and the offset in it, or None."""
         takes = self.name in _LOADS or self.name in _STORES or self.name == "la"
         if not takes or len(self.operands) < 2:
             return None
@@ -159,13 +164,13 @@ class _SourceLine:
         return cell[1], -offset if cell[2] == "-" else offset
 
     def check_effect(self, reads: int, writes: int) -> None:
-        """Raises: KernelError EINVAL (not for handlers)."""
+        """Refuse writes to reserved registers. Raises: KernelError EINVAL."""
         for number, why in _KEPT.items():
             if writes >> number & 1 or (number == SP and reads >> number & 1):
                 raise self.statement.refused(why)
 
     def code(self, cells: Mapping[str, int]) -> bytes:
-        """Machine code; jumps have no target yet. Raises: KernelError EINVAL."""
+        """Return the machine code; jumps have no target yet. Raises: KernelError EINVAL."""
         make = _MAKERS.get(self.name)
         if make is None:
             raise self.statement.refused("is no instruction that a handler may have")
@@ -182,7 +187,7 @@ class _SourceLine:
         return branch(_BRANCHES[self.name], self.register(0), self.register(1), target - at)
 
     def memory(self, index: int) -> tuple[int, int]:
-        """Base and offset of an operand."""
+        """Return the base register and the offset of a memory operand."""
         found = _MEMORY.fullmatch(self.operands[index])
         base = _NUMBERS.get(found[2].lower()) if found else None
         if found is None or base is None:
@@ -190,14 +195,16 @@ class _SourceLine:
         return base, self.number(found[1].strip() or "0", range(-0x800, 0x800))
 
     def place(self, size: int, cells: Mapping[str, int]) -> int | None:
-        """A cell's offset from gp, with what is added; None where no cell is meant."""
+        """Return the offset from gp to the accessed place in a cell; None if no cell is accessed."""
         cell = self.cell_operand()
         return None if cell is None else cells[cell[0]] + cell_offset(self.statement, cell[1], size)
 
 
 def _op(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     line.check_count(3)
-    rd, rs1, rs2 = map(line.register, range(3))
+    rd = line.register(0)
+    rs1 = line.register(1)
+    rs2 = line.register(2)
     narrow = line.name in _OP_32
     funct3, funct7 = _OP[line.name.removesuffix("w") if narrow else line.name]
     return _word(r_type(RiscvOpcode.OP_32 if narrow else RiscvOpcode.OP, rd, funct3, rs1, rs2, funct7))
@@ -255,7 +262,10 @@ def _address(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
 
 
 def _reached(line: _SourceLine, place: int, register: int) -> tuple[int, int, bytes]:
-    """Base and offset of the CPU's own data, and what makes the base in a register where it isn't gp."""
+    """Return base register and offset for per-CPU data at `place`, and the code that sets the base.
+
+    The base is gp if the offset fits in 12 bits, otherwise `register`.
+    """
     if fits_12(place):
         return GP, place, b""
     if register == ZERO:
@@ -294,7 +304,7 @@ def _nop(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
 
 
 def _branch(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
-    """Without its target."""
+    """Encode a branch or jump without its target."""
     if line.name == "j":
         line.check_count(1)
         return addi(ZERO, ZERO, 0)

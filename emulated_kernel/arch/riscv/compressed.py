@@ -1,4 +1,4 @@
-"""RVC of RV64: each instruction of 16 bits is short for one of 32, which everything else looks at."""
+"""RVC of RV64: expansion of each 16-bit instruction to the 32-bit instruction that it abbreviates."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ _RA = 1
 _SP = 2
 _SUB = 0x20
 """funct7 of sub, subw and srai."""
-_WORD, _DOUBLE = 2, 3
-"""funct3 of loads and stores."""
+_WORD = 2
+"""funct3 of loads and stores of a word."""
+_DOUBLE = 3
+"""funct3 of loads and stores of a doubleword."""
 
 
 @cache
 def expand(half: int) -> int | None:
-    """The 32 bits that 16 bits are short for; None where they are reserved, or illegal."""
+    """Return the 32-bit instruction that 16 bits abbreviate; None if they are reserved or illegal."""
     return _EXPANSIONS[half & 3, half >> 13](half)
 
 
 def _bits(half: int, *places: tuple[int, int, int]) -> int:
-    """An immediate put together from fields: (lowest bit of the field, its bits, where it goes)."""
+    """Compose an immediate from fields: (lowest bit of the field, width, position in the immediate)."""
     value = 0
     for at, width, to in places:
         value |= (half >> at & (1 << width) - 1) << to
@@ -47,7 +49,7 @@ def _signed(value: int, bits: int) -> int:
 
 
 def _rd(half: int) -> int:
-    """The full register field, which is also the first source."""
+    """Return the full register field, which is the destination and also the first source."""
     return half >> 7 & 0x1F
 
 
@@ -56,17 +58,17 @@ def _rs2(half: int) -> int:
 
 
 def _rd_low(half: int) -> int:
-    """One of s0, s1, a0 to a5, in bits 2 to 4."""
+    """Return the register in bits 2 to 4: one of s0, s1, a0 to a5."""
     return 8 + (half >> 2 & 7)
 
 
 def _rs1_low(half: int) -> int:
-    """The same in bits 7 to 9."""
+    """Return the register in bits 7 to 9: one of s0, s1, a0 to a5."""
     return 8 + (half >> 7 & 7)
 
 
 def _immediate(half: int) -> int:
-    """Six bits with sign."""
+    """Return the signed six-bit immediate."""
     return _signed(_shift_amount(half), 6)
 
 
@@ -183,7 +185,7 @@ def _store_sp(opcode: int, funct3: int) -> Callable[[int], int]:
 
 
 def _jump_or_move(half: int) -> int | None:
-    """jr, mv, ebreak, jalr and add."""
+    """Expand jr, mv, ebreak, jalr or add."""
     first = _rd(half)
     second = _rs2(half)
     link = half >> 12 & 1
@@ -220,4 +222,4 @@ _EXPANSIONS: dict[tuple[int, int], Callable[[int], int | None]] = {
     (2, 6): _store_sp(_STORE, _WORD),
     (2, 7): _store_sp(_STORE, _DOUBLE),
 }
-"""By the low two bits and the high three."""
+"""(low two bits, high three bits) of an instruction -> function that expands it."""

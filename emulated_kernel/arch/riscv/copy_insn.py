@@ -1,4 +1,4 @@
-"""From the probed instruction to its out-of-line form: a copy for a slot, or an emulation."""
+"""Preparation of a probed instruction: a copy for the insn slot, or an emulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 def prepare(code: bytes, addr: int, breakpoint_: bytes, *, compressed: bool) -> ArchSpecificInsn:
-    """Out-of-line form of the instruction at `addr`.
+    """Prepare the instruction at `addr` for out-of-line execution.
 
     Raises: KernelError EINVAL (system instructions and fences).
     Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe, arch_prepare_ss_slot (v6.1).

@@ -1,7 +1,7 @@
-"""Guest code around a probe's handler: detour buffers, ftrace's trampoline, the return trampoline.
+"""Guest code around a probe's handler: detour buffers, ftrace trampoline, return trampoline.
 
-They save a struct pt_regs on the stack of the probed code, meet a breakpoint where the handler is reached,
-and restore the registers from what the handler left.
+Each saves a struct pt_regs on the stack of the probed code, hits a breakpoint that calls the handler, and
+restores the registers from the values that the handler left.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from emulated_kernel.arch.riscv.pt_regs import OFFSETS, SIZE, WORD, complete, lo
 from emulated_kernel.util.errors import KernelError
 
 MAX_REGION = 10
-"""Bytes that the jump may replace: three compressed instructions and half of the fourth."""
+"""Maximum size in bytes of a region: three compressed instructions and one of 4 bytes."""
 MAX_COPIED = MAX_REGION + LONG_JUMP_SIZE
 MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD
-"""Bytes of stack that a return trampoline takes: pt_regs and the return address, 16-byte aligned."""
+"""Size in bytes of a return trampoline's stack frame: pt_regs and the return address, 16-byte aligned."""
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
 
 def detour_jump(region: Region, target: int) -> bytes:
-    """What replaces a region: auipc and jalr on a free register, filled up by a c.nop.
+    """Encode the replacement of a region: auipc and jalr through a free register, padded by a c.nop.
 
-    Raises: KernelError ERANGE. Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
+    Raises: KernelError ERANGE.
+    Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
     """
     register = _NUMBERS[_scratch(region).entry]
     jump = long_jump(register, register, region.addr, target)
@@ -48,9 +49,9 @@ def detour_jump(region: Region, target: int) -> bytes:
 
 
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
-    """See Arch.relocated.
+    """Implement Arch.relocated.
 
-    Linux: the address behind the region is loaded from beside the code. Deviates: auipc alone reaches it.
+    Linux: it loads the region's end address from a word beside the code. Deviates: an auipc reaches it.
     """
     insns = decode_all(region.code, region.addr, compressed=compressed)
     if any(insn.handling is not Handling.COPIED for _, insn in insns):
@@ -65,7 +66,7 @@ def _scratch(region: Region) -> ScratchRegisters:
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:
-    """See Arch.around_handler.
+    """Implement Arch.around_handler.
 
     Mirrors: opt_trampoline.S:optprobe_template_entry, opt.c:prepare_detour_buffer (optprobes v6, 2023).
     """
@@ -74,9 +75,9 @@ def around_handler(region: Region) -> tuple[bytes, bytes]:
 
 
 def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
-    """What an fentry site calls by t0; it goes on at the saved ip and sp.
+    """Return the trampoline that fentry sites call through t0; it continues at the saved ip and sp.
 
-    Linux: v6.1's sites have 16 bytes and call by ra. Deviates: 8 bytes and t0, as from v6.3 on.
+    Linux: fentry sites of v6.1 have 16 bytes and call through ra. Deviates: 8 bytes and t0, as since v6.3.
     Mirrors: arch/riscv/kernel/mcount-dyn.S:ftrace_regs_caller (v6.3).
     """
     save = save_general() + complete(b"")
@@ -85,7 +86,7 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 
 
 def return_trampoline(breakpoint_: bytes) -> HandlerStub:
-    """What hooked functions return to; as long wherever it is.
+    """Return the return trampoline, which hooked functions return to. It is the same for every address.
 
     Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
@@ -97,11 +98,11 @@ def return_trampoline(breakpoint_: bytes) -> HandlerStub:
 RETURN_FROM_FRAME = (
     load_general(but=RA) + load(RA, SP, SIZE, WORD) + move_stack_pointer(RETURN_ROOM) + jump_register(RA)
 )
-"""What a return trampoline ends with."""
+"""The end of a return trampoline: it restores the registers and returns to the real return address."""
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
-    """Code at `at` that calls `entry` as often as the u64 cell at `turns` says; see Arch.repetition."""
+    """Implement Arch.repetition: code that calls `entry` as often as the u64 at `turns` says."""
     head = move_stack_pointer(-2 * WORD) + store(SP, 0, RA, WORD)
     turn = long_jump(RA, RA, at + len(head), entry) + set_register(T0, turns)
     turn += load(T1, T0, 0, WORD) + addi(T1, T1, -1) + store(T0, 0, T1, WORD)

@@ -1,7 +1,7 @@
-"""Instructions that need their address, executed in software on a probe hit.
+"""Emulation of instructions that depend on their address.
 
-Mirrors: arch/riscv/kernel/probes/simulate-insn.c (v6.1). Deviates: the processor's semantics, where v6.1's
-jalr writes the link before it reads a base in the same register.
+Mirrors: arch/riscv/kernel/probes/simulate-insn.c (v6.1). Deviates: it follows the processor; v6.1's jalr
+writes the link before it reads the base, which is wrong if both are the same register.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RiscvEmulation(Emulation):
-    """One prepared instruction."""
+    """A RISC-V instruction to emulate, with its address."""
 
     address: int
     insn: RiscvInsn
 
-    def run(self, regs: Any, memory: ByteMemory) -> None:  # noqa: ARG002 - none is asked
+    def run(self, regs: Any, memory: ByteMemory) -> None:  # noqa: ARG002 - no instruction accesses memory
         _TABLE[RiscvOpcode(self.insn.opcode)](self, regs)
 
 
@@ -60,7 +60,7 @@ def _branch(emulation: RiscvEmulation, regs: Any) -> None:
 
 
 def _holds(funct3: int, left: int, right: int) -> bool:
-    """beq and blt, bltu; the lowest bit turns them round."""
+    """Return True if a branch's condition holds: beq, blt or bltu; the lowest bit of funct3 inverts it."""
     if funct3 < 2:
         found = left == right
     elif funct3 & 2:

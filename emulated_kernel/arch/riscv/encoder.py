@@ -1,4 +1,4 @@
-"""Encoding of the few RISC-V instructions that handlers and detours are made of, RV64I alone.
+"""Encoder for the few RISC-V instructions that handlers and detours are made of; only RV64I and atomics.
 
 Registers are numbers (0 zero, 1 ra, 2 sp, ...).
 """
@@ -19,20 +19,22 @@ NOP = bytes.fromhex("13000000")
 C_NOP = bytes.fromhex("0100")
 
 LONG_JUMP_SIZE = 8
-"""Bytes of auipc and jalr, which reach 2 GiB."""
+"""Size in bytes of a jump by auipc and jalr, which reaches 2 GiB."""
 JUMP_SIZE = 4
-"""Bytes of jal, which reaches 1 MiB."""
+"""Size in bytes of jal, which reaches 1 MiB."""
 
 _JUMP_RANGE = 1 << 20
 _LONG_LIMIT = (1 << 31) - (1 << 11)
 _LOAD_UNSIGNED = 4
-"""Bit of funct3 that makes a load extend by zeros."""
+"""Bit of funct3 that makes a load zero-extend."""
 _SIZE_BITS = {1: 0, 2: 1, 4: 2, 8: 3}
 _SUB = 0x20
 _SRA = 0x20
 _MUL = 0x01
-_LR, _SC = 0b00010 << 2, 0b00011 << 2
-"""funct7 of the M extension's, and of reservations without an order."""
+_LR = 0b00010 << 2
+"""funct7 of lr, without ordering."""
+_SC = 0b00011 << 2
+"""funct7 of sc, without ordering."""
 _SIGNED_12 = range(-0x800, 0x800)
 
 
@@ -48,7 +50,7 @@ class BranchFunct3(IntEnum):
 
 
 class ArithmeticFunct3(IntEnum):
-    """funct3 of OP; OP-IMM has no SUB. SUB and SRA have a bit more."""
+    """funct3 of OP and OP-IMM (which has no SUB), plus a further bit for SUB and SRA."""
 
     ADD = 0x00
     SLL = 0x01
@@ -65,7 +67,7 @@ def _bytes(word: int) -> bytes:
 
 
 def fits_12(value: int) -> bool:
-    """Whether an immediate of most instructions holds it."""
+    """Return True if the 12-bit immediate of most instructions can hold `value`."""
     return value in _SIGNED_12
 
 
@@ -74,62 +76,62 @@ def fits_12(value: int) -> bool:
 
 @cache
 def arithmetic(op: ArithmeticFunct3, rd: int, rs1: int, rs2: int) -> bytes:
-    """rd = rs1 op rs2; shifts take the low 6 bits of rs2."""
+    """Encode rd = rs1 op rs2; shifts use the low 6 bits of rs2."""
     return _bytes(r_type(RiscvOpcode.OP, rd, op & 7, rs1, rs2, (op >> 4) * _SUB))
 
 
 def multiply(rd: int, rs1: int, rs2: int) -> bytes:
-    """rd = the low word of the product."""
+    """Encode rd = the low word of rs1 * rs2."""
     return _bytes(r_type(RiscvOpcode.OP, rd, 0, rs1, rs2, _MUL))
 
 
 @lru_cache(4096)
 def arithmetic_immediate(op: ArithmeticFunct3, rd: int, rs1: int, value: int) -> bytes:
-    """rd = rs1 op value: 12 bits with sign, or a shift by 0 to 63."""
+    """Encode rd = rs1 op value: a signed 12-bit value, or a shift by 0 to 63."""
     return _bytes(i_type(RiscvOpcode.OP_IMM, rd, op & 7, rs1, value | (op >> 4) * _SRA << 5))
 
 
 def addi(rd: int, rs1: int, value: int) -> bytes:
-    """rd = rs1 + value of 12 bits."""
+    """Encode rd = rs1 + a signed 12-bit value."""
     return arithmetic_immediate(ArithmeticFunct3.ADD, rd, rs1, value)
 
 
 def move(rd: int, rs: int) -> bytes:
-    """rd = rs."""
+    """Encode rd = rs."""
     return addi(rd, rs, 0) if rd != rs else b""
 
 
 def set_to_address(rd: int, source: int, target: int) -> bytes:
-    """rd = `target`, for 8 bytes of code at `source` within 2 GiB of it."""
+    """Encode rd = `target`: 8 bytes of code at `source`, within 2 GiB of the target."""
     high, low = halves(target - source)
     return auipc(rd, high) + addi(rd, rd, low)
 
 
 def lui(rd: int, value: int) -> bytes:
-    """rd = the upper 20 of 32 bits, sign-extended."""
+    """Encode rd = the upper 20 bits of a 32-bit value, sign-extended."""
     return _bytes(u_type(RiscvOpcode.LUI, rd, value))
 
 
 def auipc(rd: int, value: int) -> bytes:
-    """rd = its own address + the upper 20 of 32 bits."""
+    """Encode rd = the instruction's own address + the upper 20 bits of a 32-bit value."""
     return _bytes(u_type(RiscvOpcode.AUIPC, rd, value))
 
 
 def halves(value: int) -> tuple[int, int]:
-    """A 32-bit number as what lui takes, and what an immediate of 12 bits adds."""
+    """Split a 32-bit number into the part that lui takes and the 12-bit immediate to add."""
     low = sign_extend(value, 12)
     return value - low & 0xFFFFFFFF, low
 
 
 @lru_cache(4096)
 def set_register(rd: int, value: int) -> bytes:
-    """rd = a number of 64 bits, with no other register."""
+    """Encode rd = a 64-bit number, without another register."""
     value = sign_extend(value, 64)
     if fits_12(value):
         return addi(rd, ZERO, value)
     if -(1 << 31) <= value < 1 << 31:
         high, low = halves(value)
-        # addiw: above 0x7ffff7ff the sum has to wrap at 32 bits.
+        # Use addiw: above 0x7ffff7ff the sum has to wrap at 32 bits.
         rest = _bytes(i_type(RiscvOpcode.OP_IMM_32, rd, 0, rd, low)) if low else b""
         return lui(rd, high) + rest
     low = sign_extend(value, 12)
@@ -146,34 +148,34 @@ def set_register(rd: int, value: int) -> bytes:
 
 @lru_cache(4096)
 def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
-    """rd = `size` bytes at base + offset of 12 bits, extended to the word."""
+    """Encode rd = `size` bytes at base + a 12-bit offset, extended to a word."""
     unsigned = 0 if sign or size == 8 else _LOAD_UNSIGNED
     return _bytes(i_type(RiscvOpcode.LOAD, rd, _SIZE_BITS[size] | unsigned, base, offset))
 
 
 @lru_cache(4096)
 def store(base: int, offset: int, src: int, size: int) -> bytes:
-    """The low `size` bytes of src at base + offset of 12 bits."""
+    """Encode a store of the low `size` bytes of src at base + a 12-bit offset."""
     return _bytes(s_type(RiscvOpcode.STORE, _SIZE_BITS[size], base, src, offset))
 
 
 def atomic_add(rd: int, base: int, src: int) -> bytes:
-    """amoadd.d: add a register to the doubleword at base; rd = what that was."""
+    """Encode amoadd.d: add src to the doubleword at base, and load its old value into rd."""
     return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, src, 0))
 
 
 def load_reserved(rd: int, base: int) -> bytes:
-    """lr.d: rd = the doubleword at base, which the next sc.d is about."""
+    """Encode lr.d: rd = the doubleword at base, which is reserved for the next sc.d."""
     return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, ZERO, _LR))
 
 
 def store_conditional(rd: int, base: int, src: int) -> bytes:
-    """sc.d: the doubleword at base = src, and rd = 0, unless somebody has changed it since the lr.d."""
+    """Encode sc.d: store src at base and set rd to 0, unless memory has changed since the lr.d."""
     return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, src, _SC))
 
 
 def move_stack_pointer(size: int) -> bytes:
-    """sp += size."""
+    """Encode sp += size."""
     return addi(SP, SP, size) if size else b""
 
 
@@ -181,12 +183,12 @@ def move_stack_pointer(size: int) -> bytes:
 
 
 def branch(condition: BranchFunct3, left: int, right: int, offset: int) -> bytes:
-    """Go to its address + offset, 4 KiB at most, if the condition holds."""
+    """Encode a branch to its own address + offset, at most 4 KiB away, if the condition holds."""
     return _bytes(b_type(RiscvOpcode.BRANCH, condition, left, right, offset))
 
 
 def jal(rd: int, source: int, target: int) -> bytes:
-    """A jump at `source`. Raises: KernelError ERANGE (beyond 1 MiB)."""
+    """Encode a jump at `source`. Raises: KernelError ERANGE (farther than 1 MiB)."""
     distance = target - source
     if not -_JUMP_RANGE <= distance < _JUMP_RANGE:
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 1 MiB")
@@ -194,19 +196,20 @@ def jal(rd: int, source: int, target: int) -> bytes:
 
 
 def jalr(rd: int, base: int, offset: int) -> bytes:
-    """Go to base + offset of 12 bits."""
+    """Encode a jump to base + a 12-bit offset, with the return address in rd."""
     return _bytes(i_type(RiscvOpcode.JALR, rd, 0, base, offset))
 
 
 def jump_register(register: int) -> bytes:
-    """Go to the address in a register."""
+    """Encode a jump to the address in a register."""
     return jalr(ZERO, register, 0)
 
 
 def long_jump(link: int, scratch: int, source: int, target: int) -> bytes:
-    """auipc and jalr by way of `scratch`, leaving the address behind them in `link`.
+    """Encode a jump by auipc and jalr through `scratch`; `link` receives the return address.
 
-    Raises: KernelError ERANGE (beyond 2 GiB). Mirrors: opt.c:in_auipc_jalr_range (optprobes v6, 2023).
+    Raises: KernelError ERANGE (farther than 2 GiB).
+    Mirrors: opt.c:in_auipc_jalr_range (optprobes v6, 2023).
     """
     distance = target - source
     if not -(1 << 31) - (1 << 11) <= distance < _LONG_LIMIT:

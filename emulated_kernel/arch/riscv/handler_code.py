@@ -1,7 +1,7 @@
-"""Generator of handler code: saving what a program overwrites, the program, and restoring.
+"""Generator of handler code: it saves the registers that a program overwrites, and restores them afterwards.
 
-Either a struct pt_regs saves every register, or, where liveness is known, only what is live and written to
-is kept on the stack.
+The code saves every register in a struct pt_regs. If liveness is known, it instead saves only registers that
+are both live and written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STACK_ALIGN = 16
 
 
 def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakpoint_: bytes) -> HandlerCode:
-    """Code that keeps what is live, or without that knowledge everything."""
+    """Return code that preserves the live registers, or all registers if `live` is None."""
     constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 
     def make(far: bool) -> HandlerCode:
@@ -51,7 +51,7 @@ def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakp
 
 
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
-    """With short branches, if they reach; else `far`."""
+    """Return code with short branches if they reach their targets, otherwise with `far` branches."""
     try:
         return make(False)
     except BranchOutOfReachError:
@@ -61,8 +61,8 @@ def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
 def _save_all(
     program: Program, breakpoint_: bytes, constants: Mapping[str, int], *, far: bool
 ) -> HandlerCode:
-    """A program within a frame; the stack pointer is at the frame, complete, at all its host calls."""
-    # No register is changed that a program uses: t0 isn't one of them.
+    """Return a program within a frame. sp points at the complete frame at each of its host calls."""
+    # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))
     body = RiscvLowering(program, None, constants, breakpoint_, before_host=completed, far=far)
     slots = {number: in_slot(WORD * number) for number in body.slots}
@@ -74,12 +74,12 @@ def _save_all(
 def _save_live(
     body: RiscvLowering, live: LiveRegisters, above: int = 0
 ) -> tuple[bytes, bytes, dict[int, int]]:
-    """What stands before and behind the program, and where it finds registers as they were.
+    """Return the code before and after the program, and slot number -> place of the saved value.
 
     `above`: bytes on the stack that the probed code doesn't know of.
     """
     used = body.used
-    # A handler that an fentry site calls returns by t0; other ops than assembly leave it alone.
+    # A handler that an fentry site calls returns through t0. Ops other than assembly don't change t0.
     kept = live.registers | {REGISTER_NAMES[T0]}
     restored = [number for number in sorted(used) if REGISTER_NAMES[number] in kept]
     reads = sorted((body.slots & used).difference(restored))
@@ -97,16 +97,16 @@ def _save_live(
 
 
 _RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
-"""Bytes above the frame of a return: the word that is returned to, at the bottom."""
+"""Bytes above the register frame of a return; the lowest word of them holds the return address."""
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
-"""ra is the trampoline's address: who looks at the stack meanwhile sees a function that was called."""
+"""Code that stores ra, which holds the trampoline's address: an unwinder then sees a hooked function."""
 _ENTER_FRAME = pt_regs.save_general(RETURN_ROOM, but=RA) + store(SP, pt_regs.SIZE, RA, WORD)
 _RETURN = load(RA, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + jump_register(RA)
 _NO_CONSTANTS: Mapping[str, int] = {}
 
 
 class RiscvReturnCode(ReturnCode):
-    """Trampolines that are entered by ra, and handlers that return by it."""
+    """Trampolines that are entered through ra, and handlers that return through ra."""
 
     live = LiveRegisters(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
 
@@ -118,7 +118,7 @@ class RiscvReturnCode(ReturnCode):
     ) -> ReturnDispatch:
         found = _reaching(lambda far: self._dispatch(program, saves_all=saves_all, far=far))
         address = buffer + found.entry if own is None else own
-        # The handler in Python finds ra as it was, in the frame.
+        # The handler in Python finds the original ra in the frame.
         code = found.code if saves_all else found.code + load(RA, SP, 0, WORD) + pt_regs.save_general()
         code += pt_regs.complete(set_to_address(T0, buffer + len(code), address), RETURN_ROOM)
         finish = len(code) + len(self._breakpoint)
@@ -132,7 +132,7 @@ class RiscvReturnCode(ReturnCode):
     def _dispatch(self, program: Program, *, saves_all: bool, far: bool) -> HandlerCode:
         leave = jump_register(LEAVING)
         if saves_all:
-            # Not by storing ra: of all that is on the stack the word to return to is the one that changes.
+            # Don't store ra itself: the only word on the stack that may change is the return address.
             own = set_to_address(T0, len(_ENTER_FRAME), 0) + store(SP, WORD * RA, T0, WORD)
             return self._in_frame(program, _ENTER_FRAME + own, leave, far=far)
         body, before, after, slots = self._saving(program, far=far)
@@ -150,13 +150,13 @@ class RiscvReturnCode(ReturnCode):
     def _in_frame(
         self, program: Program, before: bytes = b"", leave: bytes = b"", *, far: bool
     ) -> HandlerCode:
-        """Where a frame of a return has registers as they were."""
+        """Return a program that runs in a return's frame, which holds the saved registers."""
         body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far)
         slots = {number: in_slot(WORD * number) for number in body.slots}
         slots[SP] = in_register(SP, RETURN_ROOM)
         return lay_out(body, before, b"", slots, leave)
 
     def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
-        """Where registers are saved by the code itself: that, and what stands around it."""
+        """Return a program that saves registers by itself: its body, the code around it, and its slots."""
         body = RiscvLowering(program, self.live, _NO_CONSTANTS, self._breakpoint, far=far)
         return body, *_save_live(body, self.live, _RETURN_WORD)

@@ -1,4 +1,4 @@
-"""RISC-V instructions: length, fields and immediates. Compressed ones are seen as what they expand to."""
+"""RISC-V instruction decoder: length, fields and immediates. Compressed instructions appear expanded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ REGISTER_NAMES = (
     "zero", "ra", "sp", "gp", "tp", "t0", "t1", "t2", "s0", "s1", *(f"a{n}" for n in range(8)),
     *(f"s{n}" for n in range(2, 12)), *(f"t{n}" for n in range(3, 7)),
 )  # fmt: skip
-"""Register numbers to pt_regs names."""
+"""pt_regs names, indexed by register number."""
 ZERO, RA, SP, GP, TP, T0, T1, T2, S0, S1, A0, A1 = range(12)
 A7 = 17
 T3 = 28
 T6 = 31
 
-RVI_SIZE, RVC_SIZE = 4, 2
-"""Bytes of an instruction."""
+RVI_SIZE = 4
+"""Size in bytes of an ordinary instruction."""
+RVC_SIZE = 2
+"""Size in bytes of a compressed instruction."""
 
 
 class RiscvOpcode(IntEnum):
@@ -49,20 +51,20 @@ class RiscvOpcode(IntEnum):
 
 
 def sign_extend(value: int, bits: int) -> int:
-    """The low bits of a value as two's complement."""
+    """Interpret the low `bits` bits of a value as two's complement."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> bits - 1 else value
 
 
 ALL_REGISTERS = 0xFFFFFFFE
-"""x1 to x31; x0 is constant."""
+"""Mask of x1 to x31; x0 is constant."""
 
 _MASKS = tuple(1 << number & ALL_REGISTERS for number in range(32))
 _RS1 = 1
 _RS2 = 2
 _RD = 4
 _CSR_IMMEDIATE = 4
-"""Bit of a system instruction's funct3: the first source is a number."""
+"""Bit of a system instruction's funct3 that makes the first source a constant."""
 _FORMS: dict[int, int] = {
     RiscvOpcode.LOAD: _RS1 | _RD,
     RiscvOpcode.LOAD_FP: _RS1,
@@ -83,20 +85,20 @@ _FORMS: dict[int, int] = {
 
 
 EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, RiscvOpcode.BRANCH))
-"""What is executed in software, as it needs its address."""
+"""Opcodes that are emulated because they depend on their address."""
 
 
 class Handling(Enum):
-    """What a probe does with an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
+    """How a probe executes an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
 
     REJECTED = auto()
     SIMULATED = auto()
-    """INSN_GOOD_NO_SLOT."""
+    """The instruction is emulated (INSN_GOOD_NO_SLOT)."""
     COPIED = auto()
-    """INSN_GOOD."""
+    """A copy of the instruction runs out of line (INSN_GOOD)."""
 
 
-# Without the enum, which is slow to look into: a kernel has a hundred thousand instructions that differ.
+# Plain integers, because enum lookups are slow: a kernel has a hundred thousand distinct instructions.
 _BRANCH = int(RiscvOpcode.BRANCH)
 _JAL = int(RiscvOpcode.JAL)
 _JALR = int(RiscvOpcode.JALR)
@@ -113,51 +115,62 @@ _FACTS_BITS = {
     for opcode, form in _FORMS.items()
     if opcode not in (RiscvOpcode.BRANCH, RiscvOpcode.JAL)
 }
-"""What of an instruction says what it is and which registers it names: no number that rules don't ask for."""
+"""Opcode -> mask of the bits that identify an instruction and its registers, without unused immediates."""
 
 
-LENGTH, SIMULATED, REJECTED, LEADS_ELSEWHERE = 7, 8, 16, 32
-"""Parts of RiscvInsnAttributes.kind; LEADS_ELSEWHERE: a direct branch, a jump, or a direct call."""
+LENGTH = 7
+"""Mask of the length in bytes in RiscvInsnAttributes.kind."""
+SIMULATED = 8
+"""Bit of RiscvInsnAttributes.kind: the instruction is emulated."""
+REJECTED = 16
+"""Bit of RiscvInsnAttributes.kind: the instruction can't be probed."""
+LEADS_ELSEWHERE = 32
+"""Bit of RiscvInsnAttributes.kind: the instruction is a direct branch, a direct call, or any jump."""
 _KIND_OF = {Handling.COPIED: 0, Handling.SIMULATED: SIMULATED, Handling.REJECTED: REJECTED}
 
 
 class RiscvInsnAttributes:
-    """What rules ask of an instruction: all but numbers that lead nowhere."""
+    """Properties of an instruction that probe checks need.
+
+    Immediates are left out, except for those that determine a branch target.
+    """
 
     __slots__ = ("_effect", "_word", "handling", "kind", "length", "mentioned", "opcode", "relative_target")
 
     def __init__(self, length: int, word: int) -> None:
-        """`word`: what a compressed one expands to; 0 where there is nothing to expand to."""
+        """Decode `word`: an instruction, or the expansion of a compressed one; 0 for a reserved encoding."""
         self.length = length
-        """Bytes."""
+        """Length in bytes."""
         self._word = word
-        self.opcode = opcode = word & 0x7F
-        self.handling = _HANDLING.get(opcode, Handling.COPIED)
-        """How it is run out of line.
+        self.opcode = word & 0x7F
+        self.handling = _HANDLING.get(self.opcode, Handling.COPIED)
+        """How the instruction is executed out of line.
 
-        Deviates: v6.1 refuses the compressed jumps and branches, which v6.6 simulates; and it takes c.addiw
-        for the c.jal of 32 bits, and refuses it too.
+        Deviates: v6.1 refuses compressed jumps and branches, which v6.6 simulates. v6.1 also mistakes c.addiw
+        for the c.jal of 32-bit RISC-V, and refuses it too.
         Mirrors: arch/riscv/kernel/probes/decode-insn.c:riscv_probe_decode_insn (v6.6).
         """
         form = self._form
         self.mentioned: int = 0 if form is None else self._reads(form) | self._writes(form)
-        """Mask of the registers that it names."""
+        """Mask of the registers that the instruction names."""
         self.relative_target = relative_target(word)
-        """Bytes from its address to where a branch or a jal may go; None for other instructions."""
+        """Distance in bytes to the target of a branch or jal; None for other instructions."""
         leads = self.relative_target is not None or self.is_indirect_jump
         self.kind = length | _KIND_OF[self.handling] | (LEADS_ELSEWHERE if leads else 0)
-        """All that most rules ask, as one byte: its length, and the flags below."""
+        """One byte with the properties that most checks need: the length, and the flags above."""
         self._effect: Effect | None = None
 
     @property
     def effect(self) -> Effect:
-        """What it does to registers, for the data flow of a function.
+        """The instruction's effect on registers, for data flow analysis.
 
-        One that isn't known, as vectors and floating point, reads all and overwrites none.
+        An instruction without a known form, such as a vector or floating-point one, reads all registers and
+        overwrites none.
         """
         if self._effect is None:
             form = self._form
-            reads, writes = (ALL_REGISTERS, 0) if form is None else (self._reads(form), self._writes(form))
+            reads = ALL_REGISTERS if form is None else self._reads(form)
+            writes = 0 if form is None else self._writes(form)
             self._effect = Effect(reads, ~writes, self._control())
         return self._effect
 
@@ -181,7 +194,7 @@ class RiscvInsnAttributes:
 
     @property
     def is_call(self) -> bool:
-        """It leaves its address behind it in a register."""
+        """Whether the instruction stores its return address in a register."""
         return self.opcode in _JUMPS and self.rd != ZERO
 
     @property
@@ -190,7 +203,7 @@ class RiscvInsnAttributes:
 
     @property
     def is_indirect_jump(self) -> bool:
-        """It goes to an address in a register, and neither calls nor returns."""
+        """Whether the instruction jumps to an address in a register, and neither calls nor returns."""
         return self.opcode == _JALR and self.rd == ZERO and self.rs1 != RA
 
     @property
@@ -211,33 +224,33 @@ class RiscvInsnAttributes:
 
     @property
     def reads(self) -> int:
-        """Mask of the registers that it reads; see effect."""
+        """Mask of the registers that the instruction reads; see `effect`."""
         return self.effect.reads
 
     @property
     def writes(self) -> int:
-        """Mask of the registers that it overwrites as a whole."""
+        """Mask of the registers that the instruction overwrites completely."""
         return ~self.effect.keeps
 
 
 class RiscvInsn(RiscvInsnAttributes):
-    """One instruction with all of its operands; equal ones are one object (`insn_of`)."""
+    """One instruction with all of its operands. Equal instructions share one object (`insn_of`)."""
 
     __slots__ = ()
 
     @property
     def word(self) -> int:
-        """Its 32 bits, or those that it is short for."""
+        """The instruction's 32 bits, or those that a compressed instruction expands to."""
         return self._word
 
     @property
     def immediate(self) -> int:
-        """Of jalr, loads and OP-IMM."""
+        """The immediate of jalr, loads and OP-IMM."""
         return sign_extend(self.word >> 20, 12)
 
     @property
     def upper_immediate(self) -> int:
-        """Of lui and auipc, as it is added."""
+        """The immediate of lui and auipc, shifted to its place."""
         return sign_extend(self.word & 0xFFFFF000, 32)
 
     @property
@@ -246,7 +259,7 @@ class RiscvInsn(RiscvInsnAttributes):
 
     @property
     def jump_offset(self) -> int:
-        """Of jal."""
+        """The offset of jal."""
         return _jump_offset(self.word)
 
 
@@ -261,12 +274,15 @@ def _jump_offset(word: int) -> int:
 
 
 class _DecodeCache(dict[int, RiscvInsnAttributes]):
-    """Facts of instructions by their 16 or 32 bits: a kernel has millions, but fewer that differ."""
+    """Instruction (16 or 32 bits) -> attributes.
+
+    A kernel has millions of instructions, but fewer distinct ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._by_key: dict[tuple[int, int], RiscvInsnAttributes] = {}
-        """By length, and by what rules ask of it."""
+        """(length, bits that probe checks use) -> attributes."""
 
     def __missing__(self, bits: int) -> RiscvInsnAttributes:
         if len(self) == _MAX_INSNS:
@@ -287,7 +303,7 @@ _FACTS = _DecodeCache()
 
 @lru_cache(1 << 12)
 def insn_of(bits: int) -> RiscvInsn:
-    """By its 16 or 32 bits."""
+    """Return the instruction encoded by 16 or 32 bits."""
     if bits & 3 == 3:
         return RiscvInsn(RVI_SIZE, bits)
     return RiscvInsn(RVC_SIZE, expand(bits) or 0)
@@ -306,33 +322,36 @@ def relative_target(bits: int) -> int | None:
 
 
 def insn_length(half: int) -> int:
-    """Bytes, by the first 16 bits. Mirrors: arch/riscv/include/asm/bug.h:GET_INSN_LENGTH (v6.1)."""
+    """Return an instruction's length in bytes, given its first 16 bits.
+
+    Mirrors: arch/riscv/include/asm/bug.h:GET_INSN_LENGTH (v6.1).
+    """
     return RVI_SIZE if half & 3 == 3 else RVC_SIZE
 
 
 def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
-    """The first instruction of `code`; `compressed`: the kernel has RVC.
+    """Decode the first instruction of `code`; `compressed`: the kernel uses RVC.
 
-    Linux: whatever stands there is an instruction, also where a processor knows none.
-    Raises: KernelError EINVAL (`code` ends within it, or it is 2 bytes long without RVC).
+    Linux: every bit pattern is an instruction, even one that no processor knows.
+    Raises: KernelError EINVAL (`code` ends inside the instruction, or it has 2 bytes without RVC).
     """
     bits = int.from_bytes(code[:RVI_SIZE], "little")
     length = insn_length(bits)
     if len(code) < length:
         raise KernelError(EINVAL, "the code ends within an instruction")
     if length == RVC_SIZE and not compressed:
-        raise KernelError(EINVAL, "a compressed instruction in a kernel without")
+        raise KernelError(EINVAL, "compressed instruction in a kernel without RVC")
     return insn_of(bits if length == RVI_SIZE else bits & 0xFFFF)
 
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
-    """Address and instruction, up to the end of `code` or the first that isn't decodable."""
+    """Iterate over address and instruction, up to the end of `code` or the first undecodable instruction."""
     for at in attributes_of_all(code, addr, compressed=compressed):
         yield at, decode_insn(code[at - addr : at - addr + RVI_SIZE], compressed=compressed)
 
 
 def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, RiscvInsnAttributes]:
-    """Facts by address, up to the end of `code` or the first instruction that isn't decodable."""
+    """Return address -> attributes, up to the end of `code` or the first undecodable instruction."""
     if not compressed:
         stop = _NOT_RVI.search(code[::RVI_SIZE])
         size = len(code) // RVI_SIZE if stop is None else min(stop.start(), len(code) // RVI_SIZE)
@@ -357,4 +376,4 @@ def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, 
 
 
 _NOT_RVI = re.compile(b"[^%s]" % re.escape(bytes(range(3, 256, 4))))
-"""The first byte of an instruction of 16 bits."""
+"""Matches the first byte of a 16-bit instruction."""

@@ -1,20 +1,20 @@
-"""The formats of 32-bit RISC-V instructions, put together from their fields."""
+"""The formats of 32-bit RISC-V instructions: each function composes an instruction word from its fields."""
 
 from __future__ import annotations
 
 
 def r_type(opcode: int, rd: int, funct3: int, rs1: int, rs2: int, funct7: int) -> int:
-    """Two registers to one."""
+    """Compose an R-type instruction: two source registers and a destination register."""
     return opcode | rd << 7 | funct3 << 12 | rs1 << 15 | rs2 << 20 | funct7 << 25
 
 
 def i_type(opcode: int, rd: int, funct3: int, rs1: int, immediate: int) -> int:
-    """A register and 12 bits to a register."""
+    """Compose an I-type instruction: a source register, a 12-bit immediate, and a destination register."""
     return opcode | rd << 7 | funct3 << 12 | rs1 << 15 | (immediate & 0xFFF) << 20
 
 
 def s_type(opcode: int, funct3: int, rs1: int, rs2: int, immediate: int) -> int:
-    """Stores: rs2 at rs1 + 12 bits."""
+    """Compose an S-type instruction, a store: rs2 goes to rs1 + a 12-bit immediate."""
     return (
         opcode
         | (immediate & 0x1F) << 7
@@ -26,7 +26,7 @@ def s_type(opcode: int, funct3: int, rs1: int, rs2: int, immediate: int) -> int:
 
 
 def b_type(opcode: int, funct3: int, rs1: int, rs2: int, offset: int) -> int:
-    """Branches; the offset has 13 bits, the lowest 0."""
+    """Compose a B-type instruction, a branch: the offset has 13 bits, of which the lowest is 0."""
     low = (offset >> 1 & 0xF) << 8 | (offset >> 11 & 1) << 7
     return (
         opcode
@@ -40,11 +40,11 @@ def b_type(opcode: int, funct3: int, rs1: int, rs2: int, offset: int) -> int:
 
 
 def u_type(opcode: int, rd: int, value: int) -> int:
-    """The upper 20 bits of a value."""
+    """Compose a U-type instruction from the upper 20 bits of a value and a destination register."""
     return opcode | rd << 7 | value & 0xFFFFF000
 
 
 def j_type(opcode: int, rd: int, offset: int) -> int:
-    """jal; the offset has 21 bits, the lowest 0."""
+    """Compose a J-type instruction, a jal: the offset has 21 bits, of which the lowest is 0."""
     low = (offset >> 1 & 0x3FF) << 21 | (offset >> 11 & 1) << 20
     return opcode | rd << 7 | low | offset & 0xFF000 | (offset >> 20 & 1) << 31

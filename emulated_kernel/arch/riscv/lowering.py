@@ -1,4 +1,4 @@
-"""A program's ops as RISC-V instructions on the registers that are cheapest to use."""
+"""Lowering of a program's ops to RISC-V instructions, on the registers that are cheapest to use."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from emulated_kernel.arch.riscv.pt_regs import WORD, read_status
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 PER_CPU = GP
-"""Holds the base of the CPU's own data."""
+"""Register that holds the base of the CPU's own data."""
 
 _ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
-"""Which registers to use first, as far as they are equally cheap; the frame pointer last.
+"""Order in which equally cheap registers are used; the frame pointer is the last one.
 
-Not t0: a handler that an fentry site calls returns by it.
+t0 is missing, because a handler that an fentry site calls returns through it.
 """
 LEAVING = T0
-"""The register that JumpTo goes through; it must not be live."""
+"""The register through which JumpTo leaves; it must not be live."""
 _PLAIN = {
     Arithmetic.ADD: asm.ArithmeticFunct3.ADD,
     Arithmetic.SUB: asm.ArithmeticFunct3.SUB,
@@ -76,27 +76,31 @@ _CONDITIONS = {
     Condition.ANY_BIT: (BranchFunct3.NE, False),
     Condition.NO_BIT: (BranchFunct3.EQ, False),
 }
-"""The branch, and whether its operands change places."""
+"""Condition -> branch, and whether its operands must be swapped."""
 
-_SPARE, _SECOND, _THIRD = -1, -2, -3
-"""Ask for registers besides the virtual ones, for what one op needs."""
+_SPARE = -1
+"""Pseudo virtual register: an additional register for a single op."""
+_SECOND = -2
+"""Pseudo virtual register: a second additional register for a single op."""
+_THIRD = -3
+"""Pseudo virtual register: a third additional register for a single op."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 _HOLE = asm.jal(ZERO, 0, 0)
 _FAR_BRANCH_SIZE = 8
 
 
 class BranchOutOfReachError(Exception):
-    """The code is too long for branches of 4 KiB."""
+    """The code is too long for branches, which reach 4 KiB."""
 
 
 @lru_cache(1024)
 def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
-    """Registers for the program, the cheapest first: those that are dead and that it doesn't ask for."""
+    """Return the registers for the program, cheapest first: dead ones that it doesn't read."""
     return tuple(sorted(_ORDER, key=lambda number: cost(REGISTER_NAMES[number], live, reads)))
 
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
-    """The hole keeps the place of the destination register."""
+    """Replace a placeholder by the load or move `word`; the placeholder holds the destination register."""
     rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
     code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
 
@@ -113,7 +117,7 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 
 class RiscvLowering(Lowering):
-    """The lowering to RISC-V; what fills in its branches raises BranchOutOfReachError."""
+    """Lowers ops to RISC-V instructions. Filling in its branches may raise BranchOutOfReachError."""
 
     encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)
 
@@ -127,7 +131,10 @@ class RiscvLowering(Lowering):
         before_host: bytes = b"",
         far: bool = False,
     ) -> None:
-        """`live` is None if all registers are saved already; `far`: branches may lead beyond 4 KiB."""
+        """Lower the whole program.
+
+        `live` is None if all registers are already saved. `far`: branches may lead farther than 4 KiB.
+        """
         registers = frozenset() if live is None else live.registers
         order = _preference(registers, registers_read(program))
         written = {NUMBERS[op.name] for op in program if type(op) is ir.SetRegister}
@@ -146,13 +153,13 @@ class RiscvLowering(Lowering):
         if swapped:
             left, right = right, left
         if self._far:
-            # The lowest bit of funct3 turns the condition round.
+            # The lowest bit of funct3 inverts the condition.
             code += asm.branch(BranchFunct3(funct3 ^ 1), left, right, _FAR_BRANCH_SIZE)
         self._block.jumps.append((len(code), label.number))
         code += _HOLE if self._far else asm.branch(funct3, left, right, 0)
 
     def _number(self, value: int, spare: int) -> int:
-        """A register that holds a number."""
+        """Return a register that holds a constant; load the constant into `spare` unless it is 0."""
         if value == 0:
             return ZERO
         register = self._real[spare]
@@ -171,7 +178,7 @@ class RiscvLowering(Lowering):
         if name == "status":
             self._code += read_status(dst)
         else:
-            # Whether it still holds the value isn't known before all registers are given out.
+            # Only after all registers are assigned is it known whether the register still holds the value.
             number = NUMBERS[name]
             self.slots.add(number)
             self._block.slots.append((len(self._code), number))
@@ -181,7 +188,7 @@ class RiscvLowering(Lowering):
         self._read_register(NUMBERS[name], name)
 
     def _set_register(self, op: ir.SetRegister) -> None:
-        """The program uses it for nothing else."""
+        """Set a register of the probed code; the program uses that register for nothing else."""
         number = NUMBERS[op.name]
         src = self._real[op.src]
         self._code += store(SP, WORD * number, src, WORD) if self._in_frame else asm.move(number, src)
@@ -205,7 +212,7 @@ class RiscvLowering(Lowering):
     # Memory
 
     def _operand(self, base: int, offset: int) -> tuple[int, int]:
-        """A base and an offset that an instruction holds."""
+        """Return a base and an offset that fit in one instruction; this may load the sum into a register."""
         if fits_12(offset):
             return base, offset
         spare = self._real[_SPARE]
@@ -215,7 +222,7 @@ class RiscvLowering(Lowering):
         return spare, low
 
     def _load(self, op: ir.Load) -> None:
-        # The base first: it has a register already.
+        # Take the base first: it already has a register.
         base, offset = self._operand(self._real[op.base], op.offset)
         if op.on_fault is not None:
             self._block.accesses.append((len(self._code), op.on_fault.number))
@@ -231,7 +238,7 @@ class RiscvLowering(Lowering):
         self._code += store(base, offset, self._number(value, _SECOND), op.size)
 
     def _cell(self, address: int, register: int) -> tuple[int, int]:
-        """Base and offset of an absolute address, by way of a register."""
+        """Return base and offset of an absolute address, whose upper part is loaded into `register`."""
         address = sign_extend(address, 64)
         low = sign_extend(address, 12)
         if address == low:
@@ -291,7 +298,7 @@ class RiscvLowering(Lowering):
         self._code += asm.multiply(dst, dst, self._real[op.src])
 
     def _atomic_place(self, base: int, offset: int) -> int:
-        """A register with the address of a word that changes at once."""
+        """Return a register with the address of a word for an atomic access."""
         if not offset:
             return base
         spare = self._real[_SPARE]
@@ -309,7 +316,7 @@ class RiscvLowering(Lowering):
         new = real[op.new]
         found = real[_SECOND]
         failed = real[_THIRD]
-        # Interrupts leave a reservation as it is: it is given back, lest one that they had serves here.
+        # Interrupts don't clear a reservation: give it back, or other code's store could succeed on it.
         differs = asm.store_conditional(failed, at, found) + asm.move(expected, found)
         again = len(self._code)
         self._code += asm.load_reserved(found, at)
@@ -346,7 +353,7 @@ class RiscvLowering(Lowering):
     def _branch_per_cpu(self, op: ir.BranchPerCpu) -> None:
         left = self._real[_SECOND]
         base, offset = self._operand(PER_CPU, op.offset)
-        # Extended by their signs, unsigned numbers keep their order.
+        # Sign extension preserves the order of unsigned numbers.
         self._code += load(left, base, offset, op.size, sign=True)
         self._compare(op.condition, left, sign_extend(op.value, 8 * op.size), op.label)
 
@@ -367,10 +374,10 @@ class RiscvLowering(Lowering):
 
 
 def in_slot(offset: int) -> int:
-    """How a value at an offset from the stack pointer gets into a register, which is left out."""
+    """Return a load from an offset from sp, for _patch_slot; its destination register is left out."""
     return int.from_bytes(load(ZERO, SP, offset, WORD), "little")
 
 
 def in_register(number: int, offset: int = 0) -> int:
-    """The same of a register, and a number added."""
+    """Return a move of a register plus a constant, for _patch_slot; its destination register is left out."""
     return int.from_bytes(asm.addi(ZERO, number, offset), "little")

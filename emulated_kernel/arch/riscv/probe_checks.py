@@ -1,4 +1,4 @@
-"""Will a kprobe register here, and will it be optimized by way of which registers? On RISC-V.
+"""Probe checks of RISC-V: registration, and optimization with the registers that its jumps need.
 
 Source of the rules of optimization: "Add OPTPROBES feature on RISCV", v6, 2023.
 """
@@ -46,9 +46,9 @@ _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *rang
 
 
 def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """What the jump of a probe at `addr` replaces, or why it stays an ebreak.
+    """Return the region that the jump of a probe at `addr` replaces, or why the probe keeps its ebreak.
 
-    Deviates: a function with an indirect jump is left alone, as x86 does; so are fentry sites and labels.
+    Deviates: functions with an indirect jump are refused, as on x86, and so are fentry sites and jump labels.
     Mirrors: opt.c:can_optimize, arch_prepare_optimized_kprobe (optprobes v6, 2023).
     """
     length = copied_length(analysis, addr)
@@ -71,7 +71,10 @@ def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Reje
 
 
 def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
-    """Bytes of whole instructions that make room for the jump. Mirrors: opt.c:search_copied_insn."""
+    """Return the bytes of whole instructions that make room for the jump.
+
+    Mirrors: opt.c:search_copied_insn.
+    """
     if addr not in analysis.insns:
         return Rejection(RejectReason.NOT_A_BOUNDARY, addr)
     rejection = analysis.rejections[addr]
@@ -84,7 +87,10 @@ def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Rejection
 
 
 def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> ScratchRegisters | Rejection:
-    """One that is free at both ends if there is one. Mirrors: opt.c:find_free_registers."""
+    """Return the free registers at both ends of a region; the same register is preferred.
+
+    Mirrors: opt.c:find_free_registers.
+    """
     before = ALL_REGISTERS & ~analysis.live_mask(addr)
     behind = ALL_REGISTERS & ~analysis.live_mask(addr + length)
     both = _preferred(before & behind)
@@ -98,7 +104,7 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
 
 
 def _register_reason(analysis: RiscvFunctionAnalysis, addr: int, behind: int) -> RejectReason | None:
-    """The same, without saying which."""
+    """Return why _free_registers() finds no register, or None if it finds registers."""
     if analysis.has_idle_register:
         return None
     if analysis.live_mask(addr) == ALL_REGISTERS:
@@ -117,7 +123,7 @@ def _preferred(mask: int) -> int:
 
 
 class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
-    """Of an image with compressed instructions, or without."""
+    """Probe checks of an image with or without compressed instructions."""
 
     all_live = ALL_LIVE
     fentry_size = LONG_JUMP_SIZE
@@ -143,7 +149,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.insns
 
     def check_insn(self, analysis: RiscvFunctionAnalysis, addr: int) -> Rejection | None:
-        """Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe (v6.1)."""
+        """Return why an instruction can't be executed out of line, or None.
+
+        Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe (v6.1).
+        """
         insn = analysis.insns.get(addr)
         if insn is None:
             return Rejection(RejectReason.NOT_A_BOUNDARY, addr)
@@ -152,9 +161,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def reasons_at_once(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis]
     ) -> dict[int, RejectReason | None]:
-        """By few kinds of instructions side by side, and then by what stands in few places.
+        """Return instruction address -> first reason against a jump there; None if a jump is possible.
 
-        As detoured() says it of one address.
+        The answers are those of optimized_region(). A table decides most addresses by the kinds of four
+        neighbouring instructions; the few other addresses are then checked one by one.
         """
         analysis = known.analysis
         function = known.function
@@ -193,7 +203,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return found
 
     def _looked_at(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
-        """Where somebody else patches, or something may lead in from elsewhere."""
+        """Return addresses whose regions may hold text that others patch, or a target of outside branches."""
         function = known.function
         found = set[int]()
         for target in self._entrances.targets(range(function.addr, function.end)):
@@ -205,7 +215,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def _rare_reason(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis], replaced: range
     ) -> RejectReason | None:
-        """By the last of detoured_region()'s rules, and by the ways that lead in from elsewhere."""
+        """Return the reason for an address that _looked_at() returns, or None.
+
+        It applies the last rules of detoured_region(), and those about branches from outside the function.
+        """
         analysis = known.analysis
         addr = replaced.start
         behind = replaced.stop
@@ -223,7 +236,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.at(addr)
 
     def register_text(self, addr: int) -> str:
-        """Of the registers, which are all needed, the one that would be taken first."""
+        """Return which register a jump would prefer, and which instruction may need its value."""
         analysis = self._analysis(addr)
         register = _PREFERENCE[0]
         at = analysis.first_need(addr, register)
@@ -241,15 +254,15 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
             if target is not None:
                 yield addr + at + target, addr + at
 
-    def label_size(self, code: bytes) -> int:  # noqa: ARG002 - all are as long
+    def label_size(self, code: bytes) -> int:  # noqa: ARG002 - all labels have the same size
         return JUMP_SIZE
 
 
 def pairs(analysis: RiscvFunctionAnalysis) -> int:
-    """How many instructions of a function the authors of the series would count as optimizable.
+    """Count the instructions of a function that the authors of the series would regard as optimizable.
 
-    Two movable ones stand there, whatever their length, with one register that is free at both ends of
-    them; nothing jumps to the second one, and nothing in the function forbids it.
+    Such an instruction and its successor are movable, whatever their lengths, and one register is free both
+    before and after the two. Nothing jumps to the second, and the function has no hazard.
     """
     if analysis.hazard is not None:
         return 0
@@ -257,7 +270,7 @@ def pairs(analysis: RiscvFunctionAnalysis) -> int:
     jumps = analysis.jump_targets
     entered: Collection[int] = jumps
     if any(analysis.function.addr <= target < analysis.end for target in jumps - insns.keys()):
-        # The one that leads into an instruction leads into two pairs.
+        # A jump into the middle of an instruction excludes both pairs with that instruction.
         ends = [*insns, analysis.end]
         entered = {
             second
@@ -286,11 +299,11 @@ STRATEGIES = {
         ),
     )
 }
-"""By the name in profiles."""
+"""Policies by the name used in profiles."""
 
 
 class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]):
-    """What is in the way of a jump over instructions of these kinds: as many as may be replaced."""
+    """(kinds of up to four instructions) -> reason against replacing them by a jump, or None."""
 
     def __missing__(self, kinds: tuple[int, int, int, int]) -> RejectReason | None:
         self[kinds] = reason = self._reason(kinds)
@@ -313,9 +326,9 @@ class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]
 
 _OPTIMIZATION_BLOCKERS = _OptimizationBlockers()
 _MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
-"""Picks the kinds that can be executed elsewhere."""
+"""Translates a kind to 1 if such an instruction can be executed out of line, else to 0."""
 _NOTHING = bytes(3)
-"""Behind the last instruction."""
+"""Kinds that follow the last instruction."""
 
 _BRANCH = re.compile(
     b"(?s)(?=[%s].|[%s][\xa0-\xff])"
@@ -324,4 +337,4 @@ _BRANCH = re.compile(
         b"".join(re.escape(bytes((low,))) for low in range(1, 256, 4)),
     )
 )
-"""By its first two bytes: a branch or a jal, or c.j, c.beqz or c.bnez."""
+"""Matches the first two bytes of a branch, jal, c.j, c.beqz or c.bnez."""

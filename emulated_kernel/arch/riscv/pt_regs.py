@@ -1,4 +1,4 @@
-"""struct pt_regs on the stack of the probed code: saving every register in it, and restoring."""
+"""struct pt_regs on the stack of the probed code: code that saves every register and restores them."""
 
 from __future__ import annotations
 
@@ -6,36 +6,42 @@ from emulated_kernel.arch.riscv.encoder import addi, load, move_stack_pointer, s
 from emulated_kernel.arch.riscv.insn import GP, REGISTER_NAMES, SP, T0, ZERO
 
 PT_REGS = ("ip", *REGISTER_NAMES[1:], "status", "badaddr", "cause", "orig_a0")
-"""struct pt_regs, from the lowest address up, in words: x1 to x31 are where their numbers say."""
+"""Fields of struct pt_regs from the lowest address up, one word each; x1 to x31 are at their numbers."""
 WORD = 8
 SIZE = WORD * len(PT_REGS)
-"""Bytes; a multiple of what the stack pointer is aligned to."""
+"""Size in bytes; a multiple of the stack alignment."""
 OFFSETS = {name: WORD * index for index, name in enumerate(PT_REGS)}
 FIXED_REGISTERS = {"badaddr": 0, "cause": 3, "orig_a0": -1}
-"""What is the same at every hit: a breakpoint, and no system call."""
+"""pt_regs name -> value that is the same at every hit: a breakpoint, and no system call."""
 
 _GENERAL = tuple(number for number in range(1, 32) if number != SP)
 
 
 def read_status(rd: int) -> bytes:
-    """rd = sstatus."""
+    """Encode rd = sstatus."""
     return (0x100 << 20 | ZERO << 15 | 2 << 12 | rd << 7 | 0x73).to_bytes(4, "little")
 
 
 def save_general(room: int = SIZE, *, but: int = SP) -> bytes:
-    """Make room for the frame, and save all but sp, and another one, in it."""
+    """Return code that makes room for the frame and saves all general registers except sp and `but`."""
     stores = (store(SP, WORD * number, number, WORD) for number in _GENERAL if number != but)
     return move_stack_pointer(-room) + b"".join(stores)
 
 
 def load_general(*, but: int = SP) -> bytes:
-    """Restore all but sp, another one, and gp: that is the CPU's, which may be another one by now."""
+    """Return code that restores all general registers except sp, `but` and gp.
+
+    gp belongs to the CPU, and the task may have moved to another CPU in the meantime.
+    """
     kept = (but, GP)
     return b"".join(load(number, SP, WORD * number, WORD) for number in _GENERAL if number not in kept)
 
 
 def complete(set_ip: bytes, room: int = SIZE) -> bytes:
-    """Fill in the rest of a pt_regs; t0, which is saved by then, is overwritten, by `set_ip` with ip."""
+    """Return code that fills in the other fields of a pt_regs. It overwrites t0, which is saved by then.
+
+    `set_ip` is code that loads ip into t0.
+    """
     code = set_ip + store(SP, OFFSETS["ip"], T0, WORD)
     code += addi(T0, SP, room) + store(SP, OFFSETS["sp"], T0, WORD)
     code += read_status(T0) + store(SP, OFFSETS["status"], T0, WORD)

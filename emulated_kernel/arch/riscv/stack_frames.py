@@ -1,4 +1,4 @@
-"""What RISC-V's instructions do to a stack frame."""
+"""Effects of RISC-V instructions on a stack frame."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _DOUBLE = 3
 """funct3 of ld and sd."""
 _SRET = 0x10200073
 _SCRATCH = (EXCEPTION_PC, "ra", *(f"t{n}" for n in range(7)), *(f"a{n}" for n in range(8)))
-"""What a called function may leave with other values."""
+"""Registers that a called function may change."""
 _Effect = Callable[[Frame], None]
 
 
 def frame_insns(
     code: bytes, addr: int, *, compressed: bool, switches_stack: bool
 ) -> Iterator[tuple[int, FrameInsn]]:
-    """Each instruction of a function; `switches_stack`: to one that was left by the same code."""
+    """Iterate over a function's instructions: address, and effect on the stack frame.
+
+    `switches_stack`: the function switches to a stack that the same code left earlier.
+    """
     upper: tuple[int, int] | None = None
     for at, insn in decode_all(code, addr, compressed=compressed):
         yield at, _read(insn, at, upper, switches_stack)
@@ -80,7 +83,7 @@ def _store_offset(insn: RiscvInsn) -> int:
 
 
 def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
-    """csrr and csrw of sepc."""
+    """Apply csrr and csrw of sepc."""
     was = frame.regs.get(EXCEPTION_PC)
     if source is not None:
         frame.set(EXCEPTION_PC, frame.regs.get(source))
@@ -89,7 +92,10 @@ def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
 
 
 def entry_frame(*, by_interrupt: bool) -> Frame:
-    """The return address is in ra; an interrupt leaves it in a register of the CPU's."""
+    """Return the frame at a function's entry.
+
+    The return address is in ra; after an interrupt, sepc holds the ip.
+    """
     regs = {name: (name, 0) for name in REGISTER_NAMES[1:]}
     regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "ra": (IP, 0)}
     return Frame(regs, {})

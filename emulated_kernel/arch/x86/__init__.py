@@ -1,5 +1,6 @@
-"""x86: decoding, verdicts, out-of-line execution.
+"""x86: instruction decoding, probe checks, out-of-line execution, code generation.
 
-From outside: X86_64 and I386 of arch.py; analyses without a kernel take analysis.py, facts.py and verdict.py
-too. It takes no lock, as all of arch.
+Other layers use X86_64 and I386 of arch.py through the hooks of Arch. Code that analyses text without a
+kernel also uses analysis.py, insn_attributes.py and probe_checks.py. As in all of arch, no module takes a
+lock.
 """

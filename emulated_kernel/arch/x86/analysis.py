@@ -1,4 +1,4 @@
-"""One function decoded for the verdict: its instructions and branches, and apart from them its liveness."""
+"""Decoded functions for the probe checks: instructions and branches, and separately liveness."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from emulated_kernel.arch.x86.insn_attributes import ControlTransfer, DecodeCach
 from emulated_kernel.arch.x86.liveness import Liveness
 
 NOP5 = bytes.fromhex("0f1f440000")
-"""What ftrace keeps at a disabled fentry site."""
+"""The nop of a disabled fentry site."""
 UD2_SIZE = 2
 JUMP_SIZE = 5
-"""Bytes of a jump with a displacement of 32 bits."""
+"""Size in bytes of a jump with a 32-bit displacement."""
 _NOWHERE = TextLayout()
 
 
@@ -28,10 +28,10 @@ class RelativeBranch(NamedTuple):
 
 
 class X86FunctionAnalysis:
-    """A function as Linux reads it.
+    """Lazily computed analyses of one function, based on Linux's decoder.
 
-    `known`: facts of instructions met before. `bug_size`: bytes of a BUG(); kernels of 2007 kept the
-    line and file behind the ud2 (i386: 8 bytes), today's keep them in a table (2).
+    `known`: cache of instruction attributes. `bug_size`: bytes of a BUG(); kernels of 2007 stored line and
+    file after the ud2 (i386: 8 bytes), later ones store them in a table (2 bytes).
     """
 
     def __init__(
@@ -45,33 +45,33 @@ class X86FunctionAnalysis:
         self._bug_size = bug_size
 
     def bytes_at(self, addr: int, size: int = MAX_INSN_SIZE) -> bytes:
-        """The unpatched text from `addr` on, with zeros behind the function."""
+        """Return the unpatched text at `addr`, padded with zeros after the function's end."""
         at = addr - self.function.addr
         return self._code[at : at + size].ljust(size, b"\0")
 
     @cached_property
     def flow(self) -> FunctionFlow:
-        """Its instructions and jumps, decoded when a probe is to be registered there: liveness needs none."""
+        """Instructions and jumps of the function. Only probe registration needs them; liveness doesn't."""
         return FunctionFlow(self.function, self.layout, self._code, self._known, self._bug_size)
 
     @cached_property
     def patched(self) -> frozenset[int]:
-        """The bytes that others patch."""
+        """Addresses of the bytes that other subsystems patch."""
         function = self.function
         sites = (*function.fentry_sites, *function.jump_labels, *function.static_calls)
         return frozenset(addr for site in sites for addr in range(site.addr, site.addr + site.size))
 
     @cached_property
     def liveness(self) -> Liveness:
-        """What may still be read at each instruction."""
+        """Registers and flags that may still be read at each instruction."""
         return Liveness(self.function, self.bits)
 
 
 class FunctionFlow:
-    """The instructions of a function, and what forbids jump optimization in it.
+    """Instructions of a function, and hazards that forbid jump optimization in it.
 
-    Decoding stops at the first instruction that Linux can't decode: nothing behind it can be probed,
-    and nothing in front of it optimized.
+    Decoding stops at the first instruction that Linux can't decode. No instruction after it can be probed,
+    and none before it can be optimized.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class FunctionFlow:
     ) -> None:
         self._thunks = layout.thunks
         self.hazard: Rejection | None = None
-        """The first thing that forbids optimization anywhere in the function."""
+        """The first hazard, in address order, that forbids optimization anywhere in the function."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)
-        """Of the instruction at each boundary."""
+        """Address -> attributes of the instruction there."""
         self._scan(function, code, bug_size)
         self._jumps.sort()
 
     def jump_into(self, first: int, last: int) -> RelativeBranch | None:
-        """The jump of the function with a target in first..last, both inclusive, that comes first."""
+        """Return the first jump of the function whose target is in first..last, both inclusive."""
         index = bisect_left(self._jumps, (first, 0))
         if index == len(self._jumps) or self._jumps[index].target > last:
             return None
@@ -96,13 +96,13 @@ class FunctionFlow:
         return min(found, key=lambda jump: jump.source)
 
     def branch_into(self, inside: range) -> RelativeBranch | None:
-        """The same, with calls."""
+        """Return the first jump or call of the function whose target is in `inside`."""
         found = [branch for branch in (*self._jumps, *self._calls) if branch.target in inside]
         return min(found, key=lambda branch: branch.source, default=None)
 
     @property
     def jump_targets(self) -> list[int]:
-        """Ascending."""
+        """Targets of the function's jumps in ascending order."""
         return [target for target, _ in self._jumps]
 
     def _scan(self, function: Function, code: bytes, bug_size: int) -> None:
@@ -141,7 +141,7 @@ class FunctionFlow:
 
 
 def _unpatched(function: Function) -> bytes:
-    """The text with ftrace's nop at every fentry site, whatever stands there now.
+    """Return the text with ftrace's nop at every fentry site, regardless of the current bytes.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:__recover_probed_insn (v6.1)
     """

@@ -1,4 +1,4 @@
-"""x86 behind the list of architecture hooks."""
+"""The architecture hooks of x86_64 and i386."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def _registers(frame: RegsFrame, arguments: str) -> Registers:
 
 
 class X86(Arch):
-    """What both widths share; `bits` selects the decoder's mode."""
+    """Hooks that both widths share; `bits` selects the decoder's mode."""
 
     breakpoint = INT3
     max_insn_size = MAX_INSN_SIZE
-    jump_size = call_size = out_of_line.JMP32_SIZE
+    jump_size = out_of_line.JMP32_SIZE
+    call_size = out_of_line.JMP32_SIZE
     seen_ip = 1
     general_registers = frozenset((*REGISTER_NAMES, "ip", "flags"))
     return_size = 1
@@ -103,7 +104,7 @@ class X86(Arch):
 
 
 class X86_64(X86):
-    """x86_64: arguments in six registers, then on the stack above the return address."""
+    """x86_64: arguments are in six registers, then on the stack above the return address."""
 
     name = "x86_64"
     bits = 64
@@ -124,7 +125,7 @@ class X86_64(X86):
 
 
 class I386(X86):
-    """i386: arguments in three registers (regparm=3), then on the stack above the return address."""
+    """i386: arguments are in three registers (regparm=3), then on the stack above the return address."""
 
     name = "i386"
     bits = 32

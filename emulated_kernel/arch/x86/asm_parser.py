@@ -1,7 +1,9 @@
-"""Handlers in assembly on x86: keystone makes each instruction, iced says what it does, and joins them.
+"""Assembler of handlers on x86, in Intel syntax.
 
-Intel's syntax. Keystone reads numbers without a prefix as hexadecimal, drops what is added to a symbol, and
-cuts numbers that don't fit: it is given neither symbols nor decimal numbers, and what it makes is looked at.
+Keystone assembles each instruction, iced-x86 decodes it to find its effects, and iced joins all into one
+block. Keystone reads numbers without a prefix as hexadecimal, ignores a number added to a symbol, and
+truncates numbers that don't fit. It is therefore given neither symbols nor decimal numbers, and its output is
+checked.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _REGISTER = re.compile(
 )
 _SIZE = re.compile(r"(?i)\b([a-z]+)\s+ptr\b")
 _SIZES = {"byte": 1, "word": 2, "dword": 4, "qword": 8, "mmword": 8, "xmmword": 16}
-"""Bytes."""
+"""Operand size keyword -> bytes."""
 _IP = re.compile(r"(?i)\b[re]?ip\b")
 _FEATURES = (
     "INTEL8086", "INTEL186", "INTEL286", "INTEL386", "INTEL486", "X64", "CX8", "CMPXCHG16B", "CMOV", "POPCNT",
@@ -44,13 +46,16 @@ _FEATURES = (
 )  # fmt: skip
 _STRIDE = 32
 _BASE = 1 << 20
-"""Where statements are assembled, each so many bytes behind the one before; addresses of labels as well."""
+"""Address at which the first statement is assembled; each further one is _STRIDE bytes higher.
+
+The addresses of labels follow the same scheme.
+"""
 _PLACE = 1 << 24
-"""Address of a cell until it gets its offset."""
+"""Address that stands for a cell until its offset is filled in."""
 
 
 class X86Assembler(Assembler):
-    """Both widths."""
+    """The assembler of both widths."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits
@@ -106,12 +111,12 @@ class X86Assembler(Assembler):
             self._to_cell(statement, insn, cells[cell[0]], place)
         elif insn.is_ip_rel_memory_operand:
             if not is_signed(signed(insn.memory_displacement, 64), 32):
-                raise statement.refused("an address that needs a register")
+                raise statement.refused("the address doesn't fit in 32 bits; load it into a register")
             _set_address(insn, insn.memory_displacement)
         return insn
 
     def _assembled(self, statement: Statement, text: str, at: int) -> Any:
-        """Exactly one instruction."""
+        """Assemble a statement's text, which must give exactly one instruction."""
         from keystone.keystone import KsError
 
         try:
@@ -138,7 +143,10 @@ class X86Assembler(Assembler):
         return Decoder(self._bits, code, ip=at)
 
     def _check_size(self, statement: Statement, insn: Any) -> None:
-        """The memory operand is as large as was written: keystone takes for i386 what 64 bits alone have."""
+        """Check that the memory operand has the size that was written.
+
+        For i386, keystone accepts sizes that exist only in 64-bit mode.
+        """
         written = _SIZE.search(statement.text)
         size = _memory_size(insn)
         if written is not None and size and _SIZES.get(written[1].lower()) != size:
@@ -147,7 +155,10 @@ class X86Assembler(Assembler):
             )
 
     def _check_number(self, statement: Statement, text: str, insn: Any) -> None:
-        """An immediate is the number that was written, or the instruction has no room for that."""
+        """Check that the immediate is the number that was written.
+
+        Keystone truncates a number that doesn't fit.
+        """
         written = _LAST_NUMBER.search(text.lower())
         if written is None:
             return
@@ -158,7 +169,10 @@ class X86Assembler(Assembler):
             raise statement.refused(f"{number} doesn't fit")
 
     def _check_displacement(self, statement: Statement, text: str, insn: Any) -> None:
-        """The address has the number that was written, or the instruction has no room for that."""
+        """Check that the displacement is the number that was written.
+
+        Keystone truncates a number that doesn't fit.
+        """
         written = "".join(_MEMORY.findall(text))
         terms = _TERM.findall("".join(written.split()))
         number = sum(int(sign + term, 16) for sign, term in terms if _HEXADECIMAL.fullmatch(term))
@@ -166,11 +180,11 @@ class X86Assembler(Assembler):
             raise statement.refused(f"{number:#x} doesn't fit")
 
     def _to_cell(self, statement: Statement, insn: Any, offset: int, place: int) -> None:
-        """The memory operand becomes the CPU's own cell."""
+        """Replace the memory operand by the CPU's own cell."""
         from iced_x86 import Mnemonic, Register
 
         if insn.memory_displacement != place or insn.mnemonic == Mnemonic.LEA:
-            raise statement.refused("has no cell as an operand: take its contents")
+            raise statement.refused("a cell can't be this operand; take its contents")
         size = _memory_size(insn)
         within = cell_offset(statement, place - _PLACE, size)
         _set_address(insn, offset + within)
@@ -178,7 +192,10 @@ class X86Assembler(Assembler):
 
 
 def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
-    """What stands between brackets, at most once in a statement. Raises: KernelError EINVAL."""
+    """Iterate over statements with brackets, at most one pair each: the statement and the text in brackets.
+
+    Raises: KernelError EINVAL (brackets don't match).
+    """
     for statement in source.statements:
         found = _MEMORY.findall(statement.text)
         if any(statement.text.count(bracket) != len(found) for bracket in "[]") or len(found) > 1:
@@ -188,7 +205,10 @@ def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
 
 
 def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
-    """A cell and an offset into it, if that is the address. Raises: KernelError EINVAL (more than that)."""
+    """Return the cell and the offset in it that an address names; None if the address names no cell.
+
+    Raises: KernelError EINVAL (the address holds more than a cell and a number).
+    """
     unknown = [name for name in _NAME.findall(inner) if not _REGISTER.fullmatch(name.lower())]
     if not unknown:
         return None
@@ -216,7 +236,7 @@ def _set_address(insn: Any, address: int) -> None:
 
 
 def _nop(at: int) -> Any:
-    """The place behind the last statement, for jumps there."""
+    """Return a nop for the address after the last statement, as a target for jumps to the end."""
     from iced_x86 import Code, Instruction
 
     insn = Instruction.create(Code.NOPD)
@@ -225,7 +245,7 @@ def _nop(at: int) -> Any:
 
 
 def _operand_size(insn: Any) -> int:
-    """Bytes of the first operand."""
+    """Return the size in bytes of the first operand."""
     from iced_x86 import OpKind, RegisterExt
 
     return RegisterExt.size(insn.op0_register) if insn.op0_kind == OpKind.REGISTER else _memory_size(insn)
@@ -238,9 +258,9 @@ def _memory_size(insn: Any) -> int:
 
 
 def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]]:
-    """Mask of the general registers that it may write, and what `needed` asks for.
+    """Return the mask of the general registers that it may write, and the item that `needed` takes.
 
-    Raises: KernelError EINVAL (not for handlers).
+    Raises: KernelError EINVAL (the instruction isn't allowed in handlers).
     """
     from iced_x86 import FlowControl, InstructionInfoFactory, OpAccess, RegisterExt, RflagsBits
 
@@ -257,7 +277,7 @@ def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]
                 raise statement.refused("changes what a handler has no copy of")
             continue
         if REGISTER_NAMES[number] == "sp":
-            raise statement.refused("the stack pointer isn't the probed code's here")
+            raise statement.refused("uses the stack pointer, which isn't the probed code's here")
         reads |= (reading or RegisterExt.size(used.register) < 4) << number
         writes |= writing << number
         overwrites |= (used.access in (OpAccess.WRITE, OpAccess.READ_WRITE)) << number
@@ -276,7 +296,9 @@ def _check_kind(statement: Statement, insn: Any) -> None:
     if insn.is_privileged:
         raise statement.refused("is privileged")
     if not {*insn.cpuid_features()} <= {getattr(CpuidFeature, name) for name in _FEATURES}:
-        raise statement.refused("handlers have general registers and their instructions alone")
+        raise statement.refused(
+            "isn't an instruction on general registers, which are all that handlers may use"
+        )
 
 
 def _names(masks: Iterable[int]) -> frozenset[str]:

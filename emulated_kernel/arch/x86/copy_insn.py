@@ -1,4 +1,4 @@
-"""From the probed instruction to its out-of-line form: a copy for a slot, boosted or not, or an emulation."""
+"""Preparation of a probed instruction: a copy for the insn slot, boostable or not, or an emulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from emulated_kernel.util.errors import KernelError
 
 _CS_PREFIX = 0x2E
 
-# A row for each high digit of the second opcode byte; bit 0x8000 is low digit 0.
+# One row per high digit of the second opcode byte; bit 0x8000 stands for low digit 0.
 _TWO_BYTE_ROWS = (
     0x32C0, 0x0001, 0xF000, 0x4000, 0xFFFF, 0x0000, 0xFFF3, 0x0F03,
     0x0000, 0xFFFF, 0xDCDD, 0xFF1F, 0xC0FF, 0x74DD, 0x64DD, 0x74EE,
@@ -32,8 +32,9 @@ _JMP_INDIRECT = 4
 
 
 def can_boost(insn: X86Insn, *, may_fault: bool = False) -> bool:
-    """Whether `insn` neither changes control nor needs its address; `may_fault`: it is in __ex_table.
+    """Return True if `insn` neither transfers control nor depends on its address.
 
+    `may_fault`: the instruction is in __ex_table.
     Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1)
     """
     if may_fault or len(insn.opcode) > 2:
@@ -54,7 +55,7 @@ DISP32_SIZE = 4
 
 
 def relative_jump(source: int, target: int) -> bytes:
-    """A `jmp rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
+    """Encode a `jmp rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
     distance = target - (source + JMP32_SIZE)
     if not is_signed(distance, 32):
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
@@ -62,10 +63,10 @@ def relative_jump(source: int, target: int) -> bytes:
 
 
 def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple[bytes, X86Insn]:
-    """The first instruction of `code`, which stands at `addr`, made to run at `real`.
+    """Copy the first instruction of `code`, which belongs at `addr`, so that it runs at `real`.
 
-    Raises: KernelError EINVAL (what must not be copied: a breakpoint of somebody else, forced emulation,
-    instructions that mask exceptions, a displacement that doesn't reach from `real`).
+    Raises: KernelError EINVAL (the instruction must not be copied, or its displacement doesn't reach from
+    `real`). See check_copyable for the instructions that must not be copied.
     Mirrors: arch/x86/kernel/kprobes/core.c:__copy_instruction (v6.1)
     """
     insn = decode_insn(code, bits)
@@ -81,7 +82,10 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
 
 
 def check_copyable(insn: X86Insn) -> None:
-    """Raises: KernelError EINVAL (what must not be copied, wherever to)."""
+    """Refuse instructions that must not be copied to any address.
+
+    Raises: KernelError EINVAL (forced emulation, another debugger's breakpoint, exception masking).
+    """
     if insn.emulate_prefix:
         raise KernelError(EINVAL, "forced-emulation prefix")
     if insn.opcode == INT3:
@@ -91,7 +95,7 @@ def check_copyable(insn: X86Insn) -> None:
 
 
 def masks_exceptions(insn: X86Insn) -> bool:
-    """`pop %ss` and `mov ..., %ss` hold back the breakpoint behind them.
+    """Return True for `pop %ss` and `mov ..., %ss`, which delay the breakpoint that follows them.
 
     Mirrors: arch/x86/include/asm/insn.h:insn_masking_exception (v6.1)
     """
@@ -101,9 +105,10 @@ def masks_exceptions(insn: X86Insn) -> bool:
 def prepare(
     code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault: bool = False
 ) -> ArchSpecificInsn:
-    """Out-of-line form of the instruction at `addr`; `may_fault`: it has an exception table entry.
+    """Prepare the instruction at `addr` for out-of-line execution at `slot_addr`.
 
-    Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (a 15-byte instruction).
+    `may_fault`: the instruction has an exception table entry.
+    Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (the instruction has 15 bytes).
     Mirrors: arch/x86/kernel/kprobes/core.c:arch_copy_kprobe (v6.1)
     """
     copied, insn = copy_instruction(code, addr, slot_addr, bits)
@@ -120,9 +125,9 @@ def prepare(
 
 
 def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation | None:
-    """How `insn` is emulated, or None if its copy can be stepped.
+    """Return the emulation of `insn`, or None if its copy can be stepped.
 
-    Raises: KernelError EOPNOTSUPP (control transfers that can be neither).
+    Raises: KernelError EOPNOTSUPP (a control transfer that can be neither stepped nor emulated).
     Mirrors: arch/x86/kernel/kprobes/core.c:prepare_emulation (v6.1)
     """
     opcode = insn.opcode[0]
@@ -169,7 +174,7 @@ def _mask(bits: int) -> int:
 
 
 def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation, counter_mask: int = 0) -> X86Emulation:
-    """A relative call or jump; a 16-bit operand size (32-bit mode only) cuts the target."""
+    """Prepare a relative call or jump. A 16-bit operand size (32-bit mode only) truncates the target."""
     next_ip = addr + insn.length
     target = (next_ip + insn.immediate) & (0xFFFF if insn.operand_size == 2 else _mask(bits))
     return X86Emulation(
@@ -194,7 +199,10 @@ def _prepare_stack(insn: X86Insn, addr: int, bits: int) -> X86Emulation:
 
 
 def _stack_operand_size(insn: X86Insn, bits: int) -> int:
-    """pushf and popf obey the operand size prefix, which Linux's decoder overrides in 64-bit mode."""
+    """Return the operand size of a stack instruction.
+
+    pushf and popf obey the operand size prefix, which Linux's decoder ignores in 64-bit mode.
+    """
     if insn.opcode[0] in (0x9C, 0x9D) and OPERAND_SIZE_PREFIX in insn.prefixes and not insn.rex & 8:
         return 2 if bits == 64 else insn.operand_size
     return insn.operand_size
@@ -209,7 +217,7 @@ def _prepare_two_byte(insn: X86Insn, addr: int, bits: int) -> X86Emulation | Non
 
 
 def _prepare_indirect(insn: X86Insn, addr: int, bits: int) -> X86Emulation | None:
-    """Group 5: only register operands of the full width are emulated."""
+    """Prepare an indirect branch (group 5). Only full-width register operands are emulated."""
     if insn.reg in (3, 5):
         raise KernelError(EOPNOTSUPP, "indirect far transfer")
     op = {2: emulate.call_indirect, 4: emulate.jmp_indirect}.get(insn.reg)

@@ -1,7 +1,7 @@
-"""Guest code around a probe's handler: ftrace's and the return trampoline, and an optimized probe's detour.
+"""Guest code around a probe's handler: ftrace trampoline, return trampoline, and optimized probe's detour.
 
-They save a struct pt_regs on the stack of the probed code, meet a breakpoint where the handler is reached,
-and restore every register from what the handler left.
+Each saves a struct pt_regs on the stack of the probed code, hits a breakpoint that calls the handler, and
+restores every register from the values that the handler left.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from emulated_kernel.arch.x86.pt_regs import POPF, RegsFrame, push_address
 
 RET = b"\xc3"
 MAX_DETOUR = 160
-"""Bytes; the template and what a region of 5 to 19 bytes needs."""
+"""Maximum size in bytes: the template, and the code for a region of 5 to 19 bytes."""
 MAX_COPIED = MAX_INSN_SIZE + DISP32_SIZE + JMP32_SIZE
-"""Bytes of the largest region and of a jump."""
+"""Size in bytes of the largest region plus a jump."""
 
 
 def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
-    """What an fentry site calls; it goes on at the saved ip and sp.
+    """Return the trampoline that fentry sites call; it continues at the saved ip and sp.
 
-    Linux: a changed sp is ignored, and a handler that skips the function sends it to a `ret`. Deviates: the
-    same handler does for a call and for a breakpoint.
+    Linux: a changed sp is ignored, and a handler that skips the function redirects it to a `ret`. Deviates:
+    one handler works for both a call and a breakpoint.
     Mirrors: arch/x86/kernel/ftrace_64.S, ftrace_32.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
     """
     encoder = frame.encoder
     at = frame.offsets
     word = frame.encoder.word
-    # The return address: below it lie ss, sp, flags and cs.
+    # Push the return address; ss, sp, flags and cs lie below it.
     save = frame.save_whole(b"\xff\x74\x24" + bytes([4 * word]), 0, words=1)
     store_way_back = (
         encoder.load(AX, SP, at["sp"], word)
@@ -39,7 +39,7 @@ def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
         + encoder.load(CX, SP, at["flags"], word)
         + encoder.store(AX, -2 * word, CX, word)
         + encoder.lea(AX, AX, -2 * word)
-        # An interrupt must find nothing of use below sp.
+        # An interrupt must not find anything of use below sp.
         + encoder.store(SP, at["sp"], AX, word)
     )
     take_way_back = encoder.load(SP, SP, at["sp"] - frame.above_general, word) + POPF + RET
@@ -47,10 +47,10 @@ def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
 
 
 def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
-    """What hooked functions return to, at `address`.
+    """Return the return trampoline for `address`, which hooked functions return to.
 
-    It pushes its own address where the return address was taken from, so that whoever looks at the stack
-    meanwhile sees a hooked function; the handler puts the real one there.
+    It pushes its own address into the word that held the return address. An unwinder then sees a hooked
+    function until the handler stores the real return address there.
     Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline (v6.1).
     """
     own = push_address(address)
@@ -59,7 +59,7 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
 
 
 def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
-    """See Arch.around_handler.
+    """Implement Arch.around_handler.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:optprobe_template_entry, arch_prepare_optimized_kprobe (v6.1).
     """
@@ -67,7 +67,7 @@ def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
 
 
 def relocated(region: Region, to: int, bits: int) -> bytes:
-    """See Arch.relocated."""
+    """Implement Arch.relocated."""
     result = b""
     while len(result) < region.length:
         done = len(result)
@@ -77,7 +77,7 @@ def relocated(region: Region, to: int, bits: int) -> bytes:
 
 
 def relative_call(source: int, target: int) -> bytes:
-    """A `call rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
+    """Encode a `call rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
     jump = relative_jump(source, target)
     assert len(jump) == JMP32_SIZE
     return b"\xe8" + jump[1:]

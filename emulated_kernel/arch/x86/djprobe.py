@@ -1,8 +1,8 @@
-"""The static analysis of djprobe (2007): may this point be detoured, and how long is its region?
+"""The static analysis of djprobe (2007): whether an address can be detoured, and how long its region is.
 
 Source: Hiramatsu and Oshima, "Djprobe", Ottawa Linux Symposium 2007, sections 2.1 and 3.2. Unlike Linux's
-optprobe it accepts indirect jumps and exception fixups in the function, knows nothing of boosting, and
-moves no displacement.
+optprobe, it accepts indirect jumps and exception fixups in the function, has no notion of boosting, and
+adjusts no displacement.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _GROUP_5 = b"\xff"
 
 
 def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """The detoured region (DCR) of a probe at `addr`, or the first rule against it.
+    """Return the detoured region (DCR) of a probe at `addr`, or the first rule that it breaks.
 
-    Deviates: a probed instruction of 5 bytes or more is looked at too (it may be a call); only the search
-    for jumps is skipped for it, as no boundary changes. Source: the checks of section 3.2, in its order.
+    Source: the checks of section 3.2, in their order. Deviates: a probed instruction of 5 bytes or more is
+    also checked, since it may be a call. Only the search for jumps is skipped, since no boundary changes.
     """
     insns: list[tuple[int, X86Insn]] = []
     at = addr
@@ -47,12 +47,12 @@ def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
 
 
 def prohibited(region: Region) -> range:
-    """The jump target prohibition region (JTPR): addresses that no jump may target."""
+    """Return the jump target prohibition region (JTPR): the addresses that no jump may target."""
     return range(region.addr + 1, region.addr + JMP32_SIZE)
 
 
 def _never_falls_through(insn: X86Insn) -> bool:
-    """An absolute jump or a return."""
+    """Return True for an absolute jump or a return."""
     return insn.opcode in (*_RETURNS, _FAR_JUMP) or (insn.opcode == _GROUP_5 and insn.reg in (4, 5))
 
 

@@ -1,8 +1,8 @@
-"""Control flow and interrupt-flag instructions, executed in software on a probe hit.
+"""Emulation of instructions that change control flow or the interrupt flag.
 
-Stepping a copy can't run what changes the instruction pointer or the interrupt flag, so Linux emulates
-these. Deviates: the processor's semantics, where Linux's emulation has faults (loop tests the counter
-before the decrement, ret drops its operand, lret keeps cs, popf takes every bit).
+A single-stepped copy can't run such instructions, so Linux emulates them. Deviates: these emulations follow
+the processor where Linux's are wrong (loop tests the counter before the decrement, ret ignores its operand,
+lret keeps cs, popf accepts every bit).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ID = 1 << 21
 FIXED = 1 << 1
 
 POPF_MASK = CF | PF | AF | ZF | SF | TF | IF | DF | OF | IOPL | NT | AC | ID
-"""What popf changes at privilege level 0."""
+"""Flags that popf changes at privilege level 0."""
 PUSHF_MASK = ~(RF | VM)
 
 REGISTER_NAMES = (
     "ax", "cx", "dx", "bx", "sp", "bp", "si", "di", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15",
 )  # fmt: skip
-"""Register numbers of ModRM to pt_regs names."""
+"""pt_regs names, indexed by register number in ModRM."""
 
 
 X86Operation = Callable[["X86Emulation", Any, ByteMemory], None]
@@ -45,31 +45,31 @@ X86Operation = Callable[["X86Emulation", Any, ByteMemory], None]
 
 @dataclass(frozen=True, slots=True)
 class X86Emulation(Emulation):
-    """One prepared instruction."""
+    """An x86 instruction to emulate, with its decoded operands."""
 
     op: X86Operation
-    """What it does, one of the functions below."""
+    """The function below that executes the instruction."""
     target: int = 0
-    """Of a relative branch."""
+    """Target of a relative branch."""
     condition: int = 0
     """Condition code 0-15 of a jcc."""
     register: str = ""
-    """Operand of an indirect branch."""
+    """Register operand of an indirect branch."""
     operand_size: int = 8
-    """Bytes that one push or pop moves."""
+    """Bytes that a push or pop moves."""
     counter_mask: int = 0
-    """The part of cx that loop and jcxz look at."""
+    """Mask of the part of cx that loop and jcxz use."""
     release: int = 0
-    """Bytes that ret takes off the stack after the return address."""
+    """Bytes that ret removes from the stack after the return address."""
     mask: int = (1 << 64) - 1
-    """All ones in a register."""
+    """The value of a register with all bits set."""
 
     def run(self, regs: Any, memory: ByteMemory) -> None:
         self.op(self, regs, memory)
 
 
 def condition_holds(condition: int, flags: int) -> bool:
-    """Whether condition code 0-15 (o no b ae e ne be a s ns p np l ge le g) is true."""
+    """Return True if condition code 0-15 (o no b ae e ne be a s ns p np l ge le g) holds."""
     return _CONDITIONS[condition >> 1](flags) != bool(condition & 1)
 
 
@@ -102,21 +102,25 @@ def _top(insn: X86Emulation, regs: Any, memory: ByteMemory, index: int = 0) -> i
 
 
 def cli(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate cli: clear the interrupt flag."""
     regs.flags &= ~IF
     regs.ip = insn.next_ip
 
 
 def sti(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate sti: set the interrupt flag."""
     regs.flags |= IF
     regs.ip = insn.next_ip
 
 
 def pushf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate pushf: push the flags without RF and VM."""
     _push(insn, regs, memory, regs.flags & PUSHF_MASK)
     regs.ip = insn.next_ip
 
 
 def popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate popf: pop the flags that privilege level 0 may change."""
     mask = POPF_MASK & (1 << insn.operand_size * 8) - 1
     value = _top(insn, regs, memory)
     regs.sp = (regs.sp + insn.operand_size) & insn.mask
@@ -125,12 +129,14 @@ def popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate ret: pop the return address, and release the operand's bytes of the stack."""
     target = _top(insn, regs, memory)
     regs.sp = (regs.sp + insn.operand_size + insn.release) & insn.mask
     regs.ip = target
 
 
 def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate lret: pop the return address and cs, and release the operand's bytes of the stack."""
     target = _top(insn, regs, memory)
     selector = _top(insn, regs, memory, 1)
     regs.sp = (regs.sp + 2 * insn.operand_size + insn.release) & insn.mask
@@ -139,22 +145,26 @@ def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def call(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+    """Emulate a direct call."""
     _push(insn, regs, memory, insn.next_ip)
     regs.ip = insn.target
 
 
 def jmp(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate a direct jump."""
     regs.ip = insn.target
 
 
 def jcc(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate a conditional jump."""
     regs.ip = insn.target if condition_holds(insn.condition, regs.flags) else insn.next_ip
 
 
 def loop_while(wanted: Callable[[int], bool]) -> X86Operation:
-    """loop, loope, loopne: count down, and jump while the counter isn't 0 and `wanted(flags)`.
+    """Return the emulation of loop, loope or loopne.
 
-    A 32-bit counter clears the upper half of rcx, as every 32-bit write does; a 16-bit one keeps the rest.
+    It decrements the counter, and jumps if the counter isn't 0 and `wanted(flags)` is true. A 32-bit counter
+    clears the upper half of rcx, as every 32-bit write does; a 16-bit counter preserves the upper bits.
     """
 
     def loop(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
@@ -167,15 +177,18 @@ def loop_while(wanted: Callable[[int], bool]) -> X86Operation:
 
 
 def jcxz(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate jcxz: jump if the counter is 0."""
     regs.ip = insn.next_ip if regs.cx & insn.counter_mask else insn.target
 
 
 def call_indirect(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
-    # The operand is read before the push: `call *%rsp` goes to the old stack pointer.
+    """Emulate a call to the address in a register."""
+    # Read the operand before the push: `call *%rsp` goes to the old stack pointer.
     target: int = getattr(regs, insn.register)
     _push(insn, regs, memory, insn.next_ip)
     regs.ip = target
 
 
 def jmp_indirect(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+    """Emulate a jump to the address in a register."""
     regs.ip = getattr(regs, insn.register)

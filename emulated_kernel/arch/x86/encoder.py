@@ -1,7 +1,7 @@
-"""Encoding of the few x86 instructions that handlers are made of, for both widths.
+"""Encoder for the few x86 instructions that handlers are made of, for both widths.
 
-Registers are ModRM numbers (0 ax, 1 cx, 2 dx, 3 bx, 4 sp, 5 bp, 6 si, 7 di, 8-15). All that depends on
-registers alone comes from caches, so that an instruction costs a look-up and its displacement.
+Registers are ModRM numbers (0 ax, 1 cx, 2 dx, 3 bx, 4 sp, 5 bp, 6 si, 7 di, 8-15). Everything that depends
+only on registers is cached, so that encoding costs one lookup plus the displacement.
 """
 
 from __future__ import annotations
@@ -13,48 +13,58 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 AX, CX, DX, BX, SP, BP, SI, DI = range(8)
 
-ABSOLUTE, PER_CPU = -1, -2
-"""In place of a base register: the offset is the address, or counts from the CPU's per-CPU base."""
+ABSOLUTE = -1
+"""Pseudo base register: the offset is an absolute address."""
+PER_CPU = -2
+"""Pseudo base register: the offset is relative to the CPU's per-CPU base."""
 
 ADD, OR, ADC, SBB, AND, SUB, XOR, CMP = range(8)
-"""Group 1 of arithmetic: the number in ModRM; times 8, plus 1, it is the opcode of `op r/m, r`."""
+"""Arithmetic of group 1: each number is the reg field of ModRM.
+
+Multiplied by 8, plus 1, it is the opcode of `op r/m, r`.
+"""
+# Shifts, by the reg field of ModRM.
 SHL = 4
 SHR = 5
 SAR = 7
 
+# Condition codes of jcc.
 BELOW = 2
 NOT_BELOW = 3
 EQUAL = 4
 NOT_EQUAL = 5
 NOT_ABOVE = 6
 ABOVE = 7
-LESS, NOT_LESS, NOT_GREATER, GREATER = 12, 13, 14, 15
-"""Condition codes of jcc."""
+LESS = 12
+NOT_LESS = 13
+NOT_GREATER = 14
+GREATER = 15
 
 INT3 = b"\xcc"
 JUMP = b"\xe9"
-"""A jump, up to its displacement of 32 bits."""
+"""Opcode of a jump, to be followed by a 32-bit displacement."""
 HOLE = bytes(4)
-"""In place of a displacement that isn't known yet."""
+"""Placeholder for a displacement that isn't known yet."""
 LOCK = b"\xf0"
 LAHF = b"\x9f"
 SAHF = b"\x9e"
 SETO_AL = b"\x0f\x90\xc0"
 ADD_AL_127 = b"\x04\x7f"
-"""Overflows if al was 1, so that OF is what seto found."""
+"""add $127, %al: sets OF if al was 1, which restores the flag that seto stored."""
 
 _BYTE = 1
 _WORD = 2
 _OPERAND_SIZE = b"\x66"
 _NEEDS_REX = range(4, 8)
-"""Numbers that are ah, ch, dh, bh as byte registers unless there is a REX prefix."""
+"""Numbers that mean ah, ch, dh, bh as byte registers unless there is a REX prefix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class X86Opcode:
-    """What stands around ModRM of an instruction; `wide` is REX.W, `byte` tells of a byte register operand.
+    """The parts of an instruction around ModRM.
 
-    Compared by identity, which makes it a cheap key.
+    `wide` is REX.W; `byte` means that the register operand is a byte register. Instances compare by identity,
+    which makes them cheap dictionary keys.
     """
 
     code: bytes
@@ -64,18 +74,18 @@ class X86Opcode:
 
 
 def is_signed(value: int, bits: int) -> bool:
-    """Whether two's complement of that many bits holds it."""
+    """Return True if `value` fits in two's complement of `bits` bits."""
     return -1 << bits - 1 <= value < 1 << bits - 1
 
 
 def signed(value: int, bits: int) -> int:
-    """The low bits of a value as two's complement."""
+    """Interpret the low `bits` bits of a value as two's complement."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> bits - 1 else value
 
 
 def _sized(code: bytes, size: int) -> X86Opcode:
-    """The form of an opcode for 1, 2, 4 or 8 bytes; byte opcodes have bit 0 clear."""
+    """Return the form of an opcode for 1, 2, 4 or 8 bytes; byte opcodes have bit 0 clear."""
     if size == _BYTE:
         return X86Opcode(code[:-1] + bytes([code[-1] & ~1]))
     return X86Opcode(code, wide=size == 8, prefix=_OPERAND_SIZE if size == _WORD else b"")
@@ -100,12 +110,12 @@ _LOAD_SIGNED_64 = {
 
 @cache
 def _registers(opcode: X86Opcode, reg: int, rm: int) -> bytes:
-    """An instruction on two registers, or a register and an opcode extension."""
+    """Encode an instruction on two registers, or on a register and an opcode extension."""
     return _head(opcode, reg, rm, rm) + bytes([0xC0 | (reg & 7) << 3 | rm & 7])
 
 
 def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
-    """Prefixes and opcode; `byte_register` is the operand that a byte opcode takes."""
+    """Encode prefixes and opcode; `byte_register` is the register operand of a byte opcode."""
     rex = opcode.wide << 3 | (reg >> 3) << 2 | rm >> 3
     forced = opcode.byte and byte_register in _NEEDS_REX
     return opcode.prefix + (bytes([0x40 | rex]) if rex or forced else b"") + opcode.code
@@ -113,7 +123,7 @@ def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
 
 @lru_cache(4096)
 def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
-    """An instruction with the operand offset(base), up to its displacement."""
+    """Encode an instruction with the memory operand offset(base), without its immediate."""
     if offset == 0 and base & 7 != BP:
         mod = 0
         displacement = b""
@@ -129,13 +139,13 @@ def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
 
 
 class Encoder:
-    """The instructions of one width, as methods that return bytes."""
+    """Instructions of one width; each method returns the bytes of one."""
 
     def __init__(self, bits: int) -> None:
         self.bits: Final = bits
         self.word: Final = bits // 8
         self.byte_registers: Final = 16 if bits == 64 else 4
-        """Those below it have a name for their low byte."""
+        """Registers with a lower number have a name for their low byte."""
         wide = bits == 64
         self._beyond = 0xFFFFFFFF if wide else 0
         self._per_cpu_segment = b"\x65" if wide else b"\x64"
@@ -161,53 +171,53 @@ class Encoder:
     # Registers
 
     def move(self, dst: int, src: int) -> bytes:
-        """dst = src."""
+        """Encode dst = src."""
         return _registers(self._move, src, dst) if dst != src else b""
 
     def exchange(self, first: int, second: int) -> bytes:
-        """Swap two registers; the flags are left alone."""
+        """Encode a swap of two registers; the flags are preserved."""
         return _registers(self._xchg, second, first)
 
     def extend(self, dst: int, src: int, size: int) -> bytes:
-        """dst = the low 1 or 2 bytes of src; a byte on 32 bits only of ax, cx, dx, bx."""
+        """Encode dst = the low 1 or 2 bytes of src; on 32 bits, a byte only of ax, cx, dx or bx."""
         return _registers(_EXTEND[size], dst, src)
 
     def invert(self, dst: int) -> bytes:
-        """dst = ~dst; the flags are left alone."""
+        """Encode dst = ~dst; the flags are preserved."""
         return _registers(self._not, 2, dst)
 
     def arithmetic(self, op: int, dst: int, src: int) -> bytes:
-        """Group 1 on two registers."""
+        """Encode dst = dst op src, for an operation of group 1."""
         return _registers(self._group1[op], src, dst)
 
     def arithmetic_immediate(self, op: int, dst: int, value: int) -> bytes:
-        """Group 1 with a number that 32 bits hold signed."""
+        """Encode dst = dst op value, for an operation of group 1; the value fits in 32 signed bits."""
         if is_signed(value, 8):
             return _registers(self._group1_byte, op, dst) + value.to_bytes(1, "little", signed=True)
         return _registers(self._group1_long, op, dst) + value.to_bytes(4, "little", signed=True)
 
     def test(self, left: int, right: int) -> bytes:
-        """Set flags by left & right."""
+        """Encode a test, which sets the flags by left & right."""
         return _registers(self._test, right, left)
 
     def test_immediate(self, left: int, value: int) -> bytes:
-        """Set flags by left & value, which 32 bits hold signed."""
+        """Encode a test, which sets the flags by left & value; the value fits in 32 signed bits."""
         return _registers(self._test_immediate, 0, left) + value.to_bytes(4, "little", signed=True)
 
     def multiply(self, dst: int, src: int) -> bytes:
-        """dst *= src, the low word; the flags are changed."""
+        """Encode dst = the low word of dst * src; the flags change."""
         return _registers(self._multiply, dst, src)
 
     def shift_immediate(self, op: int, dst: int, count: int) -> bytes:
-        """Shift by less than the word's bits."""
+        """Encode a shift by a constant that is less than the word's bits."""
         return _registers(self._shift, op, dst) + bytes([count])
 
     def shift_by_cl(self, op: int, dst: int) -> bytes:
-        """Shift by cl."""
+        """Encode a shift by the count in cl."""
         return _registers(self._shift_by_cl, op, dst)
 
     def set_register(self, dst: int, value: int) -> bytes:
-        """dst = value, in the shortest form that leaves the flags alone."""
+        """Encode dst = value, in the shortest form that preserves the flags."""
         if 0 <= value < 1 << 32 or self.bits == 32:
             low = (value & 0xFFFFFFFF).to_bytes(4, "little")
             return (b"\x41" if dst > 7 else b"") + bytes([0xB8 | dst & 7]) + low
@@ -218,74 +228,86 @@ class Encoder:
         return rex + bytes([0xB8 | dst & 7]) + number.to_bytes(8, "little", signed=True)
 
     def push(self, register: int) -> bytes:
-        """Push a register."""
+        """Encode a push of a register."""
         return _PUSH[register]
 
     def pop(self, register: int) -> bytes:
-        """Pop a register; the flags are left alone."""
+        """Encode a pop of a register; the flags are preserved."""
         return _POP[register]
 
-    # Memory at offset(base), which 32 bits hold signed; with base ABSOLUTE at an address in reach
+    # Memory at offset(base), where the offset fits in 32 signed bits, or at an address in reach if the base
+    # is ABSOLUTE.
 
     def reaches(self, address: int) -> bool:
-        """Whether an instruction can name the address itself."""
+        """Return True if an instruction can contain the address itself."""
         return not address + 0x8000_0000 >> 32 & self._beyond
 
     def load(self, dst: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
-        """dst = `size` bytes, extended to the word."""
+        """Encode dst = `size` bytes of memory, extended to a word."""
         return self._operand(self._loads[size, sign], dst, base, offset)
 
     def store(self, base: int, offset: int, src: int, size: int) -> bytes:
-        """The low `size` bytes of src; a byte on 32 bits only of ax, cx, dx, bx."""
+        """Encode a store of the low `size` bytes of src; on 32 bits, a byte only of ax, cx, dx or bx."""
         return self._operand(_STORE[size], src, base, offset)
 
     def store_immediate(self, base: int, offset: int, value: int, size: int) -> bytes:
-        """A number of 1, 2 or 4 bytes, or one of 8 that sign extension of 32 bits gives."""
+        """Encode a store of a constant of `size` bytes; 8 bytes must be the sign extension of 32 bits."""
         return self._operand(_IMMEDIATES[size], 0, base, offset) + _immediate(value, size)
 
     def arithmetic_memory(self, op: int, base: int, offset: int, value: int, size: int) -> bytes:
-        """Group 1 on `size` bytes with a number of theirs, sign-extended from 32 bits for 8 bytes."""
+        """Encode memory = memory op value, for an operation of group 1 on `size` bytes.
+
+        For 8 bytes, the value is sign-extended from 32 bits.
+        """
         opcode, immediate = _group1_memory(value, size)
         return self._operand(opcode, op, base, offset) + immediate
 
     def arithmetic_load(self, op: int, dst: int, base: int, offset: int) -> bytes:
-        """Group 1 on a register with a word of memory."""
+        """Encode dst = dst op a word of memory, for an operation of group 1."""
         return self._operand(self._group1_load[op], dst, base, offset)
 
     def arithmetic_store(self, op: int, base: int, offset: int, src: int) -> bytes:
-        """Group 1 on a word of memory with a register."""
+        """Encode memory = memory op src, for an operation of group 1 on a word."""
         return self._operand(self._group1[op], src, base, offset)
 
     def compare_exchange_8(self, base: int, offset: int) -> bytes:
-        """If dx:ax are the 8 bytes in memory, store cx:bx there; else dx:ax become them. Locked."""
+        """Encode a locked compare and exchange of 8 bytes.
+
+        If dx:ax equals the bytes in memory, the instruction stores cx:bx there, else it loads them into
+        dx:ax.
+        """
         return self._operand(_CMPXCHG8B, 1, base, offset)
 
     def compare_exchange(self, base: int, offset: int, src: int) -> bytes:
-        """If the word is ax, it becomes src and ZF is set; else ax becomes the word. Locked."""
+        """Encode a locked compare and exchange of a word.
+
+        If ax equals the word in memory, the instruction stores src there and sets ZF, else it loads the word
+        into ax.
+        """
         return self._operand(self._compare_exchange, src, base, offset)
 
     def exchange_add(self, base: int, offset: int, src: int) -> bytes:
-        """Add src to the word, and src becomes what that was. Locked."""
+        """Encode a locked addition of src to a word in memory; src receives the old word."""
         return self._operand(self._exchange_add, src, base, offset)
 
     def test_memory(self, base: int, offset: int, value: int, size: int) -> bytes:
-        """Set flags by `size` bytes & value, a number as for `arithmetic_memory`."""
+        """Encode a test, which sets the flags by memory & value; the value is as for `arithmetic_memory`."""
         return self._operand(_TESTS[size], 0, base, offset) + _immediate(value, size)
 
     def lea(self, dst: int, base: int, offset: int) -> bytes:
-        """dst = base + offset; the flags are left alone."""
+        """Encode dst = base + offset; the flags are preserved."""
         return _based(self._lea, dst, base, offset)
 
     def load_stack(self, dst: int) -> bytes:
-        """dst = the word at an offset from sp that stands in the last 4 bytes."""
+        """Encode dst = the word at an offset from sp; the offset is to be filled in, in the last 4 bytes."""
         return _stack_operand(self._loads[self.word, False], dst)
 
     def lea_stack(self, dst: int) -> bytes:
-        """dst = sp + an offset that stands in the last 4 bytes."""
+        """Encode dst = sp + an offset that is to be filled in, in the last 4 bytes."""
         return _stack_operand(self._lea, dst)
 
     def lea_sum(self, dst: int, base: int, index: int) -> bytes:
-        """dst = base + index, which isn't sp; the flags are left alone."""
+        """Encode dst = base + index, where index isn't sp; the flags are preserved."""
         return _lea_sum(self._lea, dst, base, index)
 
     def _operand(self, opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
@@ -296,17 +318,17 @@ class Encoder:
 
 
 def jump_through(register: int) -> bytes:
-    """A jump to the address in a register."""
+    """Encode a jump to the address in a register."""
     return (b"\x41" if register > 7 else b"") + b"\xff" + bytes([0xE0 | register & 7])
 
 
 def low_byte_load(offset: int) -> bytes:
-    """al = the byte at offset(sp)."""
+    """Encode al = the byte at offset(sp)."""
     return b"\x8a\x84\x24" + offset.to_bytes(4, "little")
 
 
 def high_byte_load(offset: int) -> bytes:
-    """ah = the byte at offset(sp)."""
+    """Encode ah = the byte at offset(sp)."""
     return b"\x8a\xa4\x24" + offset.to_bytes(4, "little")
 
 
@@ -331,15 +353,15 @@ def _group1_memory(value: int, size: int) -> tuple[X86Opcode, bytes]:
 
 @lru_cache(1024)
 def _immediate(value: int, size: int) -> bytes:
-    """An immediate operand of an instruction on `size` bytes; one for 8 bytes has 4."""
+    """Encode the immediate operand of an instruction on `size` bytes; for 8 bytes it has 4."""
     size = min(size, 4)
     return (value & (1 << 8 * size) - 1).to_bytes(size, "little")
 
 
 @cache
 def _absolute(opcode: X86Opcode, reg: int, bits: int) -> bytes:
-    """An instruction with an absolute operand, up to the address."""
-    # On 64 bits the short form is relative to the instruction pointer.
+    """Encode an instruction with an absolute memory operand, without the address."""
+    # In 64-bit mode, the short form is relative to the instruction pointer.
     modrm = bytes([(reg & 7) << 3 | 4, 0x25]) if bits == 64 else bytes([(reg & 7) << 3 | 5])
     return _head(opcode, reg, 0, reg) + modrm
 
@@ -362,5 +384,5 @@ def _lea_sum(lea: X86Opcode, dst: int, base: int, index: int) -> bytes:
 
 
 def branch(condition: int) -> bytes:
-    """A jcc, up to its displacement of 32 bits."""
+    """Encode a jcc without its 32-bit displacement."""
     return bytes([0x0F, 0x80 | condition])

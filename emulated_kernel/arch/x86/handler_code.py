@@ -1,7 +1,7 @@
-"""Generator of handler code: saving what a program overwrites, the program, and restoring.
+"""Generator of handler code: it saves the registers that a program overwrites, and restores them afterwards.
 
-Either a frame like struct pt_regs saves every register, or, where liveness is known, only what is live and
-written to is pushed.
+The code saves every register in a frame like struct pt_regs. If liveness is known, it instead pushes only
+registers that are both live and written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from emulated_kernel.arch.x86.pt_regs import PUSHF, RegsFrame, push_address
 
 
 def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:
-    """A program within a frame; the stack pointer is at the frame, complete, at all its host calls."""
+    """Return a program within a frame. sp points at the complete frame at each of its host calls."""
     has_host_calls = any(type(op) is CallHost for op in program)
     before_host = frame.completed(constants) if has_host_calls else b""
     body = X86Lowering(program, frame.encoder, None, constants, before_host)
@@ -29,7 +29,7 @@ def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -
 
 
 def slots_of(frame: RegsFrame) -> dict[int, int]:
-    """Where the saved values are, from the stack pointer within the frame; bytes."""
+    """Return the offsets in bytes from sp to the values saved in the frame, by slot number."""
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
     offsets[SLOT_FLAGS] = frame.offsets["flags"]
     offsets[SLOT_SP] = frame.size
@@ -39,7 +39,7 @@ def slots_of(frame: RegsFrame) -> dict[int, int]:
 def save_live(
     program: Program, encoder: Encoder, live: LiveRegisters, constants: Mapping[str, int]
 ) -> HandlerCode:
-    """A program that keeps what is live, and for the rest what is cheapest."""
+    """Return a program that preserves the live registers and uses the cheapest ones."""
     body = X86Lowering(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
     saving = SavedRegisters(body, encoder, keep)
@@ -47,9 +47,10 @@ def save_live(
 
 
 class SavedRegisters:
-    """What is pushed: first what is only read by the program, then what is restored, the status flags last.
+    """Code that saves registers around a program.
 
-    lahf and sahf cost a third of pushf and popf, which ends a translated block.
+    It first pushes the registers that the program only reads, then those that must be restored, and the
+    status flags last. lahf and sahf cost a third of pushf and popf, because popf ends a translated block.
     """
 
     def __init__(self, body: X86Lowering, encoder: Encoder, live: set[int]) -> None:
@@ -70,12 +71,12 @@ class SavedRegisters:
         self.after = restore
         words = len(pushed) + below
         self.offsets = {number: (words - 1 - index) * encoder.word for index, number in enumerate(pushed)}
-        """From the stack pointer within, in bytes."""
+        """Slot number -> offset in bytes from sp within the program."""
         self.offsets[SLOT_SP] = words * encoder.word
 
 
 def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
-    """Where the flags in ax stay during the program: how they get there, and back, and words pushed."""
+    """Return how the flags in ax survive the program: code to save and to restore them, and words pushed."""
     if AX not in body.used:
         return b"", b"", 0
     for number in range(len(REGISTER_NAMES) if encoder.bits == 64 else 8):
@@ -90,10 +91,10 @@ _NO_CONSTANTS: Mapping[str, int] = {}
 
 
 class X86ReturnCode(ReturnCode):
-    """With a frame of either width."""
+    """Return code with a frame of either width."""
 
     def __init__(self, frame: RegsFrame, registers: str) -> None:
-        """`registers`: what the caller may read when a function has returned."""
+        """Take the frame layout, and the names of the `registers` that a caller may read after a return."""
         self._frame = frame
         self.live = LiveRegisters(frozenset(registers.split()), flags=False)
 
@@ -125,7 +126,7 @@ class X86ReturnCode(ReturnCode):
 
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
         if saves_all:
-            # The trampoline's program has used registers already.
+            # The trampoline's program has already overwritten registers.
             body = X86Lowering(program, self._frame.encoder, None, _NO_CONSTANTS, overwritten=True)
             return lay_out(body, b"", b"", slots_of(self._frame))
         body, saving = self._saving(program)

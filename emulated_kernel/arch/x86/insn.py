@@ -1,8 +1,8 @@
-"""Instructions as Linux's decoder sees them: the fields that its probe rules are written in, and lengths.
+"""Instruction decoder with Linux's view: instruction lengths, and the fields used by its probe rules.
 
-iced-x86 knows what the processor does; this knows what Linux reads. The two part where code isn't
-code (Linux gives a length to opcodes that don't exist), and in names: the opcode byte of a VEX
-instruction stands in its own map, but Linux's rules compare it with one-byte opcodes.
+iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. They differ in bytes
+that are not code, since Linux gives a length to opcodes that don't exist. They also differ in opcodes: the
+opcode byte of a VEX instruction belongs to its own map, but Linux's rules compare it with one-byte opcodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMULATE_PREFIX_SIZE = 5
 
 
 class Imm(Enum):
-    """How many bytes of immediate follow an opcode; letters as in the opcode maps of the SDM."""
+    """Kind of the immediate that follows an opcode; letters as in the opcode maps of the SDM."""
 
     __hash__ = object.__hash__
 
@@ -30,15 +30,15 @@ class Imm(Enum):
     BYTE = auto()
     WORD = auto()
     WORD_BYTE = auto()
-    """Iw,Ib: enter."""
+    """Iw,Ib: 2 bytes and 1 byte, for enter."""
     VWORD32 = auto()
-    """Iz, Jz: 2 bytes with a 16-bit operand size, else 4."""
+    """Iz, Jz: 2 bytes if the operand size is 16 bits, otherwise 4."""
     VWORD = auto()
-    """Iv: the operand size."""
+    """Iv: as long as the operand size."""
     POINTER = auto()
-    """Ap: selector and offset."""
+    """Ap: an offset and a selector."""
     MOFFSET = auto()
-    """Ob, Ov: the address size."""
+    """Ob, Ov: as long as the address size."""
 
 
 _FIXED_SIZES = {Imm.NONE: 0, Imm.BYTE: 1, Imm.WORD: 2, Imm.WORD_BYTE: 2}
@@ -46,49 +46,49 @@ _FIXED_SIZES = {Imm.NONE: 0, Imm.BYTE: 1, Imm.WORD: 2, Imm.WORD_BYTE: 2}
 
 @dataclass(frozen=True, slots=True)
 class X86Insn:
-    """Mirrors: arch/x86/include/asm/insn.h:struct insn (v6.1); sizes in bytes."""
+    """A decoded instruction. Sizes are in bytes. Mirrors: arch/x86/include/asm/insn.h:struct insn (v6.1)."""
 
     length: int
     head_size: int
-    """What stands in front of the displacement and the immediate."""
+    """Size of everything before the displacement and the immediate."""
     prefixes: bytes
-    """Legacy prefixes, each once."""
+    """Legacy prefixes, without repetitions."""
     rex: int
     opcode: bytes
-    """Escape bytes included, but not of a VEX or EVEX instruction."""
+    """Opcode with its escape bytes; VEX and EVEX instructions have no escape bytes."""
     modrm: int | None
     displacement: int
     displacement_offset: int
-    """Of the displacement in the instruction; 0 if there is none."""
+    """Offset of the displacement in the instruction; 0 if there is none."""
     immediate: int
     """The immediate or relative displacement, sign-extended."""
     immediate_size: int
     address_size: int
     operand_size: int
     emulate_prefix: bool
-    """The forced-emulation prefix of Xen or KVM."""
+    """Whether the forced-emulation prefix of Xen or KVM is present."""
     rip_relative: bool
 
     @property
     def reg(self) -> int:
-        """The reg field of ModRM: for groups, which instruction of the group it is."""
+        """The reg field of ModRM; in opcode groups it selects the instruction."""
         return 0 if self.modrm is None else self.modrm >> 3 & 7
 
     @property
     def mod(self) -> int:
-        """The mod field of ModRM; 3 is a register operand."""
+        """The mod field of ModRM; 3 means a register operand."""
         return 0 if self.modrm is None else self.modrm >> 6
 
     @property
     def rm(self) -> int:
-        """The r/m field of ModRM with the B bit of REX: a register number."""
+        """The r/m field of ModRM, extended by the B bit of REX: a register number."""
         return 0 if self.modrm is None else (self.modrm & 7) | (self.rex & 1) << 3
 
 
 def decode_insn(code: bytes, bits: int = 64) -> X86Insn:
-    """The instruction at the start of `code`.
+    """Decode the instruction at the start of `code`.
 
-    Raises: KernelError EINVAL (it isn't decodable or not complete).
+    Raises: KernelError EINVAL (the instruction is undecodable or incomplete).
     Mirrors: arch/x86/lib/insn.c:insn_decode (v6.1)
     """
     return _decode(bytes(code[:MAX_INSN_SIZE]), bits)
@@ -103,9 +103,9 @@ def _decode(code: bytes, bits: int) -> X86Insn:
 
 
 def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
-    """An iced-x86 decoder that doesn't check what the processor would refuse, as Linux doesn't.
+    """Return an iced-x86 decoder that, like Linux, accepts encodings that the processor would refuse.
 
-    Imported here: loading it costs 25 ms, and listing a mount needs none of it.
+    The import is local because loading iced-x86 costs 25 ms, and listing a mount doesn't need it.
     """
     from iced_x86 import Decoder, DecoderOptions
 
@@ -113,15 +113,15 @@ def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
 
 
 def is_valid(code: bytes, bits: int = 64) -> bool:
-    """Whether the processor has the instruction at the start of `code`."""
+    """Return True if the processor has the instruction at the start of `code`."""
     return bool(iced_decoder(code, 0, bits).decode())
 
 
 def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, int, Any]]:
-    """Address, length and iced's instruction of each instruction, until one isn't decodable for Linux.
+    """Iterate over address, length and iced's instruction, until Linux can't decode one.
 
-    The instruction is None where only Linux's decoder gives a length. Instructions that run over the
-    end of `code` are read as if zeros followed.
+    The third item is None if only Linux's decoder knows a length. An instruction that extends beyond the end
+    of `code` is read as if zeros followed.
     """
     end = addr + len(code)
     padded = code + bytes(MAX_INSN_SIZE)
@@ -149,7 +149,7 @@ def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, in
 
 
 def opcodes(ranges: str) -> frozenset[int]:
-    """The set of opcodes in text such as "00-03 0f"."""
+    """Return the set of opcodes that a text such as "00-03 0f" describes."""
     spans = (span.split("-") for span in ranges.split())
     return frozenset(op for span in spans for op in range(int(span[0], 16), int(span[-1], 16) + 1))
 
@@ -181,7 +181,7 @@ _IMMEDIATE_2 = {
     Imm.VWORD32: opcodes("80-8f"),
 }
 _FORCE64 = opcodes("50-5f 6a 8f 9c 9d c2 c3 c8 c9 e0-e3 e8 e9 70-7f eb")
-"""One-byte opcodes whose operand size is 64 bits in 64-bit mode, whatever the prefixes say."""
+"""One-byte opcodes whose operand size is 64 bits in 64-bit mode, regardless of prefixes."""
 
 
 def _by_opcode(table: dict[Imm, frozenset[int]]) -> dict[int, Imm]:
@@ -194,7 +194,7 @@ _VEX_MAP_0F3A = 3
 
 
 class _Decoder:
-    """Reads one instruction from left to right; IndexError is the end of the bytes."""
+    """Decodes one instruction from left to right; an IndexError means that the bytes ended."""
 
     def __init__(self, code: bytes, bits: int) -> None:
         self._code = code
@@ -242,7 +242,7 @@ class _Decoder:
         return value
 
     def _take(self, size: int) -> int:
-        """`size` bytes as a signed number."""
+        """Read `size` bytes as a signed number."""
         data = self._code[self._at : self._at + size]
         if len(data) < size:
             raise IndexError
@@ -250,7 +250,10 @@ class _Decoder:
         return int.from_bytes(data, "little", signed=True)
 
     def _read_prefixes(self) -> None:
-        """Mirrors: arch/x86/lib/insn.c:insn_get_prefixes (v6.1): four different legacy prefixes at most."""
+        """Read the prefixes; at most four different legacy prefixes are allowed.
+
+        Mirrors: arch/x86/lib/insn.c:insn_get_prefixes (v6.1).
+        """
         while (byte := self._code[self._at]) in LEGACY_PREFIXES:
             if byte not in self.prefixes:
                 if len(self.prefixes) == 4:
@@ -271,7 +274,10 @@ class _Decoder:
             self.address_size ^= 12 if self._long else 6
 
     def _read_vex(self) -> None:
-        """In 32-bit mode the same bytes are bound, les and lds, unless their ModRM names a register."""
+        """Read a VEX or EVEX prefix.
+
+        In 32-bit mode, its first byte is bound, les or lds if ModRM isn't a register.
+        """
         first = self._code[self._at]
         if first not in (_EVEX, _VEX3, _VEX2):
             return
@@ -287,7 +293,11 @@ class _Decoder:
         self._require_known(start)
 
     def _require_known(self, start: int) -> None:
-        """Linux lists which opcodes have a VEX form; so does iced, plus those newer than 6.1."""
+        """Reject unknown VEX and EVEX instructions.
+
+        Linux: it lists the opcodes that have a VEX form. Deviates: iced's list also holds opcodes newer than
+        v6.1.
+        """
         if not is_valid(self._code[start:], 64 if self._long else 32):
             raise KernelError(EINVAL, "no such VEX or EVEX instruction")
 
@@ -300,7 +310,7 @@ class _Decoder:
         return opcode
 
     def _layout(self, opcode: bytes) -> tuple[bool, Imm]:
-        """Whether ModRM follows, and which immediate."""
+        """Return whether ModRM follows, and the kind of the immediate."""
         last = opcode[-1]
         if self.vex_map is not None:
             if self.vex_map == 1:
@@ -311,7 +321,7 @@ class _Decoder:
         if len(opcode) == 2:
             has_modrm = last in _MODRM_2 or (last == 0xB8 and 0xF3 in self.prefixes)
             return has_modrm, _IMMEDIATE_OF_2.get(last, Imm.NONE)
-        # Deviates: Linux ends an opcode that these two maps don't define right here; no compiler makes one.
+        # Deviates: Linux ends an opcode that these two maps don't define at this byte; no compiler emits one.
         return True, Imm.BYTE if opcode[1] == 0x3A else Imm.NONE
 
     def _force_operand_size(self, opcode: bytes, modrm: int | None) -> None:
@@ -321,7 +331,7 @@ class _Decoder:
             self.operand_size = 8
 
     def _read_displacement(self, modrm: int | None) -> tuple[int, int, int]:
-        """Offset in the instruction, and value; then where it, or an immediate, would begin."""
+        """Return the displacement's offset and value, and the offset at which it or an immediate begins."""
         if modrm is None or modrm >> 6 == 3:
             return 0, 0, self._at
         mod = modrm >> 6
@@ -335,7 +345,7 @@ class _Decoder:
         return (start, self._take(size), start) if size else (0, 0, start)
 
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
-        """Size and value; of the two parts of a far pointer or of enter, the first."""
+        """Return size and value of the immediate; for a far pointer and enter, only its first part."""
         size = self._immediate_size(kind)
         value = self._take(size)
         if kind is Imm.POINTER:
@@ -355,7 +365,7 @@ class _Decoder:
 
 
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:
-    """Group 3: test alone has an immediate, and it has two encodings."""
+    """Return the kind of the immediate in group 3: only test has one, in two encodings."""
     if opcode in (b"\xf6", b"\xf7") and modrm is not None and modrm >> 3 & 7 < 2:
         return Imm.BYTE if opcode == b"\xf6" else Imm.VWORD32
     return kind

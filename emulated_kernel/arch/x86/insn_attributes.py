@@ -1,7 +1,7 @@
-"""What the rules need of an instruction, known from its head: prefixes, opcode, ModRM and SIB.
+"""Instruction attributes: the properties that probe checks need, cached by instruction head.
 
-A kernel has millions of instructions, but few heads. Displacements and immediates matter for nothing but
-a branch's target.
+A head is the prefixes, opcode, ModRM and SIB. A kernel has millions of instructions, but few different heads.
+Displacements and immediates matter only for the targets of branches.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _JMP_FAR = 0xEA
 _GROUP_5 = 0xFF
 _UD2 = b"\x0f\x0b"
 _BY_REG = (b"\xff", b"\x8e", b"\xf6", b"\xf7", b"\x0f\x01")
-"""Opcodes whose ModRM says which instruction it is, or which segment, to some rule."""
+"""Opcodes whose ModRM selects an instruction or a segment register that some rule depends on."""
 
 
 class ControlTransfer(Enum):
-    """Control transfers as Linux's opcode checks, and the paper's, see them."""
+    """Control transfers as classified by Linux's opcode checks and by the djprobe paper."""
 
     JUMP = auto()
     CALL = auto()
@@ -34,32 +34,38 @@ class ControlTransfer(Enum):
 
 
 class InsnAttributes(NamedTuple):
-    """Of an instruction, whatever its operands are."""
+    """Properties of an instruction that don't depend on its operands."""
 
     length: int
-    """Bytes."""
+    """Length in bytes."""
     refusal: RejectReason | None
-    """Why a kprobe can't execute it elsewhere."""
+    """Why a kprobe can't execute the instruction out of line; None if it can."""
     rejection: RejectReason | None
-    """Why it can't be executed in a detour buffer; where it is in the exception table, it can't either."""
+    """Why the instruction can't be executed in a detour buffer; None if it can.
+
+    An instruction in the exception table can't be executed there either.
+    """
     branch: ControlTransfer | None
     displacement: int
-    """Bytes of the displacement of a direct branch, at its end; 0 for all others."""
+    """Size in bytes of a direct branch's displacement, which is at the end; 0 for other instructions."""
     is_ud2: bool
 
 
 class DecodeCache:
-    """A trie of instruction heads, byte by byte; heads are prefix-free, so each leaf is one head's facts."""
+    """A trie of instruction heads, keyed byte by byte.
+
+    Heads are prefix-free, so each leaf belongs to one head.
+    """
 
     def __init__(self, bits: int) -> None:
-        """`bits`: the decoder's mode."""
+        """Create an empty cache for a decoder mode of `bits` bits."""
         self.bits = bits
         self._root: dict[int, Any] = {}
 
     def all(self, code: bytes, start: int, bug_size: int) -> dict[int, InsnAttributes]:
-        """Of each instruction by address, up to the first that Linux can't decode.
+        """Return address -> attributes, up to the first instruction that Linux can't decode.
 
-        `bug_size`: bytes of a BUG(), its ud2 among them.
+        `bug_size`: bytes of a BUG(), including its ud2.
         """
         found: dict[int, InsnAttributes] = {}
         at = 0
@@ -86,7 +92,7 @@ class DecodeCache:
     def _add(self, code: bytes) -> InsnAttributes:
         insn = decode_insn(code, self.bits)
         facts = _facts(insn, self.bits)
-        # A ud2 may begin a forced-emulation prefix, of five bytes.
+        # The bytes of a ud2 may also begin a forced-emulation prefix, which has five bytes.
         size = max(insn.head_size, EMULATE_PREFIX_SIZE) if facts.is_ud2 else insn.head_size
         node = self._root
         for byte in code[: size - 1]:
@@ -97,14 +103,14 @@ class DecodeCache:
 
 
 def _ends_in_registers(insn: X86Insn) -> bool:
-    """Whether the head's last byte is a ModRM that says no more to any rule than where the operands are."""
+    """Return True if the head ends in a ModRM that only tells where the operands are."""
     ordinary = len(insn.prefixes) + bool(insn.rex) + len(insn.opcode) + 1 == insn.head_size
     return ordinary and insn.modrm is not None and insn.address_size != 2 and insn.opcode not in _BY_REG
 
 
 @cache
 def _alike(modrm: int) -> tuple[int, ...]:
-    """ModRM bytes with the same kind of operands: registers, or memory and an address of the same size."""
+    """Return the ModRM bytes with the same kind of operands, and with addresses of the same size."""
     mod = modrm >> 6
     special = {4, 5} if mod == 0 else {4} if mod < 3 else set()
     rm = modrm & 7
@@ -115,14 +121,15 @@ def _alike(modrm: int) -> tuple[int, ...]:
 def _facts(insn: X86Insn, bits: int) -> InsnAttributes:
     branch = _branch(insn)
     refusal = _refusal(insn, bits)
+    rejection: RejectReason | None = None
+    if refusal is RejectReason.NOT_COPYABLE:
+        rejection = RejectReason.NOT_COPYABLE_TO_DETOUR
+    elif not can_boost(insn):
+        rejection = RejectReason.NOT_BOOSTABLE
     return InsnAttributes(
         length=insn.length,
         refusal=refusal,
-        rejection=RejectReason.NOT_COPYABLE_TO_DETOUR
-        if refusal is RejectReason.NOT_COPYABLE
-        else None
-        if can_boost(insn)
-        else RejectReason.NOT_BOOSTABLE,
+        rejection=rejection,
         branch=branch,
         displacement=insn.immediate_size if branch in (ControlTransfer.JUMP, ControlTransfer.CALL) else 0,
         is_ud2=insn.opcode == _UD2,
@@ -139,7 +146,10 @@ def _refusal(insn: X86Insn, bits: int) -> RejectReason | None:
 
 
 def _branch(insn: X86Insn) -> ControlTransfer | None:
-    """Linux looks at opcode bytes, so that a VEX instruction whose opcode is 70 counts as a jo."""
+    """Classify a branch by its opcode bytes, as Linux does.
+
+    A VEX instruction with opcode 70 therefore counts as a jo.
+    """
     if is_indirect_jump(insn):
         return ControlTransfer.INDIRECT_JUMP
     if is_relative_jump(insn):
@@ -148,13 +158,16 @@ def _branch(insn: X86Insn) -> ControlTransfer | None:
 
 
 def is_indirect_jump(insn: X86Insn) -> bool:
-    """Mirrors: arch/x86/kernel/kprobes/opt.c:__insn_is_indirect_jump (v6.1)."""
+    """Return True for an indirect jump.
+
+    Mirrors: arch/x86/kernel/kprobes/opt.c:__insn_is_indirect_jump (v6.1).
+    """
     opcode = insn.opcode[0]
     return opcode == _JMP_FAR or (opcode == _GROUP_5 and insn.reg in (4, 5))
 
 
 def is_relative_jump(insn: X86Insn) -> bool:
-    """The opcodes of arch/x86/kernel/kprobes/opt.c:insn_jump_into_range (v6.1)."""
+    """Return True for the opcodes of arch/x86/kernel/kprobes/opt.c:insn_jump_into_range (v6.1)."""
     if insn.opcode[0] == 0x0F:
         return insn.opcode[1] & 0xF0 == 0x80
     return insn.opcode[0] in _RELATIVE_JUMPS

@@ -1,8 +1,8 @@
-"""Which registers and flags a probe must save: those that the function may still read.
+"""Register liveness: the registers and flags that a function may still read, so a probe must save them.
 
-Backward data flow over the function's instructions. All is taken as live wherever the function is left
-(return, call, trap, indirect jump, fixup): kernel assembly follows no calling convention that could be
-relied on. So what is reported dead is overwritten on every path before it can be seen.
+The analysis is a backward data flow over the function's instructions. Everything is live where the function
+is left (return, call, trap, indirect jump, fixup), because kernel assembly follows no calling convention that
+could be relied on. A register reported dead is therefore overwritten on every path before it can be read.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from emulated_kernel.arch.x86.insn import decode_all
 
 _FLAGS_SHIFT = len(REGISTER_NAMES)
 _STATUS_FLAGS = 0b111111
-"""OF SF ZF AF CF PF, as iced numbers them."""
+"""Mask of OF, SF, ZF, AF, CF and PF in iced's numbering."""
 _ALL = _STATUS_FLAGS << _FLAGS_SHIFT | (1 << _FLAGS_SHIFT) - 1
 _STACK_POINTER = 1 << REGISTER_NAMES.index("sp")
-"""Never dead: an interrupt pushes wherever it comes."""
+"""sp is never dead, because an interrupt can push at any time."""
 
 ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
-"""Where nothing is known, of either width."""
+"""All registers of either width, for addresses about which nothing is known."""
 
 
 class Liveness:
     """Liveness in one function, computed once.
 
-    A register that is written in part, under a condition, or by a shift whose count may be 0 isn't dead.
+    A register stays live if it is written partially, conditionally, or by a shift whose count may be 0.
     """
 
     def __init__(self, function: Function, bits: int = 64) -> None:
@@ -38,13 +38,16 @@ class Liveness:
         self._live = solve(effects, _ALL)
 
     def at(self, addr: int) -> LiveRegisters:
-        """What is live in front of the instruction at `addr`; everything where there is none."""
+        """Return the live registers and flags before the instruction at `addr`.
+
+        Everything is live if no instruction is known there.
+        """
         return _as_names(self._live.get(addr, _ALL) | _STACK_POINTER)
 
 
 @lru_cache(4096)
 def _as_names(live: int) -> LiveRegisters:
-    """One object for equal states: there are few, and what is compiled is looked up by them."""
+    """Convert a mask to names. Equal states share one object, because compiled code is looked up by it."""
     names = (name for number, name in enumerate(REGISTER_NAMES) if live >> number & 1)
     return LiveRegisters(frozenset(names), bool(live >> _FLAGS_SHIFT))
 
@@ -63,7 +66,7 @@ def _effects(function: Function, bits: int) -> dict[int, Effect]:
         reads |= flags_read << _FLAGS_SHIFT
         kills |= flags_killed << _FLAGS_SHIFT
         if insn.has_rep_prefix or insn.has_repne_prefix:
-            kills = 0  # With count 0 a repeated instruction does nothing.
+            kills = 0  # With count 0, a repeated instruction does nothing.
         effects[addr] = Effect(reads, ~kills, _control(insn, addr))
     return effects
 
@@ -73,7 +76,7 @@ def _control(insn: Any, addr: int) -> Control | None:
 
     flow = insn.flow_control
     if insn.mnemonic == Mnemonic.HLT:
-        # The host reads registers there, and answers in one.
+        # hlt is a hypercall: the host reads registers and returns a value in one.
         return LEAVES
     if flow == FlowControl.NEXT:
         return None
@@ -85,7 +88,7 @@ def _control(insn: Any, addr: int) -> Control | None:
 
 
 def _registers(info: Any) -> tuple[int, int]:
-    """Masks of the general registers that are read, and of those overwritten as a whole."""
+    """Return two masks of general registers: those that are read, and those overwritten completely."""
     from iced_x86 import OpAccess, RegisterExt
 
     reading = (OpAccess.READ, OpAccess.COND_READ, OpAccess.READ_WRITE, OpAccess.READ_COND_WRITE)
@@ -98,17 +101,17 @@ def _registers(info: Any) -> tuple[int, int]:
             continue
         if used.access in reading:
             reads |= 1 << number
-        # A 32-bit write clears the upper half; narrower ones leave the rest of the register.
+        # A 32-bit write clears the upper half; narrower writes preserve the rest of the register.
         if used.access in writing and RegisterExt.size(used.register) >= 4:
             kills |= 1 << number
     return reads, kills
 
 
 def _flags(insn: Any) -> tuple[int, int]:
-    """Masks of the status flags that are read, and of those overwritten.
+    """Return the masks of the status flags that are read, and of those that are overwritten.
 
-    AF counts as overwritten where it becomes undefined: logic instructions leave nothing else to it.
-    Shifts and rotates don't count: with count 0 they leave every flag.
+    AF counts as overwritten if it becomes undefined: logic instructions do nothing else to it. Shifts and
+    rotates overwrite no flag, because with count 0 they preserve every flag.
     """
     from iced_x86 import RflagsBits
 
@@ -121,7 +124,7 @@ def _flags(insn: Any) -> tuple[int, int]:
 
 @cache
 def register_numbers() -> dict[int, int]:
-    """iced's 64-bit register to its number in ModRM."""
+    """Return iced's 64-bit register -> its number in ModRM."""
     from iced_x86 import Register
 
     names = ["RAX", "RCX", "RDX", "RBX", "RSP", "RBP", "RSI", "RDI", *(f"R{n}" for n in range(8, 16))]

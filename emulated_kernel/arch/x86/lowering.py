@@ -1,4 +1,4 @@
-"""A program's ops as x86 instructions on the registers that are cheapest to use."""
+"""Lowering of a program's ops to x86 instructions, on the registers that are cheapest to use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ _JNE_SHORT = b"\x75"
 
 
 def add_and_fetch_8(encoder: Encoder, address: int, value: int, low: int, high: int) -> bytes:
-    """high:low = the 8 bytes at an absolute address + value, stored there; other registers are left alone."""
+    """Encode an atomic addition of `value` to the 8 bytes at an absolute address.
+
+    high:low receives the sum. All other registers are preserved.
+    """
     kept = [register for register in (AX, DX, BX, CX) if register not in (low, high)]
     load = encoder.load(AX, ABSOLUTE, address, 4) + encoder.load(DX, ABSOLUTE, address + 4, 4)
     turn = (
@@ -56,7 +59,7 @@ def add_and_fetch_8(encoder: Encoder, address: int, value: int, low: int, high: 
 
 
 def _from_sum(encoder: Encoder, low: int, high: int) -> bytes:
-    """high:low = cx:bx, whichever registers they are."""
+    """Encode high:low = cx:bx; any pair of registers can be the destination."""
     if high != BX:
         return encoder.move(high, CX) + encoder.move(low, BX)
     if low == CX:
@@ -65,15 +68,15 @@ def _from_sum(encoder: Encoder, low: int, high: int) -> bytes:
 
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
-"""pt_regs names to numbers in ModRM."""
+"""pt_regs name -> register number in ModRM."""
 
 _ORDER = {
     64: (AX, CX, DX, SI, DI, 8, 9, 10, 11, BX, 14, 15, 12, 13, BP),
     32: (AX, CX, DX, BX, SI, DI, BP),
 }
-"""Which registers to use first, as far as they are equally cheap; bp, which unwinders follow, last."""
+"""Order in which equally cheap registers are used. bp is the last one, because unwinders follow it."""
 _MAX_PINNED = {64: 7, 32: 0}
-"""Registers that may be kept from use by the program, so that what it needs is still left."""
+"""Maximum number of registers withheld from the program, so that enough are left for it."""
 
 _CONDITIONS = {
     Condition.EQ: asm.EQUAL,
@@ -115,21 +118,21 @@ _USING_FLAGS = frozenset(
 )
 _CARRIES = {Arithmetic.ADD: asm.ADC, Arithmetic.SUB: asm.SBB}
 LEAVING = CX
-"""The register that JumpTo goes through; it must not be live."""
+"""The register through which JumpTo leaves; it must not be live."""
 
 _DISPLACEMENT = Struct("<i")
 _SPARE = -1
-"""Asks for a register besides the virtual ones, for what one op needs."""
+"""Pseudo virtual register: an additional register for a single op."""
 _NONE: frozenset[str] = frozenset()
 
 SLOT_FLAGS = -1
-"""The saved flags, where else a register's number tells which saved value is read."""
+"""Slot number of the saved flags; all other saved values have their register's number."""
 SLOT_SP = -2
-"""The stack pointer of the probed code: no saved value, but a sum."""
+"""Slot number of the probed code's stack pointer, which isn't saved, but computed."""
 
 
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
-    """Whether an op has to: additions needn't, where a register is left for them."""
+    """Return True if an op overwrites the flags. Additions can avoid that if a register is free."""
     for op in program:
         kind = type(op)
         if kind in _USING_FLAGS:
@@ -145,10 +148,10 @@ def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
 
 @lru_cache(1024)
 def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_flags: bool) -> tuple[int, ...]:
-    """Registers for the program, the cheapest first: those that are dead and that it doesn't ask for.
+    """Return the registers for the program, cheapest first: dead ones that it doesn't read.
 
-    Saving the flags takes ax: where its value is needed it is pushed for that, and is free then; where it
-    isn't, the flags stay in it if nothing else has to be there.
+    Saving the flags needs ax. If ax is live or read, it is pushed and then free for use. Otherwise the flags
+    stay in ax as long as nothing else needs it.
     """
 
     def of(number: int) -> int:
@@ -165,10 +168,10 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 
 class X86Lowering(Lowering):
-    """The lowering to x86."""
+    """Lowers ops to x86 instructions."""
 
     encoding = Encoding(asm.JUMP + asm.HOLE, len(asm.JUMP), _patch_jump, _DISPLACEMENT.pack_into)
-    """All jumps have 32 bits: what short ones save is little beside the time to see where they reach."""
+    """All jumps have 32-bit displacements: short ones would save less than computing their reach costs."""
 
     def __init__(
         self,
@@ -180,11 +183,15 @@ class X86Lowering(Lowering):
         *,
         overwritten: bool = False,
     ) -> None:
-        """`live` is None if all registers are saved already; `overwritten`: saved values alone are left."""
+        """Lower the whole program.
+
+        `live` is None if all registers are already saved. `overwritten`: only the saved values are still
+        valid.
+        """
         self._encoder = encoder
         overwrites = live is not None and live.flags and _overwrites_flags(program, encoder)
         self.saves_flags = overwrites
-        """Live flags are overwritten; ax is, by saving them."""
+        """Whether live flags are overwritten, so that saving them overwrites ax."""
         self._keeps_flags = live is not None and live.flags and not overwrites
         self.reads = registers_read(program)
         registers = live.registers if live is not None else _NONE
@@ -198,7 +205,7 @@ class X86Lowering(Lowering):
     # Pieces of code
 
     def _read_slot(self, dst: int, number: int) -> None:
-        """Where it will be isn't known yet."""
+        """Load a saved value; its offset from sp is filled in later."""
         self.slots.add(number)
         code = self._encoder.lea_stack(dst) if number == SLOT_SP else self._encoder.load_stack(dst)
         self._code += code
@@ -236,13 +243,13 @@ class X86Lowering(Lowering):
             self._read_slot(number, number)
 
     def _holds_original(self, number: int) -> bool:
-        """Whether a register has the probed code's value here, whatever way led here."""
+        """Return True if a register holds the probed code's value here on every path."""
         if number in self._real.overwritten:
             return False
         pinned = self._real.pinned
         if not self.labels or number in pinned:
             return True
-        # A later use of the register may come before this op when the program runs.
+        # In program order, a later op may assign the register, and a loop may then lead back here.
         if len(pinned) == _MAX_PINNED[self._encoder.bits]:
             return False
         pinned.add(number)
@@ -260,7 +267,7 @@ class X86Lowering(Lowering):
             self._shift(_SHIFTS[op.op], dst, src)
 
     def _shift(self, shift: int, dst: int, count: int) -> None:
-        """The count goes through cl, which may hold anything, dst even."""
+        """Shift by a register. The count must be in cl, which may hold any value, dst included."""
         encoder = self._encoder
         if count == CX:
             self._code += encoder.shift_by_cl(shift, dst)
@@ -289,7 +296,7 @@ class X86Lowering(Lowering):
     # Memory
 
     def _load(self, op: ir.Load) -> None:
-        # The base first: it has a register already.
+        # Take the base first: it already has a register.
         base = self._real[op.base]
         dst = self._real[op.dst]
         code = self._encoder.load(dst, base, op.offset, op.size, sign=op.is_signed)
@@ -320,7 +327,7 @@ class X86Lowering(Lowering):
             self._code += encoder.store_immediate(base, op.offset + 4, op.value >> 32, 4)
 
     def _cell(self, address: int) -> tuple[int, int]:
-        """Base and offset of an absolute address, for this instruction."""
+        """Return base and offset for an absolute address; this may load the address into a register."""
         if self._encoder.reaches(address):
             return asm.ABSOLUTE, address
         spare = self._real[_SPARE]
@@ -336,7 +343,10 @@ class X86Lowering(Lowering):
             self._code += encoder.set_register(dst, op.address) + encoder.load(dst, dst, 0, op.size)
 
     def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
-        """In one instruction; the carry into a second one is nobody else's."""
+        """Add in one instruction.
+
+        On 32 bits, a second one adds the carry, which no other CPU's addition can take.
+        """
         encoder = self._encoder
         value = op.value
         base, offset = self._cell(op.address)
@@ -393,7 +403,7 @@ class X86Lowering(Lowering):
         self._code += self._encoder.multiply(self._real[op.dst], self._real[op.src])
 
     def _compare_exchange(self, op: ir.CompareExchange) -> None:
-        """What is compared goes through ax."""
+        """Compare and exchange; the compared value must be in ax."""
         encoder = self._encoder
         real = self._real
         base = real[op.base]

@@ -1,4 +1,4 @@
-"""Will a kprobe register here, and will it be optimized? On x86, by Linux's rules or djprobe's."""
+"""Probe checks of x86: registration and optimization, by Linux's rules or djprobe's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from emulated_kernel.image.text_tables import ProbedTables
 
 
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """What the jump of a probe at `addr` replaces, or why it stays an int3.
+    """Return the region that the jump of a probe at `addr` replaces, or why the probe keeps its int3.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1)
     """
@@ -33,11 +33,10 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
 
 
 def reasons(_verdict: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
-    """Of each instruction, by address, the first reason against a jump there; None: there can be one.
+    """Return instruction address -> first reason against a jump there; None if a jump is possible.
 
-    Without an object for each answer: a kernel has millions of instructions.
-
-    As detoured_region() says it, which is asked wherever one look backwards over the function doesn't tell.
+    One backward pass over the function creates no object per instruction, as a kernel has millions. Addresses
+    that the pass can't decide are checked with detoured_region(), which gives the same answers.
     """
     analysis = known.analysis
     reserved = known.reserved
@@ -78,7 +77,7 @@ def reasons(_verdict: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
         elif refusal is not None:
             found.append(refusal)
         elif hazard is not None:
-            # The first of the two in the function is the reason.
+            # The reason is the one of the two with the lower address.
             found.append(ask(addr, None) if entered <= addr + JMP32_SIZE else hazard)
         elif entered <= addr + JMP32_SIZE:
             found.append(RejectReason.JUMP_INTO_RANGE)
@@ -89,9 +88,9 @@ def reasons(_verdict: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
 
 
 def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
-    """The first instruction of the function, in address order, that makes the jump unsafe.
+    """Return the first instruction of the function that makes the jump unsafe, in address order.
 
-    Linux: the byte behind the five counts as a jump target too.
+    Linux: the byte after the five replaced ones also counts as a jump target.
     """
     hazard = analysis.flow.hazard
     jump = analysis.flow.jump_into(addr + INT3_SIZE, addr + JMP32_SIZE)
@@ -101,7 +100,10 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | No
 
 
 def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1)."""
+    """Return the region of whole instructions that can be copied into a detour buffer, or a rejection.
+
+    Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1).
+    """
     function = analysis.function
     at = addr
     facts_at = analysis.flow.facts.get
@@ -125,7 +127,7 @@ def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejecti
 _LONGEST_REGION = JMP32_SIZE - 1 + MAX_INSN_SIZE
 _BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
 _SHORT_BRANCH = 2
-"""Bytes of a branch with a displacement of one byte."""
+"""Size in bytes of a branch with a displacement of one byte."""
 _SHORT_LABELS = (b"\xeb", b"\x66\x90")
 _SHORT_LABEL_SIZE = 2
 
@@ -142,11 +144,11 @@ STRATEGIES = {
         OptimizationPolicy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
     )
 }
-"""By the name in profiles. `optprobe-linux` looks at the function alone, as Linux does."""
+"""Policies by the name used in profiles. Like Linux, `optprobe-linux` checks only the function itself."""
 
 
 class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
-    """Of an image of either width."""
+    """Probe checks of an x86_64 or i386 image."""
 
     all_live = ALL_LIVE
     fentry_size = JMP32_SIZE
@@ -188,7 +190,10 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.flow.facts
 
     def check_insn(self, analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
-        """Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1)."""
+        """Return why an instruction can't be executed out of line, or None.
+
+        Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1).
+        """
         facts = analysis.flow.facts.get(addr)
         reason = RejectReason.NOT_A_BOUNDARY if facts is None else facts.refusal
         return None if reason is None else Rejection(reason, addr)
@@ -197,7 +202,10 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.liveness.at(addr)
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-        """Decoding a whole kernel for the few of them that matter would take ten times as long."""
+        """Search for branches by a regular expression.
+
+        Decoding the whole kernel would take ten times as long, and few of the branches matter.
+        """
         from_bytes = int.from_bytes
         for match in _BRANCH.finditer(code):
             insn = match[1]
@@ -210,7 +218,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
 
 def label_size(code: bytes) -> int:
-    """Bytes of the jump label that begins so.
+    """Return the size in bytes of the jump label that `code` begins with.
 
     Mirrors: arch/x86/kernel/jump_label.c:arch_jump_entry_size (v6.1).
     """

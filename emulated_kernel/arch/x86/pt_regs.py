@@ -1,4 +1,4 @@
-"""A struct pt_regs on the stack: how its registers get there, and back, on x86_64 and on i386."""
+"""struct pt_regs on the stack: code that saves registers in it and restores them, for both widths."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ _PUSH_IMM8 = b"\x6a"
 PUSHF = b"\x9c"
 POPF = b"\x9d"
 _KEEP_OF = b"\x24\x08"
-"""and $8, %al: the overflow flag in the second byte of the flags."""
+"""and $8, %al: isolates the overflow flag in the second byte of the flags."""
 _SET_OF = b"\x04\x78"
-"""add $0x78, %al, which overflows for 8."""
+"""add $0x78, %al: overflows if al is 8."""
 
 
 class RegsFrame:
-    """Saving all registers on the stack, and restoring the general ones and the flags.
+    """Code that saves all registers on the stack, and restores the general registers and the flags.
 
-    A handler's frame has the fields whose value is known, and sp, only in front of a host call; and its flags
-    aren't restored by popf, which would end a translated block, so that it costs more than the five
-    instructions in its place.
+    In a handler's frame, sp and the fields with known values are filled in only before a host call. The flags
+    are restored without popf. popf would end a translated block, and so cost more than the five instructions
+    that replace it.
     """
 
     def __init__(
         self, encoder: Encoder, pt_regs: Sequence[str], fixed: Mapping[str, int], segments: bytes = b""
     ) -> None:
-        """`pt_regs`: the fields from the lowest up, one word each; the general registers come first.
+        """Take the layout of the frame.
 
-        `fixed`: what the frame has in place of registers that are the same at every hit. `segments` pushes
-        segment registers, which are never loaded from the frame.
+        `pt_regs`: the fields from the lowest address up, one word each; the general registers come first.
+        `fixed`: name -> value of registers that have the same value at every hit. `segments`: code that
+        pushes the segment registers, which are never loaded from the frame.
         """
         self.encoder = encoder
         self.pt_regs = tuple(pt_regs)
         self.fixed = fixed
         self.offsets = {name: index * encoder.word for index, name in enumerate(pt_regs)}
-        """Bytes from the stack pointer within the frame."""
+        """Register name -> offset in bytes from sp within the frame."""
         self.size = encoder.word * len(pt_regs)
-        """Bytes that it takes on the stack."""
+        """Size in bytes of the frame."""
         general = [REGISTER_NAMES.index(name) for name in pt_regs if name in REGISTER_NAMES and name != "sp"]
         self.above_general = len(general) * encoder.word
-        """Bytes of the general registers, which are the lowest."""
+        """Size in bytes of the general registers, which are the lowest fields."""
         at = self.offsets["flags"]
         below = self.above_general
         assert max(self.offsets[REGISTER_NAMES[number]] for number in general) < below
         pushes = b"".join(map(encoder.push, reversed(general)))
         self.pops = b"".join(map(encoder.pop, general))
-        """Restores the general registers."""
+        """Code that restores the general registers."""
         above = at + encoder.word
         self.save = _skip(encoder, above - self.size) + PUSHF + _skip(encoder, below - at) + pushes
         flags = low_byte_load(at + 1) + _KEEP_OF + _SET_OF + high_byte_load(at) + SAHF
@@ -55,10 +56,13 @@ class RegsFrame:
         self._push_the_rest = segments + pushes
         to_flags = encoder.lea(SP, SP, at - below)
         self.restore_whole = self.pops + to_flags + POPF + encoder.lea(SP, SP, 2 * encoder.word)
-        """Restores the general registers and all flags, behind `save_whole`."""
+        """Code that restores the general registers and all flags after `save_whole`."""
 
     def save_whole(self, push_ip: bytes, orig_ax: int, words: int) -> bytes:
-        """Code that fills in all of the frame; the saved sp is `words` above where sp is in front of it."""
+        """Return code that fills in the whole frame.
+
+        The saved sp is `words` words above the sp with which the code is entered.
+        """
         encoder = self.encoder
         code = self._push_fixed("ss") + encoder.push(SP) + PUSHF
         # add $adjust, word(%sp)
@@ -69,7 +73,7 @@ class RegsFrame:
         return code + self._push_the_rest
 
     def completed(self, values: Mapping[str, int]) -> bytes:
-        """Code that fills in the rest, `values` and sp; it changes nothing else."""
+        """Return code that fills in `values` and sp; it changes no register."""
         encoder = self.encoder
         word = encoder.word
         code = b"".join(
@@ -83,12 +87,12 @@ class RegsFrame:
 
 
 def push_address(address: int) -> bytes:
-    """push $address, of the upper 2 GiB on x86_64."""
+    """Encode `push $address`; on x86_64 the address must be in the upper 2 GiB."""
     return b"\x68" + (address & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def _skip(encoder: Encoder, size: int) -> bytes:
-    """Move the stack pointer; the flags are left alone."""
+    """Encode a change of the stack pointer that preserves the flags."""
     return encoder.lea(SP, SP, size) if size else b""
 
 

@@ -1,4 +1,4 @@
-"""What x86's instructions do to a stack frame."""
+"""Effects of x86 instructions on a stack frame."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.arch.x86.liveness import register_numbers
 
 _SCRATCH = {64: ("ax", "cx", "dx", "si", "di", "r8", "r9", "r10", "r11"), 32: ("ax", "cx", "dx")}
-"""What a called function may leave with other values."""
+"""Registers that a called function may change."""
 _Effect = Callable[[Frame], None]
 
 
 def frame_insns(
     code: bytes, addr: int, bits: int, *, switches_stack: bool
 ) -> Iterator[tuple[int, FrameInsn]]:
-    """Each instruction of a function; `switches_stack`: to one that was left by the same code."""
+    """Iterate over a function's instructions: address, and effect on the stack frame.
+
+    `switches_stack`: the function switches to a stack that the same code left earlier.
+    """
     from iced_x86 import InstructionInfoFactory
 
     reader = _FrameReader(bits, InstructionInfoFactory(), range(addr + 1, addr + len(code)), switches_stack)
@@ -43,7 +46,7 @@ class _FrameReader:
         flow = insn.flow_control
         target = insn.near_branch_target or None
         if flow == FlowControl.CALL and target in self._inside:
-            # As in retpolines: the address is pushed alone.
+            # A call within the function, as in a retpoline, only pushes its return address.
             return FrameInsn(length, partial(self._push, None), Flow.JUMP, target)
         if flow in (FlowControl.CALL, FlowControl.INDIRECT_CALL):
             return FrameInsn(length, lambda frame: frame.forget(self._scratch), Flow.CALL)
@@ -80,7 +83,7 @@ class _FrameReader:
     # Operands
 
     def _name(self, register: Any) -> str | None:
-        """Of a whole register."""
+        """Return the pt_regs name of a whole register; None for parts of registers and other registers."""
         from iced_x86 import RegisterExt
 
         number = self._numbers.get(RegisterExt.full_register(register))
@@ -94,7 +97,7 @@ class _FrameReader:
         return self._name(insn.op_register(operand)) if insn.op_kind(operand) == OpKind.REGISTER else None
 
     def _place(self, insn: Any) -> tuple[str, int] | None:
-        """Register and offset of a memory operand that has no more."""
+        """Return base register and offset of a memory operand that has no index and no segment prefix."""
         from iced_x86 import Register
 
         if insn.memory_index != Register.NONE or insn.segment_prefix != Register.NONE:
@@ -139,7 +142,8 @@ class _FrameReader:
     def _move(self, insn: Any) -> _Effect | None:
         from iced_x86 import OpKind
 
-        to, source = self._register(insn, 0), self._register(insn, 1)
+        to = self._register(insn, 0)
+        source = self._register(insn, 1)
         if to is not None and source is not None:
             return lambda frame: frame.add(to, source, 0)
         place = self._place(insn) if OpKind.MEMORY in (insn.op0_kind, insn.op1_kind) else None
@@ -153,7 +157,8 @@ class _FrameReader:
         return None
 
     def _address(self, insn: Any) -> _Effect | None:
-        to, place = self._register(insn, 0), self._place(insn)
+        to = self._register(insn, 0)
+        place = self._place(insn)
         if to is None or place is None:
             return None
         source, offset = place
@@ -171,7 +176,7 @@ class _FrameReader:
         return lambda frame: frame.set(to, frame.at(to, by))
 
     def _sum_in_memory(self, insn: Any, by: int) -> _Effect | None:
-        """To an address that was saved, as ftrace's trampoline does."""
+        """Return the effect of adding to a saved address in memory, as ftrace's trampoline does."""
         from iced_x86 import MemorySizeExt, OpKind
 
         place = self._place(insn) if insn.op0_kind == OpKind.MEMORY else None
@@ -190,7 +195,7 @@ class _FrameReader:
         return _align if self._register(insn, 0) == "sp" else None
 
     def _other(self, insn: Any) -> _Effect:
-        """What it writes isn't known any more."""
+        """Return the effect of any other instruction: the values that it writes become unknown."""
         from iced_x86 import MemorySizeExt, OpAccess, RegisterExt
 
         info = self._factory.info(insn)
@@ -225,11 +230,14 @@ def _align(frame: Frame) -> None:
 
 
 _HOST_FRAME = 4
-"""Words that an interrupt pushes: vector, error code, flags, ip; from the lowest address up."""
+"""Words that an interrupt pushes: vector, error code, flags, ip, from the lowest address up."""
 
 
 def entry_frame(bits: int, *, by_interrupt: bool) -> Frame:
-    """The return address is the word that was pushed last; the ip in an interrupt's frame the first one."""
+    """Return the frame at a function's entry.
+
+    The highest word is the return address or the interrupted ip.
+    """
     word = bits // 8
     regs = {name: (name, 0) for name in REGISTER_NAMES[: 16 if bits == 64 else 8]}
     regs["sp"] = (CFA, -word * (_HOST_FRAME if by_interrupt else 1))

@@ -1,7 +1,6 @@
-"""A distribution's own kernel: found, unpacked, and read as that kernel reads itself. x86_64 alone.
+"""Distribution kernels (x86_64 only): unpacking of their files, and decoding of their own tables.
 
-From outside: kernel.open_kernel() and the LinuxKernel that it gives, source.py, which finds files, and what
-reads modules and dumps. It touches nothing of a kernel that runs, and takes no lock but one of its own
-around a package's file (module_files.py), within which nothing else is called: modules are read before the
-control lock is taken.
+The interface is linux_kernel.open_kernel() and its LinuxKernel, open_image, which finds kernel files,
+module_files and vmcore. Nothing here uses a running kernel. The only lock is held while a package is read
+(module_files.py), and no other lock is taken inside it: modules are read before the control lock is taken.
 """

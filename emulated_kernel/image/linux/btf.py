@@ -1,4 +1,4 @@
-"""BTF, the kernel's own description of its types: sizes, offsets of members, parameters of functions.
+"""BTF, the kernel's description of its types: sizes, offsets of members, parameters of functions.
 
 Source: Documentation/bpf/btf.rst. pahole writes it when a kernel is built with CONFIG_DEBUG_INFO_BTF.
 """
@@ -22,14 +22,14 @@ _HEADER = struct.Struct("<HBBIIIII")
 _TYPE = struct.Struct("<III")
 _WORDS3 = struct.Struct("<III")
 _DEPTH = 64
-"""Types that refer to each other in a row; damaged ones may do so for ever."""
+"""Longest chain of types that refer to each other; in damaged BTF a chain can be endless."""
 _LONGEST = 1 << 10
-"""Bytes of a name, with its end."""
+"""Largest number of bytes of a name, including its zero byte."""
 _BIG = 1 << 31
 
 
 class Kind(IntEnum):
-    """What a type is. Mirrors: include/uapi/linux/btf.h (v6.1)"""
+    """Kind of a type. Mirrors: include/uapi/linux/btf.h (v6.1)."""
 
     VOID = 0
     INT = 1
@@ -57,15 +57,16 @@ _FIXED_TAIL = {Kind.INT: 4, Kind.ARRAY: 12, Kind.VAR: 4, Kind.DECL_TAG: 4}
 _TAIL_EACH = {
     Kind.STRUCT: 12, Kind.UNION: 12, Kind.ENUM: 8, Kind.FUNC_PROTO: 8, Kind.DATASEC: 12, Kind.ENUM64: 12,
 }  # fmt: skip
-"""Bytes behind a type's three words, and for each of its members."""
+"""Kind -> bytes per member, after the fixed part of a type."""
 _TAILS = [(_FIXED_TAIL.get(kind, 0), _TAIL_EACH.get(kind, 0)) for kind in Kind]
+"""Bytes after a type's three words, and bytes for each of its members, by kind."""
 _MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
 _ENUMS = (Kind.ENUM, Kind.ENUM64)
 
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """One type; `size_or_type` is its size in bytes, or the number of the type that it refers to."""
+    """One type; `size_or_type` is its size in bytes or the number of the type that it refers to."""
 
     kind: Kind
     name: int
@@ -73,12 +74,12 @@ class Type:
     flag: bool
     size_or_type: int
     tail: int
-    """Where what follows its three words begins."""
+    """Offset of the data after the type's three words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a structure or union; offset and width in bits, width 0 if it is no bit field."""
+    """A member of a structure or union; offset and width are in bits, width is 0 if it isn't a bit field."""
 
     name: str
     type: int
@@ -90,13 +91,13 @@ _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 
 
 class Btf:
-    """The types of one kernel; each has a number, void is 0.
+    """The types of one kernel; each has a number, and void is 0.
 
-    Raises: KernelError ENOEXEC (damaged data), ENOENT (what it has no type for).
+    Raises: KernelError ENOEXEC (damaged data), ENOENT (an unknown type or member).
     """
 
     def __init__(self, data: bytes, index: tuple[bytes, bytes] | None = None) -> None:
-        """`index`: what `index` was for the same data, which costs a tenth of a second to find."""
+        """Parse BTF data; `index` is the property `index` of an earlier object, which saves 0.1 s."""
         if len(data) < _HEADER.size:
             raise unusable("its BTF is truncated")
         magic, _, _, header, type_at, type_size, text_at, text_size = _HEADER.unpack_from(data)
@@ -107,7 +108,7 @@ class Btf:
         if len(self._types) < type_size or len(self._texts) < text_size:
             raise unusable("its BTF is truncated")
         self._found: dict[tuple[Kind, str], int] = {}
-        """What was looked for: 0 where it isn't there."""
+        """Cache of find(): 0 for types that don't exist."""
         starts, self._names = self._scan() if index is None else index
         self._starts = array("I", starts)
         if len(starts) != len(self._names) or (starts and self._starts[-1] + _TYPE.size > len(self._types)):
@@ -115,14 +116,14 @@ class Btf:
 
     @property
     def index(self) -> tuple[bytes, bytes]:
-        """Where each type begins, from type 1 on, and where its name does, as words of 4 bytes."""
+        """Offsets of the types, from type 1 on, and of their names, as two arrays of 4-byte words."""
         return self._starts.tobytes(), self._names
 
     def __len__(self) -> int:
         return len(self._starts) + 1
 
     def find(self, kind: Kind, name: str) -> int:
-        """The number of the first type of that kind and name. Raises: KernelError ENOENT."""
+        """Return the number of the first type with this kind and name. Raises: KernelError ENOENT."""
         number = self._found.get((kind, name))
         if number is None:
             found = (each for each in self._named(name) if self._type(each).kind is kind)
@@ -139,16 +140,16 @@ class Btf:
                     yield at // 4 + 1
 
     def size(self, structure: str) -> int:
-        """Bytes of a structure."""
+        """Return the size of a structure in bytes."""
         return self._type(self.find(Kind.STRUCT, structure)).size_or_type
 
     def offset(self, path: str) -> int:
-        """Bytes from the start of a structure to a member, as in "task_struct.thread.sp"."""
+        """Return the offset of a member in bytes; a path is, for example, "task_struct.thread.sp"."""
         bits, _ = self.locate(path)
         return bits // 8
 
     def locate(self, path: str) -> tuple[int, Member]:
-        """A member by its path, with its whole offset in bits; anonymous members are looked through."""
+        """Return a member's offset in bits and the member; the path may omit anonymous members."""
         structure, *names = path.split(".")
         number = self.find(Kind.STRUCT, structure)
         offset = 0
@@ -165,14 +166,14 @@ class Btf:
         return offset, member
 
     def length(self, path: str) -> int:
-        """Elements of a member that is an array."""
+        """Return the number of elements of a member that is an array."""
         array_type = self._type(self.resolve(self.locate(path)[1].type))
         if array_type.kind is not Kind.ARRAY:
             raise KernelError(ENOENT, f"{path} is no array")
         return int(_WORDS3.unpack_from(self._types, array_type.tail)[2])
 
     def has(self, path: str) -> bool:
-        """Whether a structure, or a member of one, exists."""
+        """Return True if a structure or a member exists."""
         try:
             return bool(self.locate(path) if "." in path else self.find(Kind.STRUCT, path))
         except KernelError as error:
@@ -181,7 +182,7 @@ class Btf:
             raise
 
     def members(self, number: int) -> Iterator[Member]:
-        """The members of a structure or union in the order of its declaration."""
+        """Yield the members of a structure or union in the order of their declaration."""
         kind = self._type(number)
         if kind.kind not in (Kind.STRUCT, Kind.UNION):
             return
@@ -191,7 +192,7 @@ class Btf:
             yield Member(self.text(name), member, offset & 0xFFFFFF if kind.flag else offset, width)
 
     def resolve(self, number: int) -> int:
-        """The type behind typedefs and qualifiers."""
+        """Return the number of a type without typedefs and qualifiers."""
         for _ in range(_DEPTH):
             kind = self._type(number)
             if kind.kind not in _MODIFIERS:
@@ -200,7 +201,7 @@ class Btf:
         raise unusable("types of its BTF refer to each other in a circle")
 
     def enumerators(self, number: int) -> dict[str, int]:
-        """Names and values of an enum."""
+        """Return the enumerators of an enum: name -> value."""
         kind = self._type(number)
         big = kind.kind is Kind.ENUM64
         found = {}
@@ -215,7 +216,7 @@ class Btf:
         return found
 
     def constant(self, name: str) -> int:
-        """An enumerator's value; of equal names the first's. Raises: KernelError ENOENT."""
+        """Return the value of the first enumerator with this name. Raises: KernelError ENOENT."""
         for word in _places(self._texts, b"\0" + name.encode() + b"\0"):
             for at in _places(self._types, (word + 1).to_bytes(4, "little")):
                 number = bisect_right(self._starts, at)
@@ -227,11 +228,11 @@ class Btf:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """All enumerators of all enums; of equal names the first."""
+        """All enumerators of all enums: name -> value; the first of equal names counts."""
         return self._enumerated(range(len(self)))
 
     def constants_of_module(self, data: bytes) -> dict[str, int]:
-        """Those that a module's BTF adds to these types, whose texts its own follow."""
+        """Return the enumerators that a module's BTF adds; its string table continues the kernel's."""
         own = Btf(data)
         own._texts = self._texts + own._texts
         return own._enumerated(range(len(own)))
@@ -245,7 +246,10 @@ class Btf:
         return found
 
     def parameters(self, function: str) -> int:
-        """How many a function has by its declaration; "..." is none. Raises: KernelError ENOENT."""
+        """Return the number of a function's declared parameters, without "...".
+
+        Raises: KernelError ENOENT.
+        """
         proto = self._type(self._type(self.find(Kind.FUNC, function)).size_or_type)
         if proto.kind is not Kind.FUNC_PROTO:
             raise unusable(f"in its BTF the function {function} has no prototype")
@@ -255,7 +259,7 @@ class Btf:
         return proto.count - (last == (0, 0))
 
     def text(self, offset: int) -> str:
-        """A name by its offset in the texts."""
+        """Return the string at an offset of the string table."""
         end = self._texts.find(b"\0", offset, offset + _LONGEST)
         return self._texts[offset : max(end, offset)].decode("utf-8", "replace")
 
@@ -290,7 +294,7 @@ class Btf:
         return starts.tobytes(), names.tobytes()
 
     def _member(self, number: int, name: str, depth: int, others: set[int]) -> tuple[int, Member] | None:
-        """`others`: types that have no such member, each of which is looked through once."""
+        """Search a structure and its anonymous members; `others` collects the types without such a member."""
         if not depth:
             raise unusable("structures of its BTF contain each other")
         for member in self.members(number):

@@ -1,4 +1,4 @@
-"""bzImage: where its compressed kernel stands. Source: Documentation/x86/boot.rst, protocol 2.08 on."""
+"""Unpacking of the kernel in a bzImage. Source: Documentation/x86/boot.rst, protocol 2.08 and later."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _MAGIC = b"HdrS"
 _PAYLOAD_PROTOCOL = 0x208
 _HEADER_END = 0x250
 VMLINUX_LIMIT = 256 << 20
-"""Bytes; distributions' kernels have 50 to 70 MiB."""
+"""Largest unpacked kernel in bytes; distributions' kernels have 50 to 70 MiB."""
 ELF_MAGIC = b"\x7fELF"
 
 
 def is_bzimage(start: bytes) -> bool:
-    """Whether a file that starts so is a bzImage; x86's Linux has its setup header at 0x1f1."""
+    """Return True if the start of a file is that of a bzImage, whose setup header is at 0x1f1."""
     return start[_MAGIC_AT : _MAGIC_AT + 4] == _MAGIC
 
 
 def unpack_bzimage(data: bytes) -> bytes:
-    """The vmlinux within. Raises: KernelError ENOEXEC."""
+    """Return the vmlinux in a bzImage. Raises: KernelError ENOEXEC."""
     payload = _payload(data)
     declared = struct.unpack("<I", payload[-4:])[0]
     if not 0 < declared <= VMLINUX_LIMIT:
         raise unusable(f"its payload says that {declared >> 20} MiB come out of it")
-    # The size is gzip's own; with all others the kernel's build wrote it behind what they made.
+    # gzip itself appends the size; for the other formats the kernel's build appends it to their output.
     packed = payload if payload.startswith(GZIP_MAGIC) else payload[:-4]
     vmlinux = b"".join(unpack(io.BytesIO(packed), declared))
     if len(vmlinux) != declared:

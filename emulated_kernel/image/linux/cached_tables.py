@@ -1,4 +1,4 @@
-"""CachedKernelTables: the tables of a kernel, decoded once and kept as a few arrays in a file."""
+"""CachedKernelTables: the decoded tables of a kernel, kept as a few arrays in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 
 
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
-    """All that `CachedKernelTables` needs, by names of parts."""
+    """Return the data that `CachedKernelTables` needs: name of the part -> contents."""
     memory = kernel.vmlinux
     parts: dict[str, bytes | memoryview] = {
         f"symbols.{name}": data for name, data in kernel.kallsyms.table.parts().items()
@@ -41,7 +41,7 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
         calls = json.dumps([astuple(call) for call in kernel.syscalls]).encode()
         parts |= {"btf.starts": starts, "btf.names": names, "events": events, "syscalls": calls}
     except KernelError as error:
-        # Clients of its own tracefs need neither types nor events.
+        # A mount of the kernel's own tracefs needs neither types nor events.
         if error.errno != ENODATA:
             log.warning("%s: its events aren't known: %s", kernel.release, error.strerror)
     about = {
@@ -55,13 +55,13 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
 
 
 _MUCH = 1 << 20
-"""Bytes at once, which nobody reads soon again."""
+"""Size in bytes of a read after which mapped pages are released; such data isn't soon needed again."""
 
 
 class CachedKernelTables(LinuxKernel):
-    """A kernel out of its parts, which stay where they are; its tables aren't read out of it again.
+    """A kernel restored from cached_parts(). The parts aren't copied, and its tables aren't decoded again.
 
-    Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (other parts).
+    Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (parts that don't fit).
     """
 
     def __init__(self, parts: Mapping[str, memoryview]) -> None:
@@ -88,7 +88,8 @@ class CachedKernelTables(LinuxKernel):
         if "btf.starts" in parts:
             index = (bytes(parts["btf.starts"]), bytes(parts["btf.names"]))
             self.btf = Btf(self._btf_data(), index)
-        self._events, self._syscalls = parts.get("events"), parts.get("syscalls")
+        self._events = parts.get("events")
+        self._syscalls = parts.get("syscalls")
 
     def read(self, va: int, size: int, /) -> bytes:
         found = super().read(va, size)

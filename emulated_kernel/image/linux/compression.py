@@ -1,4 +1,4 @@
-"""What kernels and packages are compressed with: recognised by the first bytes, unpacked within limits."""
+"""Decompression of kernels and packages; the format is recognised by its magic, and the size is limited."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.util.errors import KernelError
 
 PIECE = 1 << 18
-"""Bytes that are read or unpacked at a time."""
+"""Bytes that are read or unpacked at once."""
 MEMORY_LIMIT = 192 << 20
-"""Bytes of a decompressor's window: `zstd --ultra` and `xz -9e` need 128 MiB."""
+"""Largest memory of a decompressor in bytes: `zstd --ultra` and `xz -9e` need 128 MiB."""
 GZIP_MAGIC = b"\x1f\x8b"
 _LZ4_BLOCK = 8 << 20
 _LZ4_BOUND = _LZ4_BLOCK + _LZ4_BLOCK // 255 + 16
-"""What a block can grow to that doesn't compress."""
+"""Largest compressed size of a block, if its data is incompressible."""
 _TOO_EARLY = "it ends too early"
 
 
 class Readable(Protocol):
-    """A file, or a part of one."""
+    """A file or a part of a file."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def unpack(packed: Readable, limit: int) -> Iterator[bytes]:
-    """The pieces of what `packed` holds; bytes behind its end are left alone.
+    """Yield the unpacked data in pieces; data after the end of the compressed stream is ignored.
 
-    Raises: KernelError ENOEXEC (the compression isn't recognised, or it is damaged, or more than `limit`
-    bytes come out of it).
+    Raises: KernelError ENOEXEC (an unknown format, damaged data, or more than `limit` unpacked bytes).
     """
     start = packed.read(6)
     for magic, name, unpacked in _FORMATS:
@@ -42,7 +41,7 @@ def unpack(packed: Readable, limit: int) -> Iterator[bytes]:
 
 
 class _Rest:
-    """A file whose first bytes have been looked at."""
+    """A file whose first bytes were already read: `start`, then the rest of `file`."""
 
     def __init__(self, start: bytes, file: Readable) -> None:
         self._start = start
@@ -71,7 +70,7 @@ def _limited(name: str, pieces: Iterator[bytes], limit: int) -> Iterator[bytes]:
 
 
 def _damages() -> tuple[type[Exception], ...]:
-    """What decompressors raise for bad data; from a package that isn't there nothing can come."""
+    """Return the exceptions that decompressors raise for bad data; zstandard is an optional package."""
     import lzma
     import zlib
 
@@ -95,7 +94,7 @@ def _gzip(packed: _Rest) -> Iterator[bytes]:
 
 
 def _pieces(decompressor: Any, packed: _Rest) -> Iterator[bytes]:
-    """Of bz2's and lzma's decompressors, which work alike."""
+    """Yield the output of a bz2 or lzma decompressor, which have the same interface."""
     while not decompressor.eof:
         yield decompressor.decompress(_next(packed) if decompressor.needs_input else b"", PIECE)
 
@@ -128,7 +127,7 @@ def _zstd(packed: _Rest) -> Iterator[bytes]:
 
 
 def _lz4_legacy(packed: _Rest) -> Iterator[bytes]:
-    """`lz4 -l`: blocks of 8 MiB each, one behind the other."""
+    """Unpack the format of `lz4 -l`: a sequence of blocks of 8 MiB."""
     lz4_block: Any = import_module("lz4.block")
     packed.read(4)
     while size := packed.read(4):
@@ -167,7 +166,7 @@ _FORMATS: tuple[tuple[bytes, str, Callable[[_Rest], Iterator[bytes]]], ...] = (
 
 
 class Pieces(io.RawIOBase):
-    """Pieces as a file that is read once, from its beginning to its end."""
+    """A file object that reads an iterator of pieces, once and sequentially."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

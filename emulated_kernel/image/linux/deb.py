@@ -1,4 +1,4 @@
-"""Debian packages: kernel and modules of a linux-image-*.deb, an ar archive with a compressed tar in it."""
+"""Debian packages: kernel and modules of a linux-image-*.deb, an ar archive with a compressed tar."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from emulated_kernel.image.linux.xz_blocks import XZ_HEADER, xz_blocks
 
 AR_MAGIC = b"!<arch>\n"
 FILE_LIMIT = 256 << 20
-"""Bytes of a kernel or module within a package."""
+"""Largest size in bytes of a kernel or module in a package."""
 _UNPACKED_LIMIT = 1 << 30
-"""How much of a package is searched; boot/ comes first in it."""
+"""Number of unpacked bytes of a package that are searched; boot/ comes first in it."""
 _KERNEL = re.compile(r"(\./)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
 _AR_HEADER = 60
 _AR_END = b"`\n"
 
 
 class _Part:
-    """A part of a file, with something in front of it, and nothing behind it."""
+    """A range of a file, preceded by the bytes `front`, that reads as a file of its own."""
 
     def __init__(self, file: BinaryIO, start: int, end: int, front: bytes = b"") -> None:
         self._file = file
@@ -45,9 +45,9 @@ class _Part:
 
 
 class PackageTar:
-    """The tar of a package, unpacked from where its compression allows to begin.
+    """The tar of a package, with random access at the blocks of its compression.
 
-    Raises: KernelError ENOEXEC (here and while it is read).
+    Raises: KernelError ENOEXEC (in the constructor and in all methods that read).
     """
 
     def __init__(self, package: BinaryIO) -> None:
@@ -65,12 +65,12 @@ class PackageTar:
         self._at = 0
 
     def seek(self, offset: int) -> None:
-        """To an offset of the tar; what is behind the last one that it can begin at is unpacked."""
+        """Move to an offset of the tar, by unpacking from the closest block before it."""
         if offset > _UNPACKED_LIMIT:
             raise unusable(f"more than {_UNPACKED_LIMIT >> 20} MiB come out of it")
         index = bisect_right(self._blocks, offset, key=lambda block: block[1]) - 1
         packed, at = self._blocks[index]
-        # What is unpacked comes a piece at a time: that much is skipped sooner than begun anew.
+        # Data is unpacked in pieces: skipping less than a piece is faster than opening the block again.
         if self._tar is None or not at - PIECE <= self._at <= offset:
             self._tar = self._open(packed)
             self._at = at
@@ -79,19 +79,19 @@ class PackageTar:
     def _open(self, packed: int) -> Readable:
         part = _Part(self._package, self._start, self._end)
         if packed:
-            # A header says how the blocks of a stream are checked: each can follow it, but for the index.
+            # Any block can follow the stream's header, which names the checksum type; the index can't.
             part = _Part(self._package, self._start + packed, self._index, part.read(XZ_HEADER))
         return io.BufferedReader(Pieces(unpack(part, _UNPACKED_LIMIT)), PIECE) if self._is_packed else part
 
     def read(self, size: int) -> bytes:
-        """What comes next; nothing at the end."""
+        """Return the next bytes; b"" at the end."""
         assert self._tar is not None
         data = self._tar.read(size)
         self._at += len(data)
         return data
 
     def read_file(self, offset: int, size: int) -> bytes:
-        """The contents of a file, by what files() told."""
+        """Return the contents of a file at an offset and with a size that files() yielded."""
         if size > FILE_LIMIT:
             raise unusable(f"a file of {size} bytes")
         self.seek(offset)
@@ -105,9 +105,11 @@ class PackageTar:
         return b"".join(pieces)
 
     def files(self, offset: int = 0) -> Iterator[tuple[str, int, int, int]]:
-        """Path, offset and size of each file from the header at an offset on, and the next header's offset.
+        """Yield path, offset and size of each file, and the offset of the next header.
 
-        Deviates: tarfile would read a long name of any length; here it is skipped.
+        `offset` is the offset of the first header to read.
+
+        Deviates: tarfile reads long names of any length; here the headers of long names are skipped.
         """
         while True:
             self.seek(offset)
@@ -121,7 +123,7 @@ class PackageTar:
 
 
 def read_kernel(package: BinaryIO) -> bytes:
-    """The kernel of a package, as it stands there: compressed. Raises: KernelError ENOEXEC."""
+    """Return the contents of a package's vmlinuz or vmlinux file. Raises: KernelError ENOEXEC."""
     tar = PackageTar(package)
     for name, start, size, _ in tar.files():
         if _KERNEL.fullmatch(name):
@@ -130,7 +132,7 @@ def read_kernel(package: BinaryIO) -> bytes:
 
 
 def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
-    """Name, start and end of each."""
+    """Yield name, start and end of each member."""
     end = archive.seek(0, SEEK_END)
     archive.seek(len(AR_MAGIC))
     while header := archive.read(_AR_HEADER):
@@ -146,7 +148,7 @@ def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
 
 
 def _tar_header(tar: Readable) -> tarfile.TarInfo | None:
-    """The next header; None at the end."""
+    """Return the next header; None at the end."""
     block = tar.read(tarfile.BLOCKSIZE)
     if not any(block):
         return None

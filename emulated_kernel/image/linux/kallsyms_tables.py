@@ -1,8 +1,8 @@
-"""The kernel's own symbol table, found in an image by what it looks like: no symbol says where it is.
+"""Search for the kallsyms tables in a kernel image. They are found by pattern: no symbol gives their address.
 
-scripts/kallsyms.c writes, in one of two orders, num_syms, names (each the numbers of tokens that it is put
-together of), markers (where each 256th name begins), a token table and its index, and addresses: whole ones,
-or offsets from a base, of which those of per-CPU variables may be absolute. v6.2 added sequence numbers.
+scripts/kallsyms.c writes these tables, in one of two orders: num_syms; names, each a sequence of token
+numbers; markers, the offset of each 256th name; a token table and its index; and addresses. Addresses are
+absolute or offsets from a base; offsets of per-CPU variables may be absolute. v6.2 added sequence numbers.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _TOKENS = 256
 _MARKED = 256
-"""A marker for each so many names."""
+"""Number of names per marker."""
 _DIGITS = re.compile(b"(?<=\\x00)" + b"".join(b"%d\\x00" % digit for digit in range(10)))
-"""What the tokens for digits look like, since hardly any name's part is worth the token of a digit."""
+"""The tokens for "0" to "9" in the token table; digits practically always keep their own tokens."""
 _FIRST_DIGIT = ord("0")
 _TOKEN_TABLE_LIMIT = 1 << 14
 _TYPES = frozenset(bytes((letter,)) for letter in b"aAbBcCdDgGiInNpPrRsStTuUvVwW-?")
 _NAMES_LIMIT = 1 << 26
-"""Bytes in front of the token table in which the names are looked for."""
+"""Bytes before the token table in which the names are searched."""
 _MOST_SYMBOLS = 1 << 22
 _MOST_TABLES = 64
-"""Places that are looked at: a hostile image may be full of digits."""
+"""Largest number of candidate token tables: a hostile image can be full of them."""
 _ALIGNMENT = 8
 
 
 @dataclass(slots=True)
 class _Budget:
-    """Names that may still be put together: a hostile image can be full of what looks like a beginning."""
+    """Number of names that may still be decoded: a hostile image can contain many false tables."""
 
     names: int
 
@@ -42,24 +42,24 @@ class _Budget:
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     start: int
-    """Of the token table in its segment."""
+    """Offset of the token table in its segment."""
     end: int
-    """Behind the index."""
+    """Offset after the token index."""
     texts: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
     start: int
-    """Of num_syms in its segment."""
+    """Offset of num_syms in its segment."""
     names: list[bytes]
-    """Each with its type in front."""
+    """The names, each prefixed with the letter of its type."""
 
 
 def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
-    """All symbols of the table in its order, without sizes; none where there is no table.
+    """Return all symbols in the order of the table, without sizes; an empty list if there is no table.
 
-    The layouts of v5.0 to v6.12.
+    The layouts of v5.0 to v6.12 are known.
     Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1)
     """
     budget = _Budget(2 * _MOST_SYMBOLS)
@@ -77,7 +77,7 @@ def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
 
 
 def _token_tables(data: bytes) -> Iterator[_Tokens]:
-    """Where ten digits stand in a row, with an index behind that fits the texts around them."""
+    """Yield the token tables: those with ten consecutive digit tokens and a matching index after them."""
     for match in islice(_DIGITS.finditer(data), _MOST_TABLES):
         for start in range(match.start(), max(match.start() - _TOKEN_TABLE_LIMIT, -1), -1):
             if start % _ALIGNMENT == 0:
@@ -88,7 +88,7 @@ def _token_tables(data: bytes) -> Iterator[_Tokens]:
 
 
 def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
-    """The table if one begins at `start`: 48 texts stand in front of the digits, and the index agrees."""
+    """Return the token table at `start` if 48 tokens precede the digits and the index matches, else None."""
     if data.count(b"\0", start, digits) != _FIRST_DIGIT:
         return None
     texts = tuple(data[start : start + _TOKEN_TABLE_LIMIT].split(b"\0", _TOKENS)[:_TOKENS])
@@ -106,7 +106,7 @@ def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
 
 
 def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
-    """num_syms and the names behind it, which end where markers say the same, in front of the tokens."""
+    """Return num_syms and the names, which precede the token table, if the markers match; else None."""
     first = max(0, tokens.start - _NAMES_LIMIT)
     first += -first % _ALIGNMENT
     end = tokens.start - tokens.start % _ALIGNMENT
@@ -125,7 +125,7 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
 
 
 def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget) -> list[bytes] | None:
-    """`count` names from `start` on, if markers follow that agree; None otherwise."""
+    """Return `count` names that begin at `start` if matching markers follow, else None."""
     texts = tokens.texts
     limit = tokens.start
     names = []
@@ -138,7 +138,7 @@ def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Bud
         length = data[at]
         at += 1
         if length & 0x80:
-            # v6.1: a name's length may take two bytes.
+            # Since v6.1 a name's length can take two bytes.
             length = length & 0x7F | data[at] << 7
             at += 1
         if not length or at + length > limit:
@@ -158,35 +158,39 @@ def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Bud
 
 
 def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
-    """In front of num_syms (up to v6.3), or behind the token index: the layout in which addresses ascend."""
+    """Return the addresses, which are before num_syms (up to v6.3) or after the token index, or None.
+
+    The layout is recognised by its ascending addresses.
+    """
     count = len(names.names)
     offsets_size = _aligned(4 * count)
-    behind = _aligned(tokens.end)
+    after_index = _aligned(tokens.end)
     for offsets, base in (
         (names.start - 8 - offsets_size, names.start - 8),
-        (behind, behind + offsets_size),
+        (after_index, after_index + offsets_size),
     ):
         if offsets >= 0 and base + 8 <= len(data):
             start = struct.unpack_from("<Q", data, base)[0]
             found = vmlinux.has(start) and _relative(data, offsets, count, start)
             if found:
                 return found
-    for absolute in (names.start - 8 * count, behind):
+    for absolute in (names.start - 8 * count, after_index):
         if absolute >= 0 and absolute + 8 * count <= len(data):
             addresses = list(struct.unpack_from(f"<{count}Q", data, absolute))
-            if _ascend(addresses) and any(map(vmlinux.has, (addresses[count // 2], addresses[-1]))):
+            middle = addresses[count // 2]
+            if _ascend(addresses) and (vmlinux.has(middle) or vmlinux.has(addresses[-1])):
                 return addresses
     return None
 
 
 def _relative(data: bytes, offsets: int, count: int, base: int) -> list[int] | None:
-    """Offsets from a base: all of them, or the negative ones, with those of per-CPU variables absolute."""
+    """Decode offsets from a base: either all are relative, or only the negative ones."""
     signed = struct.unpack_from(f"<{count}i", data, offsets)
     for addresses in (
         [offset if offset >= 0 else base - 1 - offset for offset in signed],
         [base + (offset & 0xFFFFFFFF) for offset in signed],
     ):
-        # All offsets from 0 up could be absolute too; but no kernel has per-CPU variables alone.
+        # Non-negative offsets could all be absolute, but no kernel has only per-CPU variables.
         if _ascend(addresses) and addresses[-1] >= base:
             return addresses
     return None

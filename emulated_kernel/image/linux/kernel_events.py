@@ -1,4 +1,4 @@
-"""A kernel's trace events and system calls, read out of its structures by what its BTF says of them."""
+"""Decoder of a kernel's trace events and system calls from its structures, with the layouts of its BTF."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ _TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
 _SYSCALL_PREFIXES = ("__x64_sys_", "__do_sys_", "__se_sys_", "sys_")
 _MOST_SYSCALLS = 4096
 _MOST_TEXT = 64 << 20
-"""Characters of all texts; in a damaged kernel many may be the same long one."""
+"""Total characters of all strings; in a damaged kernel many can be the same long string."""
 _NO_TRACEPOINT = (0, 0, 0, False)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """A trace event; `address` is that of its struct trace_event_call."""
+    """A trace event; `address` is the address of its struct trace_event_call."""
 
     address: int
     system: str
     name: str
     print_fmt: str
-    """Empty where the kernel makes it when it boots, as for system calls."""
+    """The print format; empty if the kernel makes it at boot, as for system calls."""
     fields: tuple[FieldDefinition, ...]
     tracepoint: int
-    """Address of its struct tracepoint; 0 where it isn't an event of one."""
+    """Address of its struct tracepoint; 0 if the event has none."""
     probe: int
-    """The function that makes its records, to be called by the tracepoint."""
+    """Address of the function that the tracepoint calls to write the event's records."""
     key: int
-    """The static key of the tracepoint's branches."""
+    """Address of the tracepoint's static key."""
     is_plain: bool
-    """Whether nothing else is to be done where the tracepoint is switched."""
+    """True if the tracepoint has no regfunc or unregfunc, which must be called when it is switched."""
 
 
 class Structures:
-    """Structures in a kernel's memory, read member by member."""
+    """Reader of the members of structures in a kernel's memory."""
 
     def __init__(self, vmlinux: LinkedMemory, btf: Btf) -> None:
         self.vmlinux = vmlinux
@@ -51,7 +51,7 @@ class Structures:
         self._left = _MOST_TEXT
 
     def value(self, address: int, path: str, size: int = 8) -> int:
-        """A member of the structure at `address` as an unsigned number of `size` bytes."""
+        """Return a member of the structure at `address` as an unsigned number of `size` bytes."""
         place = self._places.get(path)
         if place is None:
             offset, member = self.btf.locate(path)
@@ -63,12 +63,12 @@ class Structures:
         return raw >> offset % 8 & (1 << width) - 1
 
     def text(self, address: int, path: str) -> str:
-        """The string that a member points to; empty where it points to none."""
+        """Return the string that a member points to; "" for a null pointer."""
         pointer = self.value(address, path)
         return self.string(pointer) if pointer else ""
 
     def string(self, va: int) -> str:
-        """A string. Raises: KernelError ENOEXEC (also for too many since begin())."""
+        """Return the string at an address. Raises: KernelError ENOEXEC (also for too many since begin())."""
         found = self.vmlinux.string(va)
         self._left -= len(found)
         if self._left < 0:
@@ -76,20 +76,24 @@ class Structures:
         return found
 
     def begin(self) -> None:
-        """Another kernel, or a module, is read."""
+        """Reset the limit on the total length of strings, before another kernel or module is read."""
         self._left = _MOST_TEXT
 
 
 def kernel_events(
     structures: Structures, calls: tuple[int, ...], maps: tuple[int, ...]
 ) -> Iterator[KernelEvent]:
-    """The events whose structures are at `calls`; `maps`: where the constants of formats are explained."""
+    """Yield the events whose struct trace_event_call are at `calls`.
+
+    `maps` are the addresses of struct trace_eval_map, which define constants in print formats.
+    """
     structures.begin()
     constants = eval_maps(structures, maps)
     flag = structures.btf.constants.get("TRACE_EVENT_FL_TRACEPOINT", 0)
-    has_key = all(map(structures.btf.has, ("tracepoint.key", "trace_event_class.probe")))
+    has_key = structures.btf.has("tracepoint.key") and structures.btf.has("trace_event_class.probe")
     for address in calls:
-        values = constants.get(system := _system(structures, address), {})
+        system = _system(structures, address)
+        values = constants.get(system, {})
         is_tracepoint = bool(structures.value(address, "trace_event_call.flags", 4) & flag)
         yield KernelEvent(
             address,
@@ -102,7 +106,7 @@ def kernel_events(
 
 
 def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[str, int]]:
-    """Of each system the values of the constants that its formats name."""
+    """Return system -> constant -> value, for the constants that print formats of the system use."""
     found: dict[str, dict[str, int]] = {}
     for address in maps:
         system = structures.text(address, "trace_eval_map.system")
@@ -113,7 +117,7 @@ def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[s
 
 
 def with_values(text: str, values: Mapping[str, int]) -> str:
-    """A format with numbers in place of constants, outside of its strings.
+    """Return a print format with constants replaced by numbers, except inside string literals.
 
     Mirrors: kernel/trace/trace_events.c:update_event_printk (v6.1)
     """
@@ -126,19 +130,19 @@ def _system(structures: Structures, address: int) -> str:
 
 
 def _tracepoint(structures: Structures, address: int) -> tuple[int, int, int, bool]:
-    """Its address, the event's function for it, its key, and whether nothing else is to be done."""
+    """Return the fields tracepoint, probe, key and is_plain of a KernelEvent."""
     has = structures.btf.has
     tracepoint = structures.value(address, "trace_event_call.tp")
     event_class = structures.value(address, "trace_event_call.class")
     key = tracepoint + structures.btf.offset("tracepoint.key")
-    # Since 6.14 what is done besides stands in a structure of its own.
-    extra = next(filter(has, ("tracepoint.regfunc", "tracepoint.ext")), None)
+    # Since 6.14 regfunc and unregfunc are in a separate structure.
+    extra = next((path for path in ("tracepoint.regfunc", "tracepoint.ext") if has(path)), None)
     is_plain = extra is not None and not structures.value(tracepoint, extra)
     return tracepoint, structures.value(event_class, "trace_event_class.probe"), key, is_plain
 
 
 def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
-    """Mirrors: include/linux/trace_events.h:trace_event_name (v6.1)"""
+    """Return the event's name. Mirrors: include/linux/trace_events.h:trace_event_name (v6.1)."""
     if is_tracepoint:
         tracepoint = structures.value(address, "trace_event_call.tp")
         return structures.text(tracepoint, "tracepoint.name")
@@ -146,7 +150,7 @@ def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
 
 
 def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> Iterator[FieldDefinition]:
-    """Those of the class's array; a class without one defines them by code."""
+    """Yield the fields in the array of the event's class; a class without one defines them by code."""
     event_class = structures.value(address, "trace_event_call.class")
     if not structures.btf.has("trace_event_class.fields_array"):
         return
@@ -156,7 +160,7 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
     for index in range(_MOST_FIELDS if at else 0):
         field = at + index * step
         kind = structures.value(field, "trace_event_fields.type")
-        # Linux: an address that is none is TRACE_FUNCTION_TYPE: a function of the kernel tells the fields.
+        # Linux: the invalid address TRACE_FUNCTION_TYPE means that a kernel function defines the fields.
         if not kind or not structures.vmlinux.has(kind):
             return
         yield FieldDefinition(
@@ -172,7 +176,7 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
 def kernel_syscalls(
     structures: Structures, metadata: tuple[int, ...], numbers: Mapping[str, int]
 ) -> Iterator[SyscallDefinition]:
-    """The system calls whose struct syscall_metadata are at `metadata`."""
+    """Yield the system calls whose struct syscall_metadata are at `metadata`."""
     structures.begin()
     for address in metadata:
         name = structures.text(address, "syscall_metadata.name")
@@ -191,7 +195,7 @@ def kernel_syscalls(
 
 
 def syscall_numbers(vmlinux: LinkedMemory, table: int, names: Mapping[int, list[str]]) -> dict[str, int]:
-    """Number by name without sys_, out of sys_call_table; `names`: the symbols at an address."""
+    """Return name without sys_ -> number, from sys_call_table at `table`; `names` maps address -> symbols."""
     found: dict[str, int] = {}
     for number in range(_MOST_SYSCALLS):
         try:

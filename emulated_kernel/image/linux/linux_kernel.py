@@ -1,4 +1,4 @@
-"""LinuxKernel: a distribution's kernel as linked, never booted: symbols, types, tables, events."""
+"""LinuxKernel: symbols, types, tables and events of a distribution's kernel, read from its file."""
 
 from __future__ import annotations
 
@@ -37,24 +37,27 @@ from emulated_kernel.util.errors import KernelError
 
 _BANNER_LIMIT = 512
 _SECOND_HALF = 0x20
-"""Of a cache line, as a bit of an address."""
+"""Address bit that is set in the second half of a 64-byte cache line."""
 
 
 class ReturnThunks(Enum):
-    """How a kernel's `ret` are rewritten at boot, as the CPU's mitigations need; the value is for people."""
+    """How boot rewrites a kernel's return instructions for CPU mitigations; the values are descriptions."""
 
     PLAIN = "plain returns"
     ITS = "return thunks in the first half of cache lines"
-    """Against Indirect Target Selection."""
+    """Mitigation of Indirect Target Selection."""
     THUNKS = "return thunks"
 
     def has_thunk(self, site: int) -> bool:
-        """Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139)"""
+        """Return True if a return site keeps its jump to the return thunk.
+
+        Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139)
+        """
         return self is ReturnThunks.THUNKS or (self is ReturnThunks.ITS and not site & _SECOND_HALF)
 
 
 class _TablePlace(NamedTuple):
-    """Where a table stands: between two symbols, or in a section of its own."""
+    """Location of a table: between two symbols or, without them, in a section."""
 
     start: str
     stop: str
@@ -75,7 +78,7 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 
 
 class LinuxKernel:
-    """What a kernel's file tells; a table is read when first asked for, and empty where there is none.
+    """The contents of a kernel's file; a table is decoded on first use, and is empty if the kernel lacks it.
 
     Raises: KernelError ENOEXEC (a kernel without symbols).
     """
@@ -93,53 +96,58 @@ class LinuxKernel:
 
     def _set_symbols(self, symbols: Kallsyms) -> None:
         self.kallsyms = symbols
-        """Symbols by name and by address."""
-        start, end, last = map(self.required, ("_stext", "_etext", "_end"))
+        """The kernel's symbols."""
+        start = self.required("_stext")
+        end = self.required("_etext")
+        last = self.required("_end")
         if not self.vmlinux.has(start) or not 0 < end - start <= 1 << 30:
             raise unusable("its text isn't where its symbols say")
         self.text = Range(start, end)
         self.kallsyms = Kallsyms.of_table(symbols.table, start, last)
 
-    # The tables that decide about probes
+    # Tables that decide which addresses can be probed
 
     @property
     def text_ranges(self) -> Sequence[Range]:
-        """Where probes may be: the text that stays after boot."""
+        """Ranges of text that can be probed: only text that isn't freed after boot."""
         return (self.text,)
 
     @cached_property
     def ex_table(self) -> tuple[ExTableEntry, ...]:
-        """Instructions that may fault, by address."""
+        """The exception table, sorted by address."""
         return tuple(sorted(text_tables.ex_table(*self._table(_EX_TABLE))))
 
     @cached_property
     def mcount(self) -> AddressSet:
-        """ftrace's sites: five bytes each at a function's beginning. Linux: linkers pad them with zeros."""
-        return AddressSet(filter(None, text_tables.words(self._table(_MCOUNT)[1])))
+        """Addresses of ftrace's call sites, 5 bytes at the start of a function.
+
+        Linux: zero entries are padding.
+        """
+        return AddressSet(site for site in text_tables.words(self._table(_MCOUNT)[1]) if site)
 
     @cached_property
     def jump_labels(self) -> tuple[JumpLabel, ...]:
-        """By address."""
+        """Branches of static keys, sorted by address."""
         return tuple(sorted(text_tables.jump_labels(*self._table(_JUMP_LABELS))))
 
     @cached_property
     def static_calls(self) -> tuple[StaticCall, ...]:
-        """By address."""
+        """Calls of static calls, sorted by address."""
         return tuple(sorted(text_tables.static_calls(*self._table(_STATIC_CALLS))))
 
     @cached_property
     def bugs(self) -> dict[int, BugEntry]:
-        """By the address of the ud2."""
+        """Address of the ud2 -> entry of the bug table."""
         return text_tables.bugs(*self._table(_BUGS), self.vmlinux.string)
 
     @cached_property
     def return_sites(self) -> AddressSet:
-        """The jumps to the return thunk, which boot turns into plain returns where the CPU needs no thunk."""
+        """Addresses of jumps to the return thunk; boot replaces them by returns if the CPU needs no thunk."""
         return AddressSet(text_tables.return_sites(*self._table(_RETURN_SITES)))
 
     @property
     def returns(self) -> tuple[ReturnThunks, ...]:
-        """What its returns can be made of; nothing where it was built without return thunks."""
+        """The variants of returns that this kernel supports; empty if it was built without return thunks."""
         if not self.return_sites:
             return ()
         return tuple(
@@ -150,7 +158,7 @@ class LinuxKernel:
 
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:
-        """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)"""
+        """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)."""
         areas = (
             self.between(f"__{area}_text_start", f"__{area}_text_end") for area in text_tables.BLACKLISTED
         )
@@ -159,29 +167,30 @@ class LinuxKernel:
         )
 
     def release_pages(self) -> None:
-        """What is mapped of a file needn't be until it is read again. It has none here."""
+        """Give back mapped file pages, which are read again on demand. Here no file is mapped."""
 
     def forbid(self, functions: Iterable[str]) -> None:
-        """Put functions on the blacklist, if they are there."""
-        places = filter(None, map(self.kallsyms.lookup_name, functions))
-        entries = (*self.blacklist, *text_tables.blacklist(self.kallsyms, places, ()))
+        """Add functions to the blacklist; unknown names are ignored."""
+        found = [self.kallsyms.lookup_name(name) for name in functions]
+        addresses = [address for address in found if address]
+        entries = (*self.blacklist, *text_tables.blacklist(self.kallsyms, addresses, ()))
         self.blacklist = tuple(dict.fromkeys(entries))
 
     def between(self, start: str, end: str) -> Range:
-        """The range between two symbols; empty where one isn't there."""
+        """Return the range between two symbols; an empty range if one doesn't exist."""
         first = self._address(start)
         last = self._address(end)
         return Range(first, last) if first < last else Range(0, 0)
 
     def required(self, name: str) -> int:
-        """A symbol's address. Raises: KernelError ENOEXEC (there is no such symbol)."""
+        """Return a symbol's address. Raises: KernelError ENOEXEC (there is no such symbol)."""
         address = self.kallsyms.lookup_name(name)
         if address is None:
             raise unusable(f"its symbols lack {name}")
         return address
 
     def per_cpu(self, name: str) -> int | None:
-        """Where a variable is in a CPU's area, by its own symbol or, since 6.2, in pcpu_hot."""
+        """Return the per-CPU offset of a variable that has its own symbol or (since 6.2) is in pcpu_hot."""
         hot = self.kallsyms.lookup_name("pcpu_hot")
         path = f"pcpu_hot.{name.lstrip('_')}"
         if hot is not None and self.btf.has(path):
@@ -189,18 +198,18 @@ class LinuxKernel:
         return self.kallsyms.lookup_name(name)
 
     def _address(self, name: str) -> int:
-        """0 where there is no such symbol."""
+        """Return a symbol's address, or 0 if there is no such symbol."""
         return self.kallsyms.lookup_name(name) or 0
 
     # Memory
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Memory as it is linked: nothing is patched yet that boot patches."""
+        """Return memory as it was linked, without the patches that boot applies."""
         return self.vmlinux.read(va, size)
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """Address and bytes of what isn't text."""
+        """Address and bytes of each range of data, aligned to 8 bytes."""
         for segment in self.vmlinux.segments:
             start = segment.va
             end = segment.va + len(segment.data)
@@ -210,7 +219,7 @@ class LinuxKernel:
                     yield aligned, bytes(segment.data[aligned - start : last - start])
 
     def text_as_booted(self, returns: ReturnThunks) -> bytes:
-        """The text with the returns that boot gives it; nothing else of what boot patches is."""
+        """Return the text with returns rewritten as boot does it; boot's other patches aren't applied."""
         text = bytearray(self.read(self.text.start, self.text.end - self.text.start))
         for site in self.return_sites:
             at = site - self.text.start
@@ -221,34 +230,34 @@ class LinuxKernel:
         return bytes(text)
 
     def booted(self, returns: ReturnThunks) -> Self:
-        """The same kernel with that text."""
+        """Return a copy of this kernel whose text is text_as_booted()."""
         copied = copy(self)
         copied.vmlinux = self.vmlinux.with_bytes(self.text.start, self.text_as_booted(returns))
         return copied
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
-        """The same kernel with another table of symbols."""
+        """Return a copy of this kernel with another symbol table."""
         copied = copy(self)
         copied.kallsyms = kallsyms
         return copied
 
-    # What it says about itself
+    # Version, types and events
 
     @cached_property
     def version(self) -> str:
-        """linux_banner, or nothing."""
+        """The text of linux_banner; "" if the symbol is missing."""
         address = self._address("linux_banner")
         return self.vmlinux.string(address, _BANNER_LIMIT).strip() if address else ""
 
     @cached_property
     def release(self) -> str:
-        """As uname -r says it."""
+        """The kernel's release, as uname -r prints it."""
         words = self.version.split()
         return words[2] if len(words) > 2 else ""
 
     @cached_property
     def btf(self) -> Btf:
-        """Its types. Raises: KernelError ENODATA (it was built without)."""
+        """The kernel's types. Raises: KernelError ENODATA (it was built without BTF)."""
         return Btf(self._btf_data())
 
     def _btf_data(self) -> bytes:
@@ -263,13 +272,20 @@ class LinuxKernel:
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
-        """Its trace events, those of system calls too. Raises: KernelError ENODATA (no BTF)."""
-        calls, maps = (text_tables.words(self._table(place)[1]) for place in (_EVENTS, _EVAL_MAPS))
+        """The kernel's trace events, including those of system calls.
+
+        Raises: KernelError ENODATA (no BTF).
+        """
+        calls = text_tables.words(self._table(_EVENTS)[1])
+        maps = text_tables.words(self._table(_EVAL_MAPS)[1])
         return tuple(kernel_events(self._structures, calls, maps))
 
     @cached_property
     def syscalls(self) -> tuple[SyscallDefinition, ...]:
-        """Its system calls, with the types and names of their parameters. Raises: KernelError ENODATA."""
+        """The kernel's system calls with the types and names of their parameters.
+
+        Raises: KernelError ENODATA (no BTF).
+        """
         numbers = self._syscall_numbers(self._address("sys_call_table"))
         return tuple(kernel_syscalls(self._structures, text_tables.words(self._table(_SYSCALLS)[1]), numbers))
 
@@ -280,7 +296,7 @@ class LinuxKernel:
         return syscall_numbers(self.vmlinux, table, names)
 
     def _table(self, place: _TablePlace) -> tuple[int, bytes]:
-        """Address and contents; nothing where it isn't there."""
+        """Return address and contents of a table; (0, b"") if the kernel doesn't have it."""
         found = self.between(place.start, place.stop)
         if found.end:
             return found.start, self.read(found.start, found.end - found.start)
@@ -288,8 +304,8 @@ class LinuxKernel:
 
 
 def open_kernel(source: str) -> LinuxKernel:
-    """The kernel of a vmlinuz, a vmlinux or a Debian package, or with `host` the one that runs here.
+    """Open a kernel: `source` is the path of a vmlinuz, vmlinux or Debian package, or `host`.
 
-    Raises: KernelError ENOEXEC (what isn't one), ENOENT (the running kernel's file isn't there), OSError.
+    Raises: KernelError ENOEXEC (not a kernel), ENOENT (the running kernel's file doesn't exist), OSError.
     """
     return LinuxKernel(open_vmlinux(source))

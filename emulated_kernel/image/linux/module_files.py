@@ -1,4 +1,4 @@
-"""A kernel's own module files: out of its package, or where a host keeps those of its release."""
+"""ModuleFiles: module files of a distribution's kernel, from its package or from /lib/modules."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
 
 _LIMIT = 64 << 20
-"""Bytes of a module, unpacked."""
+"""Largest unpacked module in bytes."""
 _KEPT = 8 << 20
-"""Bytes of modules that are remembered, as they lie in the package."""
+"""Size of the cache of module files in bytes, as they are in the package."""
 _MOST = 1 << 16
-"""Modules of a package."""
+"""Largest number of modules in a package."""
 _ELF = b"\x7fELF"
 _FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 
 
 class ModuleFiles:
-    """Reads may take seconds: a package is unpacked up to where the module is, if it wasn't before."""
+    """Finds and reads module files.
+
+    A read can take seconds, because it unpacks the package up to the module.
+    """
 
     def __init__(self, image: Path, release: str) -> None:
         self._package = _Package(image)
@@ -35,9 +38,10 @@ class ModuleFiles:
         self._foreign = BoundedFileReader()
 
     def read(self, name: str) -> list[tuple[str, bytes]]:
-        """Names and contents of a module, by name or by path with a slash, behind all those that it needs.
+        """Return names and contents of a module and its dependencies, in the order of loading.
 
-        Raises: KernelError ENOENT (there is none), ENOEXEC (what is none), OSError.
+        `name` is a module's name, or a path, which contains a slash.
+        Raises: KernelError ENOENT (no such module), ENOEXEC (not a module), OSError.
         """
         found: dict[str, bytes] = {}
         if "/" in name:
@@ -51,7 +55,7 @@ class ModuleFiles:
             new = {each: _unpacked(each, data) for each, data in self._find(wanted).items()}
             if missing := wanted - new.keys():
                 raise KernelError(ENOENT, f"no module {min(missing)} comes with this kernel")
-            # What is needed goes in front of who needs it.
+            # Dependencies come before the modules that need them.
             found = new | {each: data for each, data in found.items() if each not in new}
             wanted = _needs(new)
         return list(found.items())
@@ -65,7 +69,7 @@ class ModuleFiles:
 
 
 class _Package:
-    """Where modules lie in a package, as far as anybody has looked for one, and what was read lately."""
+    """Index of the modules in a package, as far as it was searched, and a cache of recently read modules."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,14 +79,17 @@ class _Package:
     def _forget(self, found_as: tuple[int, ...] = ()) -> None:
         self._identity = found_as
         self._places: dict[str, tuple[int, int]] = {}
-        """Offset in the tar, and size."""
+        """Module name -> offset in the tar and size."""
         self._next: int | None = 0
-        """The first header that nobody has looked at; None behind the last one."""
+        """Offset of the first header that wasn't examined yet; None after the last one."""
         self._kept: dict[str, bytes] = {}
-        """The latest one last."""
+        """Cache of module files: name -> contents, the most recently used last."""
 
     def read(self, names: set[str]) -> dict[str, bytes] | None:
-        """Those of the modules that are in it; None where it is no package. Raises: OSError, UnusableFile."""
+        """Return the contents of the modules that the package contains; None if the file isn't a package.
+
+        Raises: OSError, UnusableFile.
+        """
         with self._lock, open_regular(self._path) as file, read_as(f"package ({self._path.name})"):
             if file.read(len(AR_MAGIC)) != AR_MAGIC:
                 return None
@@ -131,7 +138,7 @@ def _plain(name: str) -> str:
 
 
 def _module(path: str) -> str | None:
-    """The module's name, of its file's."""
+    """Return the name of the module in a file with this path; None if it isn't a module file."""
     match = _FILE.fullmatch(path)
     return _plain(match[1]) if match else None
 
@@ -144,7 +151,7 @@ def _unpacked(name: str, data: bytes) -> bytes:
 
 
 def _needs(modules: dict[str, bytes]) -> set[str]:
-    """The modules whose symbols these use, as their builds have written them down."""
+    """Return the names of the modules that these depend on, according to their .modinfo."""
     return set().union(*(_needed(name, data) for name, data in modules.items()))
 
 

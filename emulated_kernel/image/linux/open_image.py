@@ -1,4 +1,4 @@
-"""What `--image` names: a vmlinuz, a vmlinux, a Debian package, or `host`; opened without trusting it."""
+"""Opening of the file that `--image` names: a vmlinuz, a vmlinux or a Debian package, all untrusted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from emulated_kernel.util.safe_read import open_regular
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
 _OURS = "__guest_abi"
-"""The symbol of the table that every image built from our sources has."""
+"""Symbol of the ABI table, which only images built from image/src have."""
 
 
 def host_kernel() -> Path:
-    """The file of the kernel that runs here. Raises: KernelError ENOENT."""
+    """Return the path of the running kernel's file. Raises: KernelError ENOENT."""
     release = os.uname().release
     places = (Path(f"/boot/vmlinuz-{release}"), Path(f"/lib/modules/{release}/vmlinuz"))
     for place in places:
@@ -34,23 +34,26 @@ def host_kernel() -> Path:
 
 
 def kernel_file(source: str) -> Path:
-    """The file that a source names. Raises: KernelError ENOENT (the running kernel's isn't there)."""
+    """Return the path of a kernel; `source` is a path or `host`.
+
+    Raises: KernelError ENOENT (no file for `host`).
+    """
     return host_kernel() if source == HOST else Path(source)
 
 
 def open_vmlinux(source: str) -> Vmlinux:
-    """The unpacked kernel of a file, or of the host.
+    """Unpack and open a kernel; `source` is a path or `host`.
 
-    Raises: KernelError ENOEXEC (what isn't one, with what is wrong), OSError (it can't be read).
+    Raises: KernelError ENOEXEC (the file isn't a kernel; the message says why), OSError (it can't be read).
     """
     with open_elf(kernel_file(source)) as file:
         return Vmlinux(file)
 
 
 def is_linux(path: Path) -> bool:
-    """Whether a file may be a distribution's kernel, and no image of ours; the rest shows when it is loaded.
+    """Return True if a file seems to be a distribution's kernel, not an image built from image/src.
 
-    Raises: OSError.
+    Only headers and symbol names are examined; other errors are found when it is loaded. Raises: OSError.
     """
     with open_regular(path) as file:
         start = file.read(_START)
@@ -64,9 +67,9 @@ def is_linux(path: Path) -> bool:
 
 @contextmanager
 def open_elf(path: Path) -> Iterator[BinaryIO]:
-    """The ELF file that a kernel's file is, or that is packed in it.
+    """Open a kernel's ELF file, which may be packed in a vmlinuz or a package.
 
-    Raises: KernelError ENOEXEC (a file that has none), OSError.
+    Raises: KernelError ENOEXEC (the file contains no kernel), OSError.
     """
     with _opened(path) as file:
         start = file.read(_START)
@@ -82,7 +85,7 @@ def open_elf(path: Path) -> Iterator[BinaryIO]:
 
 
 def _unpacked(data: bytes) -> BinaryIO:
-    """Of a whole vmlinuz or vmlinux in memory."""
+    """Return a file object for a vmlinux in memory, or for the vmlinux inside a vmlinuz in memory."""
     import io
 
     return io.BytesIO(unpack_bzimage(data) if is_bzimage(data[:_START]) else data)
@@ -98,7 +101,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _bounded(file: BinaryIO) -> bytes:
-    """All of it. Raises: KernelError ENOEXEC (more than a vmlinuz has, before memory is taken for that)."""
+    """Read a whole vmlinuz. Raises: KernelError ENOEXEC (it is too large, before memory is allocated)."""
     if file.seek(0, os.SEEK_END) > _BZIMAGE_LIMIT:
         raise unusable(f"a vmlinuz of more than {_BZIMAGE_LIMIT >> 20} MiB")
     file.seek(0)

@@ -1,4 +1,4 @@
-"""unusable(): how everything in this package says that a file is no kernel that it can read."""
+"""unusable(): the error that this subpackage raises if a file isn't a readable kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from emulated_kernel.util.errors import UnusableFile
 
 
 def unusable(message: str) -> UnusableFile:
-    """The error to raise: ENOEXEC, with what is wrong."""
+    """Return the exception to raise, ENOEXEC; `message` says what is wrong with the kernel."""
     return UnusableFile("kernel", message)
 
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Around what reads a file that needn't be a kernel: errors say that it is no usable `what`."""
+    """Let UnusableFile errors of the block name `what` (such as "module (x)") in place of a kernel."""
     try:
         yield
     except UnusableFile as error:

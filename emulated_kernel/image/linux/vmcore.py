@@ -1,4 +1,4 @@
-"""CoreFile: an ELF core of a machine, as dump-guest-memory writes it: RAM, and its kernel's VMCOREINFO."""
+"""CoreFile: an ELF vmcore, such as QEMU's dump-guest-memory writes: RAM and the kernel's VMCOREINFO."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _MOST_SEGMENTS = 0xFFFE
 _NOTES_LIMIT = 16 << 20
 _MOST_NOTES = 4
 _DEVICES = range(3 << 30, 4 << 30)
-"""Physical addresses of devices' memory, firmware and screens among them, wherever RAM goes on."""
+"""Physical addresses of device memory, such as firmware and video memory, which isn't RAM."""
 RAM_LIMIT = 64 << 30
 _MOST_LINES = 4096
 _BLOCK = 1 << 20
 _FIRST = b"OSRELEASE="
-"""With which that begins, at the beginning of a page."""
+"""Start of VMCOREINFO, which is at the start of a page."""
 _SIGNS = (b"SYMBOL(init_uts_ns)=", b"KERNELOFFSET=")
 _OTHERS = {
-    b"KDUMP   ": "it is a compressed kdump: dump it anew without -z, -l, -s and -R",
+    b"KDUMP   ": "it is a compressed kdump: dump it again without -z, -l, -s and -R",
     b"PAGEDU64": "it is a dump for Windows",
     b"MDMPMDMP": "it is a dump for Windows",
 }
 
 
 def unusable_core(message: str) -> UnusableFile:
-    """The error to raise: ENOEXEC, with what is wrong."""
+    """Return the exception to raise, ENOEXEC; `message` says what is wrong with the dump."""
     return UnusableFile("dump", message)
 
 
 class CoreSegment(NamedTuple):
-    """A piece of RAM: its physical address, where it is in the file, and bytes."""
+    """A piece of RAM: its physical address, its offset in the file, and its size in bytes."""
 
     pa: int
     offset: int
@@ -53,14 +53,15 @@ class CoreSegment(NamedTuple):
 
 
 class CoreFile:
-    """An open dump; `segments` by address, without the memory of devices. Nothing of it is mapped.
+    """An open dump; `segments` are sorted by address and exclude device memory. The file isn't mapped.
 
-    Raises: UnusableFile (what is no whole dump of an x86_64 machine, here and while it is read).
+    Raises: UnusableFile (not a complete dump of an x86_64 machine; all methods that read raise it too).
     """
 
     def __init__(self, file: int) -> None:
-        """`file`: a descriptor of a regular file, which stays the caller's."""
-        self._file, self._facts = file, identity(file)
+        """Parse the headers; `file` is a descriptor of a regular file, which the caller closes."""
+        self._file = file
+        self._identity = identity(file)
         self._size = os.fstat(file).st_size
         if not self._size:
             raise unusable_core("it is empty")
@@ -72,16 +73,16 @@ class CoreFile:
             raise unusable_core("it is a core of a process, not of a machine")
         self.segments = tuple(sorted(load for load in loads if load.pa not in _DEVICES))
         self._check()
-        # One is usual; there could be as many as there are headers, of all of the file each.
+        # One is usual. The limit is for hostile files, in which each header can claim the whole file.
         notes = [where[1:] for kind, *where in programs if kind == _PT_NOTE][:_MOST_NOTES]
         noted = (text for where in notes for text in self._infos(*where))
         self.vmcoreinfo = self._first_info(noted) or self._first_info(self._scanned())
-        """What its kernel says of itself, by name. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
+        """VMCOREINFO: name -> value. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
         if not self.vmcoreinfo:
             raise unusable_core("no VMCOREINFO is in it: a kernel with CONFIG_CRASH_CORE has that")
 
     def _programs(self) -> Iterator[tuple[int, int, int, int]]:
-        """Of each header: type, physical address, offset and bytes in the file."""
+        """Yield type, physical address, file offset and file size of each program header."""
         start = self.read(0, min(_HEADER.size, self._size))
         for magic, message in _OTHERS.items():
             if start.startswith(magic):
@@ -115,17 +116,17 @@ class CoreFile:
         if not end:
             raise unusable_core("it has no memory")
         if sum(segment.size for segment in self.segments) > self._size:
-            # Else a small file could fill the disk.
+            # Otherwise a small hostile file could fill the disk.
             raise unusable_core("pieces of its memory are the same piece of the file")
 
     @property
     def end(self) -> int:
-        """Where RAM ends."""
+        """Physical address of the end of RAM."""
         last = self.segments[-1]
         return last.pa + last.size
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes of the file, all of them."""
+        """Return exactly `size` bytes of the file."""
         try:
             data = os.pread(self._file, size, offset)
         except OSError as error:
@@ -135,12 +136,12 @@ class CoreFile:
         return data
 
     def data(self, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
-        """Pages of a piece of the file that aren't holes: blocks of them, and where they are."""
+        """Yield the offset and contents of each block of pages in a piece of the file, without holes."""
         at = offset
         end = offset + size
         while at < end:
             found = self._seek(at, os.SEEK_DATA)
-            # Its page may begin within a hole, which is no end of it.
+            # Data can begin inside a page whose start is still in a hole; yield the whole page.
             at += (found - at) // PAGE_SIZE * PAGE_SIZE
             stop = min(at - (at - self._seek(found, os.SEEK_HOLE)) // PAGE_SIZE * PAGE_SIZE, end)
             while at < stop:
@@ -149,7 +150,7 @@ class CoreFile:
                 at += len(block)
 
     def _seek(self, at: int, whence: int) -> int:
-        """The next one from there; behind the last one the file's end."""
+        """Return the next data or hole from `at` on; the file's end after the last one."""
         try:
             return os.lseek(self._file, at, whence)
         except OSError as error:
@@ -158,8 +159,8 @@ class CoreFile:
             return max(self._size, at)
 
     def check_unchanged(self) -> None:
-        """Behind all reading: whether that was one state of the file."""
-        if identity(self._file) != self._facts:
+        """Check after the last read that the file didn't change since it was opened. Raises: UnusableFile."""
+        if identity(self._file) != self._identity:
             raise unusable_core("it changed while it was read")
 
     def _infos(self, offset: int, size: int) -> Iterator[str]:
@@ -175,7 +176,7 @@ class CoreFile:
             at += -(-text_size // 4) * 4
 
     def _scanned(self) -> Iterator[str]:
-        """The page in which its kernel keeps that, for who dumps it."""
+        """Search RAM for the page in which the kernel keeps VMCOREINFO, and yield its text."""
         for _, offset, size in self.segments:
             for _, block in self.data(offset, size):
                 for page in range(0, len(block), PAGE_SIZE):

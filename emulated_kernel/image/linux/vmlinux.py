@@ -1,4 +1,4 @@
-"""An unpacked vmlinux: its memory by virtual address, its sections where it has them, its symbol table."""
+"""Vmlinux: an unpacked vmlinux with its memory by virtual address, its sections and its symbol table."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _ET_EXEC = 2
 _ET_DYN = 3
 FILE_LIMIT = 256 << 20
-"""Bytes of all segments together in the file; distributions' kernels have 30 to 70 MiB."""
+"""Largest total size of all segments in the file, in bytes; distributions' kernels have 30 to 70 MiB."""
 _MEMORY_LIMIT = 1 << 30
-"""In memory: the kernel's text mapping takes no more (KERNEL_IMAGE_SIZE)."""
+"""Largest total size in memory: the size of the kernel's text mapping (KERNEL_IMAGE_SIZE)."""
 _SYMTAB_LIMIT = 32 << 20
 _NAMES_LIMIT = 1 << 20
 _SHORT_TEXT = 64
@@ -44,7 +44,7 @@ _SHORT_TEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadSegment:
-    """A PT_LOAD segment; what `data` lacks of `mem_size` is zero. `flags`: 1 execute, 2 write, 4 read."""
+    """A PT_LOAD segment, filled with zeros after `data`. `flags`: 1 execute, 2 write, 4 read."""
 
     va: int
     pa: int
@@ -55,7 +55,7 @@ class LoadSegment:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section that has an address."""
+    """A section that has an address in memory."""
 
     address: int
     size: int
@@ -67,21 +67,24 @@ class LinkedMemory:
     """A kernel's memory by virtual address."""
 
     def __init__(self, entry: int, segments: tuple[LoadSegment, ...], sections: dict[str, Section]) -> None:
-        """`segments`: by address; sections by name, where they are known."""
+        """`segments` are sorted by address; `sections` maps name -> section, and may be empty."""
         self.entry = entry
         self.segments = segments
         self.sections = sections
         self._starts = [segment.va for segment in segments]
 
     def view(self, va: int, size: int) -> bytes | memoryview:
-        """Bytes that are in the file, without a copy of what lies in one. Raises: KernelError ENOEXEC."""
+        """Return bytes that the file contains, without a copy if it is mapped.
+
+        Raises: KernelError ENOEXEC.
+        """
         segment = self._segment_at(va)
         if segment is None or not 0 <= size <= segment.va + len(segment.data) - va:
             raise unusable(f"{size} bytes at {va:#x} aren't in its file")
         return segment.data[va - segment.va : va - segment.va + size]
 
     def read(self, va: int, size: int) -> bytes:
-        """Memory as it is linked. Raises: KernelError ENOEXEC (there is none)."""
+        """Return memory as it was linked. Raises: KernelError ENOEXEC (no segment contains it)."""
         segment = self._segment_at(va)
         if segment is None or va + size > segment.va + segment.mem_size or size < 0:
             raise unusable(f"{size} bytes at {va:#x} aren't in it")
@@ -89,7 +92,10 @@ class LinkedMemory:
         return bytes(segment.data[offset : offset + size]).ljust(size, b"\0")
 
     def string(self, va: int, limit: int = 1 << 16) -> str:
-        """The text at an address, up to its zero byte. Raises: KernelError ENOEXEC (there is none)."""
+        """Return the zero-terminated string at an address.
+
+        Raises: KernelError ENOEXEC (no segment contains it).
+        """
         segment = self._segment_at(va)
         if segment is None or not segment.va <= va < segment.va + len(segment.data):
             raise unusable(f"no text at {va:#x}")
@@ -101,12 +107,12 @@ class LinkedMemory:
         return text.decode("utf-8", "replace")
 
     def has(self, va: int) -> bool:
-        """Whether an address lies in a segment."""
+        """Return True if a segment contains an address."""
         segment = self._segment_at(va)
         return segment is not None and va < segment.va + segment.mem_size
 
     def with_bytes(self, va: int, data: bytes) -> Self:
-        """A copy with other bytes at an address; they are in one segment's file."""
+        """Return a copy with other bytes at an address, which must all be in one segment's file data."""
         segment = self._segment_at(va)
         if segment is None or va + len(data) > segment.va + len(segment.data):
             raise unusable(f"{len(data)} bytes at {va:#x} aren't in its file")
@@ -119,7 +125,7 @@ class LinkedMemory:
         return copied
 
     def section_bytes(self, name: str) -> tuple[int, bytes]:
-        """Address and contents; empty where there is no such section, or it has no contents."""
+        """Return a section's address and contents; (0, b"") if it doesn't exist or has no contents."""
         section = self.sections.get(name)
         if section is None or not section.in_file or not self.has(section.address):
             return 0, b""
@@ -131,9 +137,9 @@ class LinkedMemory:
 
 
 class ElfReader:
-    """Headers and pieces of a linked ELF file for x86_64; nothing that it says of its sizes is believed.
+    """Reader of headers and pieces of a linked ELF file for x86_64. It doesn't trust the sizes in the file.
 
-    Raises: KernelError ENOEXEC (anything else).
+    Raises: KernelError ENOEXEC (any other kind of file).
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -144,7 +150,7 @@ class ElfReader:
         self._programs = fields[8], fields[12], fields[13]
         self._sections = fields[9], fields[14], fields[15]
         self.names: int = fields[16]
-        """Number of the section that has the names of sections."""
+        """Index of the section with the names of sections."""
         if magic != b"\x7fELF":
             raise unusable("no ELF file")
         if (elf_class, order, machine) != (2, 1, ElfMachine.X86_64):
@@ -153,13 +159,13 @@ class ElfReader:
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
 
     def program_headers(self) -> Iterator[tuple[int, ...]]:
-        """The fields of each. Raises: KernelError ENOEXEC (one isn't all there)."""
+        """Yield the fields of each program header. Raises: KernelError ENOEXEC (the file is truncated)."""
         offset, size, count = self._programs
         for index in range(count):
             yield self._unpack(_PROGRAM, offset + index * size, "program header")
 
     def section_headers(self) -> list[tuple[int, ...]]:
-        """They tell more about a sound kernel, and none are needed: damaged ones are as none."""
+        """Return the fields of all section headers, which are optional; an empty list if they are damaged."""
         offset, size, count = self._sections
         if size < _SECTION.size:
             return []
@@ -169,20 +175,23 @@ class ElfReader:
         return [_SECTION.unpack_from(raw, index * size) for index in range(count)]
 
     def names_symbol(self, name: str) -> bool:
-        """Whether a symbol table has that name. Raises: KernelError ENOEXEC."""
+        """Return True if a symbol table contains a name. Raises: KernelError ENOEXEC."""
         word = f"\0{name}\0".encode()
         tables = _symbol_tables(self.section_headers())
         return any(word in self.read(strings[4], strings[5]) for _, strings in tables)
 
     def slice(self, offset: int, size: int, what: str) -> bytes:
-        """A piece that has to be there. Raises: KernelError ENOEXEC."""
+        """Return a piece of the file; `what` names it in errors.
+
+        Raises: KernelError ENOEXEC (it is truncated).
+        """
         data = self.read(offset, size)
         if len(data) < size:
             raise unusable(f"truncated: {what} isn't all there")
         return data
 
     def read(self, offset: int, size: int) -> bytes:
-        """What is there; a size beyond the file's end must not make anybody find memory for it."""
+        """Return at most `size` bytes; memory is only allocated for bytes that the file has."""
         end = min(offset + size, self._size)
         if offset >= end:
             return b""
@@ -194,7 +203,7 @@ class ElfReader:
 
 
 def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Headers of each symbol table and of its names. Raises: KernelError ENOEXEC."""
+    """Yield the headers of each symbol table and of its string table. Raises: KernelError ENOEXEC."""
     for header in headers:
         if header[1] == SHT_SYMTAB and header[6] < len(headers):
             strings = headers[header[6]]
@@ -204,9 +213,9 @@ def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, 
 
 
 class Vmlinux(LinkedMemory):
-    """An ELF file for x86_64 as it is linked, never booted: reading it is all that is done with the file.
+    """The memory, sections and symbols of a linked ELF file for x86_64. The file can be closed afterwards.
 
-    Raises: KernelError ENOEXEC (anything else).
+    Raises: KernelError ENOEXEC (any other kind of file).
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -217,7 +226,7 @@ class Vmlinux(LinkedMemory):
 
     @cached_property
     def symtab(self) -> list[tuple[int, str, str]]:
-        """Address, nm's letter and name of each symbol; none where the file is stripped."""
+        """Address, nm's letter and name of each symbol; empty if the file is stripped."""
         return list(self._symbols(*self._symbol_table)) if self._symbol_table else []
 
     @staticmethod
@@ -274,7 +283,7 @@ def _text(texts: bytes, offset: int) -> str:
 
 
 def _letter(info: int, section: int, headers: list[tuple[int, ...]]) -> str:
-    """nm's letter; none for a symbol that kallsyms leaves out."""
+    """Return nm's letter; "" for a symbol that kallsyms doesn't contain."""
     if section == SHN_ABS:
         return "A" if info >> 4 else "a"
     if not 0 < section < len(headers) or not headers[section][2] & SHF_ALLOC:

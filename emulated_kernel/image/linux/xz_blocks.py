@@ -1,4 +1,4 @@
-"""xz_blocks(): where unpacking of an xz stream may begin, by the index at its end."""
+"""xz_blocks(): the offsets at which unpacking of an xz stream can begin, from the index at its end."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import BinaryIO
 from zlib import crc32
 
 XZ_HEADER = 12
-"""Bytes of a stream's header, and of its footer."""
+"""Bytes of a stream's header and of its footer."""
 _MAGIC = b"\xfd7zXZ\0"
 _END = b"YZ"
 _INDEX_LIMIT = 1 << 16
-"""Bytes; a package of a gigabyte has some hundred."""
+"""Largest index in bytes; a package of a gigabyte has an index of about a hundred bytes."""
 _MOST_BITS = 56
-"""In front of a number's last byte."""
+"""Bits of a variable-length integer before its last byte."""
 
 
 def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int]], int] | None:
-    """Of a part of a file: where each block begins, in it and in what comes out, and where the last one ends.
+    """Return the blocks of the xz stream between two offsets, and the end of the last block.
 
-    None where it isn't one stream whose index tells that; whoever reads it all finds out what is wrong.
+    A block is its packed offset, 0 for the first, and its unpacked offset. If this isn't a single stream
+    with a sound index, return None; unpacking it from the beginning reports the error.
     """
     file.seek(start)
     header = file.read(XZ_HEADER)
@@ -42,7 +43,7 @@ def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int
 
 
 def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Raises: IndexError."""
+    """Decode an index into blocks and the packed size. Raises: IndexError (a truncated index)."""
     count, at = _number(index, 1)
     blocks = list[tuple[int, int]]()
     packed = XZ_HEADER
@@ -57,7 +58,7 @@ def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Of seven bits a byte, the lowest first; and where the next one is."""
+    """Decode a variable-length integer, 7 bits per byte, lowest first; return it and the following offset."""
     value = 0
     shift = 0
     while data[at] & 0x80 and shift < _MOST_BITS:

@@ -1,5 +1,5 @@
-"""What is run at a hit, in executable memory of the host's: copies in slots, detours, handlers as guest code.
+"""Guest code of probes: handlers compiled or assembled to guest code, and the memory that holds it.
 
-HitRing is for users; the rest belongs to the engine. What is taken out of use goes to DeferredFree, and is
-freed under the control lock, when no CPU and no task can be in it.
+Code that is taken out of use goes to DeferredFree, which frees it under the control lock after no CPU and no
+task can be in it.
 """

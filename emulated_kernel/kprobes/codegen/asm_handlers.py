@@ -1,4 +1,4 @@
-"""A probe's handlers in assembly: their machine code, and cells, which Python reads and writes by name."""
+"""Handlers in assembly: their machine code, and their cells, which Python reads and writes by name."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _MASK = (1 << 8 * CELL_SIZE) - 1
 
 
 class PerCpuVars(MutableMapping[str, int]):
-    """The cells of one probe, by name: unsigned numbers of 64 bits, of each CPU one.
+    """The cells of a probe by name: one unsigned 64-bit number per CPU.
 
-    Read as the sum of all CPUs', modulo 2**64; what is written is the first CPU's, and the others become 0.
-    They can be set before the probe is registered, and keep their values when it isn't any more.
+    Reading a cell returns the sum over all CPUs modulo 2**64. Writing sets the first CPU's number, and the
+    others to 0. Cells can be set before the probe is registered, and keep their values after it is
+    unregistered.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, list[int]] = {}
         self._live: dict[str, list[memoryview]] | None = None
-        """Guest memory, while the probe is registered."""
+        """Views of the cells in guest memory while the probe is registered, otherwise None."""
 
     def per_cpu(self, name: str) -> list[int]:
-        """Each CPU's. Raises: KeyError."""
+        """Return the number of each CPU. Raises: KeyError."""
         return list(self._values[name]) if self._live is None else [view[0] for view in self._live[name]]
 
     def __getitem__(self, name: str) -> int:
         return sum(self.per_cpu(name)) & _MASK
 
     def __setitem__(self, name: str, value: int) -> None:
-        """Raises: KeyError (the code of a registered probe has no such cell)."""
+        """Set a cell. Raises: KeyError (the code of a registered probe has no such cell)."""
         if self._live is None:
             self._values[name] = [value & _MASK]
             return
@@ -45,7 +46,7 @@ class PerCpuVars(MutableMapping[str, int]):
             view[0] = 0 if number else value & _MASK
 
     def __delitem__(self, name: str) -> None:
-        """Raises: KeyError, ValueError (the probe is registered)."""
+        """Delete a cell. Raises: KeyError, ValueError (the probe is registered)."""
         if self._live is not None:
             raise ValueError("the cells of a registered probe are in use")
         del self._values[name]
@@ -57,9 +58,9 @@ class PerCpuVars(MutableMapping[str, int]):
         return len(self._values if self._live is None else self._live)
 
     def attach(self, live: dict[str, list[memoryview]]) -> None:
-        """Let them be guest memory, with the values that they have.
+        """Move the cells to guest memory, with their current values.
 
-        Raises: KernelError EINVAL (one that isn't in the code).
+        Raises: KernelError EINVAL (the code doesn't use a cell that was set).
         """
         for name in self._values:
             if name not in live:
@@ -70,13 +71,13 @@ class PerCpuVars(MutableMapping[str, int]):
         self._live = live
 
     def detach(self) -> None:
-        """Keep the values without the memory."""
+        """Move the values out of guest memory again."""
         self._values = {name: self.per_cpu(name) for name in self}
         self._live = None
 
 
 class HandlerPoint(Enum):
-    """When a handler in assembly runs: the name of what has its text."""
+    """Time at which a handler in assembly runs; the value is the attribute that holds its text."""
 
     PRE = "code"
     POST = "post_code"
@@ -84,7 +85,7 @@ class HandlerPoint(Enum):
 
 
 class AssembledHandlers:
-    """The handlers in assembly of one registered probe, and the guest memory that is their cells'."""
+    """The assembled handlers of one registered probe, and the guest memory of their cells."""
 
     def __init__(
         self,
@@ -93,9 +94,9 @@ class AssembledHandlers:
         records: RecordMemory,
         cells: PerCpuVars,
     ) -> None:
-        """Cells of one name are one cell.
+        """Assemble the texts. Cells of the same name are shared between them.
 
-        Raises: KernelError EINVAL (where a text is wrong, and why), ENOMEM (no room for cells).
+        Raises: KernelError EINVAL (an error in a text, with its position), ENOMEM (no room for cells).
         """
         sources = {moment: SourceText.parse(text, moment.value) for moment, text in texts.items()}
         names = dict.fromkeys(name for source in sources.values() for name in assembler.cells(source))
@@ -124,15 +125,18 @@ class AssembledHandlers:
 
     @property
     def faults(self) -> int:
-        """Hits whose code has ended at an instruction that faulted."""
+        """Number of hits whose code ended at an instruction that faulted."""
         return sum(view[0] for view in self._views(self._faults))
 
     def reads(self, moment: HandlerPoint) -> frozenset[str]:
-        """The registers whose values a handler needs; pt_regs names."""
+        """Return the pt_regs names of the registers whose values a handler needs."""
         return self._assemblies[moment].reads
 
     def emit(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
-        """Add what there is of a moment to a program. Where it faults, the rest of it isn't run."""
+        """Add the handler for `moment` to a program, if there is one.
+
+        A fault skips the rest of the handler.
+        """
         assembly = self._assemblies.get(moment)
         if assembly is None:
             return
@@ -143,43 +147,43 @@ class AssembledHandlers:
         builder.place(done)
 
     def detach(self) -> None:
-        """The probe isn't registered any more; its cells keep their values."""
+        """Keep the values of the cells after the probe was unregistered."""
         self._cells.detach()
 
     def free(self) -> None:
-        """Give the memory back, when no CPU runs the code any more."""
+        """Free the guest memory. No CPU may run the code any more."""
         self._records.free_percpu(self._faults)
 
 
 class AssemblyOwner:
-    """Has handlers in assembly, while it is registered."""
+    """A probe or other object that has handlers in assembly while it is registered."""
 
     __slots__ = ()
 
     handler_points: ClassVar[tuple[HandlerPoint, ...]] = ()
-    """Those that it may have handlers in assembly for."""
+    """Times at which handlers of the owner may run."""
     raised: int
     assembled: AssembledHandlers | None
     miss: Callable[[], None]
-    """Counts a hit that isn't handled."""
+    """Count a hit that isn't handled."""
 
     @property
     def failures(self) -> int:
-        """Hits one of whose handlers raised or faulted, since it was registered."""
+        """Number of hits since registration in which a handler raised or faulted."""
         return self.raised + (0 if self.assembled is None else self.assembled.faults)
 
     @property
     def texts(self) -> dict[HandlerPoint, str]:
-        """Its handlers in assembly."""
+        """Time at which a handler in assembly runs -> the handler's text."""
         given = {moment: getattr(self, moment.value) for moment in self.handler_points}
         return {moment: text for moment, text in given.items() if text is not None}
 
     def emit_assembly(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
-        """Add those of a moment, and nothing else, to a program."""
+        """Add only the assembly for `moment` to a program."""
         if self.assembled is not None:
             self.assembled.emit(builder, moment)
 
     def miss_assembly(self, moment: HandlerPoint) -> None:
-        """Count a hit without those of a moment."""
+        """Count a missed hit if there is a handler for `moment`."""
         if self.assembled is not None and moment in self.assembled:
             self.miss()

@@ -1,4 +1,4 @@
-"""AsmThunks: handlers in assembly, at hits that Python handles. The guest runs them, up to a breakpoint."""
+"""AsmThunks: handlers in assembly at hits that Python handles; the guest runs them up to a breakpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 
 
 class AsmThunks:
-    """Which CPUs run some of a hit for Python now, and how it goes on there."""
+    """The CPUs that currently run handlers in assembly for Python, and how Python continues afterwards."""
 
     def __init__(self, machine: ProbedMachine, compiler: Compiler) -> None:
         self._machine = machine
         self._compiler = compiler
         self._awaited: dict[int, tuple[int, Callable[[Regs], object]]] = {}
-        """By CPU: ip, and what Python does behind it."""
+        """CPU -> ip to restore, and function to call after the handlers in assembly."""
 
     def run(
         self,
@@ -29,10 +29,11 @@ class AsmThunks:
         *,
         in_frame: bool,
     ) -> bool:
-        """Let the guest run some, and go on here behind them; False: they are missed, for there is no room.
+        """Let the guest run the owners' handlers for `moment`, and call `then` afterwards.
 
-        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
-        its owners: see Compiler.drop_asm_thunks.
+        Return False if there is no room for the code; the handlers then count as missed. `in_frame`: the
+        probed code's registers are in a struct pt_regs that sp points at. The code is kept for its owners;
+        see Compiler.drop_asm_thunks.
         """
 
         def emit(builder: ProgramBuilder) -> None:

@@ -1,8 +1,8 @@
-"""Handlers as guest code: made at a probe's first hit, replaced when what they do changes.
+"""Compiler of handlers to guest code: it compiles at a probe's first hit, and again after changes.
 
-Until then, and where a handler can't be guest code, the trap into Python takes the hits. No other guest code
-runs while a handler in Python does, so that code here never meets a hit within a hit. Making code takes as
-long as many a hit by Python: no request waits for more of that than MOST_HANDLERS take.
+Until then, the trap into Python handles the hits, and also if a handler can't be compiled. No other guest
+code runs during a handler in Python, so that compiled code never meets a hit within a hit. Compiling takes as
+long as many hits in Python. One request therefore compiles at most MOST_HANDLERS handlers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from emulated_kernel.util.errors import KernelError
 _log = logging.getLogger(__name__)
 
 Rest = Callable[[int], bytes]
-"""What stands behind a handler, for its address. Raises: KernelError (out of reach)."""
+"""Return the code that follows a handler, for its address. Raises: KernelError (out of reach)."""
 EmitAll = Callable[[ProgramBuilder], object]
-"""Adds all that is to run to a program."""
+"""Adds everything that is to run to a program."""
 NO_MEMORY = (MemoryError, ImportError)
-"""What the host raises that has none, for a library of its own too. In the middle of a hit, which goes on.
+"""Exceptions that mean that the host has no memory; also importing a library may fail then.
 
-Whoever catches it calls Compiler.tell: a package that can't be imported looks the same.
+They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.tell,
+because a package that can't be imported looks the same.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -45,7 +46,7 @@ _Made = TypeVar("_Made")
 def _or_none(
     make: Callable[Concatenate[Compiler, _Given], _Made | None],
 ) -> Callable[Concatenate[Compiler, _Given], _Made | None]:
-    """None too where the host has no memory: Python has the hits."""
+    """Wrap a method so that it returns None if the host has no memory; Python then handles the hits."""
 
     @wraps(make)
     def made(compiler: Compiler, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made | None:
@@ -59,7 +60,7 @@ def _or_none(
 
 
 class Compiler:
-    """Makes and frees the guest code of handlers."""
+    """Creates and frees the guest code of handlers."""
 
     def __init__(
         self,
@@ -76,45 +77,48 @@ class Compiler:
         self._verdict = verdict
         self._sampled = frozenset(arch.pt_regs).intersection(machine.regs.snapshot()._fields)
         self.saves_all = profile.saving is RegisterSaving.ALL
-        """Whether every register is saved for a handler."""
+        """Whether handlers save every register."""
         self.enabled = profile.compiled
-        """Whether new code is made; what there is already stays until it is dropped."""
+        """Whether new code is compiled. Existing code stays until it is dropped."""
         self.made = 0
-        """Handlers compiled so far."""
+        """Number of handlers compiled so far."""
         self.fixups: dict[int, int] = {}
-        """Address of an access that may fault to where the CPU goes on then."""
+        """Address of an access that may fault -> address where the CPU then continues."""
         self.codes: dict[CompiledCode, None] = {}
-        """All that there is, what waits to be freed too, in the order of its making."""
+        """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
-        """What guest code runs of hits that Python handles, by what it belongs to."""
+        """Owners and variant -> assembly that the guest runs at hits that Python handles."""
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
         self._left = MOST_HANDLERS
-        """Handlers that may still be made in that turn of the lock."""
+        """Number of handlers that may still be compiled while the lock is held this time."""
         self._told = ""
 
     def contains(self, address: int) -> bool:
-        """Whether an address lies in a handler: records may be half written there."""
+        """Return True if an address lies in a handler, where a record may be half written."""
         return any(code.contains(address) for code in self.codes)
 
     def keep_sample(self, kprobe: Kprobe, regs: Any) -> None:
-        """Keep the registers of a hit, which the handler is measured with when it is guest code."""
+        """Keep the registers of a hit. Benchmarks run the compiled handler on them."""
         kprobe.sample = {name: getattr(regs, name) for name in self._sampled}
 
     def tell(self, error: Exception) -> None:
-        """Log, once, what couldn't be imported to make guest code: hits are Python's until it can be."""
+        """Log once that guest code can't be compiled because an import failed.
+
+        Python handles the hits meanwhile.
+        """
         text = str(error)
         if isinstance(error, ImportError) and text != self._told:
-            # There may be no memory to say so either.
+            # There may be no memory for logging either.
             with suppress(MemoryError):
                 _log.warning("handlers stay with Python: no guest code can be made: %s", text)
                 self._told = text
 
-    # Making
+    # Creation
 
     def may_make(self, handlers: int = 1) -> bool:
-        """Take so many off what may still be made in this request; False: at a later one's hit."""
+        """Reserve the compilation of some handlers; return False if it must wait for a later request."""
         if self._turn != self._lock.turn:
             self._turn = self._lock.turn
             self._left = MOST_HANDLERS
@@ -124,9 +128,9 @@ class Compiler:
         return True
 
     def stub(self, head: Kprobe, target: int | None) -> CompiledCode | None:
-        """The handler for hits by a breakpoint, which goes on at `target`; None where it is Python's.
+        """Compile a handler for breakpoint hits that continues at `target`; None if Python must handle them.
 
-        Without a target it ends in a breakpoint, `CompiledCode.tail`, which is the caller's.
+        Without a target, the code ends in a breakpoint at `CompiledCode.tail`, whose route the caller sets.
         """
         arch = self._arch
         breakpoint_ = self._arch.breakpoint
@@ -142,10 +146,10 @@ class Compiler:
 
     @_or_none
     def asm_thunk(self, owners: tuple[object, ...], emit: EmitAll, *, in_frame: bool) -> CompiledCode | None:
-        """Handlers in assembly alone, for hits that Python handles; None where there is no room for them.
+        """Compile handlers in assembly for hits that Python handles; None if there is no room for the code.
 
-        It ends in a breakpoint, `CompiledCode.tail`, which is the caller's. `in_frame`: registers are saved
-        in a struct pt_regs already, which sp is at.
+        The code ends in a breakpoint at `CompiledCode.tail`, whose route the caller sets. `in_frame`:
+        registers are already saved in a struct pt_regs that sp points at.
         """
         breakpoint_ = self._arch.breakpoint
         key = (*owners, in_frame)
@@ -156,13 +160,13 @@ class Compiler:
 
     @_or_none
     def behind(self, owner: Kprobe, emit: EmitAll, target: int) -> CompiledCode | None:
-        """Handlers in assembly that go on at `target`; None where there is no room for them."""
+        """Compile handlers in assembly that continue at `target`; None if there is no room for the code."""
         return self._kept_aside((owner, target), emit, self._arch.jump_size, self._going_on_at(target))
 
     def _kept_aside(
         self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
     ) -> CompiledCode | None:
-        """What is kept by that key, made if it isn't there."""
+        """Return the code that is kept under `key`; compile it if there is none."""
         made = self.asm_thunks.get(key)
         if made is not None:
             return made
@@ -179,14 +183,15 @@ class Compiler:
         return code
 
     def call(self, head: Kprobe, ret: int) -> CompiledCode | None:
-        """The handler that an fentry site calls; it goes on at `ret`, a return instruction."""
+        """Compile the handler that an fentry site calls; it continues at `ret`, a return instruction."""
         return self._make(head, EntryKind.CALL, self._arch.jump_size, self._going_on_at(ret))
 
     @_or_none
     def entries(self, builder: ProgramBuilder, ret: int) -> CompiledCode | None:
-        """A program that the fentry sites of many functions call; it goes on at `ret`, a return instruction.
+        """Compile a program that the fentry sites of many functions call; it continues at `ret`.
 
-        Any of them may read any register. None where there is no room for it.
+        `ret` is the address of a return instruction. Each of the functions may read any register. Return None
+        if there is no room for the code.
         """
         arch = self._arch
         live = (
@@ -199,15 +204,15 @@ class Compiler:
 
     @_or_none
     def as_handler(self, builder: ProgramBuilder, address: int, target: int) -> CompiledCode | None:
-        """A program as if it were a handler of the probe at `address`, which goes on at `target`.
+        """Compile a program like a handler of the probe at `address`; it continues at `target`.
 
-        None where there is no room for it.
+        Return None if there is no room for the code.
         """
         handler = self._handler(builder, address)
         return self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))
 
     def detour(self, head: AggrKprobe) -> CompiledCode | None:
-        """The detour buffer with the handler in it; None where it is Python's."""
+        """Compile a detour buffer that contains the handler; None if Python must handle the hits."""
         assert head.detour is not None
         rest = partial(self._arch.relocated, head.detour.region)
         return self._make(head, EntryKind.JUMP, self._arch.max_copied, rest)
@@ -216,10 +221,10 @@ class Compiler:
 
     @_or_none
     def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
-        """A return trampoline that looks for handlers; its one trap is where Python handles returns.
+        """Compile a return trampoline that looks for handlers; Python handles returns at its only trap.
 
-        Functions return to `own`, or right to it. With it comes where handlers in its frame go on. None where
-        there is no room for it.
+        Functions return to `own`, or directly to the trampoline. The second item is the address at which
+        handlers in the trampoline's frame continue. Return None if there is no room for the code.
         """
         program = builder.program()
         saves_all = self.saves_all
@@ -242,29 +247,29 @@ class Compiler:
 
     @_or_none
     def returning(self, builder: ProgramBuilder, finish: int | None) -> CompiledCode | None:
-        """A handler that a trampoline goes to; None where there is no room for it."""
+        """Compile a return handler that a trampoline jumps to; None if there is no room for the code."""
         returns = self._arch.returns
         assert returns is not None, "it goes with such a trampoline"
         handler = returns.handler(builder.program(), saves_all=self.saves_all)
         rest = (lambda _at: b"") if finish is None else self._going_on_at(finish)
         return self._write(builder, handler, self._arch.jump_size, rest)
 
-    # Writing it
+    # Writing
 
     @_or_none
     def _make(self, head: Kprobe, way: EntryKind, behind: int, rest: Rest) -> CompiledCode | None:
-        """What a probe does at a hit, with `behind` bytes at most that `rest` adds."""
+        """Compile a probe's actions at a hit; `rest` adds at most `behind` bytes to the code."""
         builder = ProgramBuilder()
         if not self.enabled or not head.emit(builder, way):
             return None
-        # A post_handler sees registers too that the function doesn't read any more.
+        # A post_handler may read registers that the function doesn't read any more.
         live = self._verdict.all_live if head.post_handler is not None else None
         return self._write(builder, self._handler(builder, head.address, live), behind, rest)
 
     def _handler(
         self, builder: ProgramBuilder, address: int, live: LiveRegisters | None = None
     ) -> HandlerCode:
-        """It saves what may be read behind the probe at `address`, if nothing else is said."""
+        """Generate code that saves the registers in `live`, or those live at the probe at `address`."""
         if self.saves_all:
             return self._arch.handler_code(builder.program(), address, None)
         return self._arch.handler_code(builder.program(), address, live or self._verdict.live_at(address))
@@ -308,12 +313,15 @@ class Compiler:
     # Freeing
 
     def drop_asm_thunks(self, owner: object) -> None:
-        """What its handlers in assembly are has changed."""
+        """Drop the compiled assembly of an owner, because its handlers have changed."""
         for key in [key for key in self.asm_thunks if any(each is owner for each in key)]:
             self.retire(self.asm_thunks.pop(key))
 
     def retire(self, code: CompiledCode) -> None:
-        """Nothing jumps to it any more; CPUs in it still go on to slots, detours and trampolines."""
+        """Free code to which nothing jumps any more, after CPUs have left it.
+
+        Such CPUs still continue to slots, detours and trampolines.
+        """
         code.retired = True
         span = code.address, code.address + code.size
         self._garbage.add(span, partial(self._free, code), leads_on=True)

@@ -1,4 +1,4 @@
-"""DeferredFree: frees executable memory when no register and no stack holds an address in it any more."""
+"""DeferredFree: frees executable memory after no register and no stack holds an address in it any more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod, Span
 from emulated_kernel.util.fast_dataclass import dataclass
 
 COLLECT_DELAY = 5
-"""Jiffies until the garbage is looked at, so that much goes at once."""
+"""Jiffies until the garbage is collected; the delay lets one collection free several pieces."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -19,10 +19,10 @@ class _DeferredPiece:
 
 
 class DeferredFree:
-    """Slots, detours and handlers that were taken out of use: each is freed at its quiescence.
+    """Frees slots, detours and handlers that were taken out of use when they are quiescent.
 
-    That is when no CPU's register and no live stack holds an address in it. Linux: waits for grace periods,
-    of which `synchronize_rcu_tasks` is the longest.
+    A piece is quiescent when no CPU's register and no live stack holds an address in it. Linux: it waits for
+    grace periods, of which `synchronize_rcu_tasks` is the longest.
     """
 
     def __init__(self, scheduler: GracePeriod) -> None:
@@ -32,16 +32,16 @@ class DeferredFree:
 
     @property
     def spans(self) -> list[Span]:
-        """Ranges of all pieces; a CPU in one of them may still jump from it into text."""
+        """Address ranges of all pieces; a CPU in one of them may still jump from it into text."""
         return [piece.span for piece in self._pieces]
 
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:
-        """Call `free` once `span` is quiescent; `leads_on`: its code may jump into other garbage."""
+        """Call `free` when `span` is quiescent. `leads_on`: its code may jump into other garbage."""
         self._pieces.append(_DeferredPiece(span, free, leads_on))
         self.work.schedule(COLLECT_DELAY)
 
     def collect(self) -> bool:
-        """Free what can be freed now; False: something is left."""
+        """Free all quiescent pieces; return False if any piece is left."""
         occupied = set(self._scheduler.in_use_ranges(self.spans)) if self._pieces else set()
         stuck = [piece for piece in self._pieces if piece.span in occupied]
         if any(piece.leads_on for piece in stuck):

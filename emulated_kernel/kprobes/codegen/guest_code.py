@@ -1,4 +1,4 @@
-"""The guest code of a probe: its compiled handler, the copy of its instruction, its detour buffer."""
+"""Guest code of a probe: its compiled handler, the copy of its instruction, its detour buffer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(eq=False)
 class CompiledCode:
-    """Guest code of a probe's handler, with what follows it: a stub or a detour; addresses and bytes."""
+    """Guest code of a handler, and the code that follows it in a stub or detour; sizes in bytes."""
 
     address: int
     size: int
     entry: int
-    """Where a hit enters it."""
+    """Address at which a hit enters the code."""
     traps: tuple[int, ...]
-    """Breakpoints where it calls the host."""
+    """Addresses of the breakpoints that call the host."""
     accesses: tuple[int, ...]
-    """Instructions with a fixup."""
+    """Addresses of the instructions with a fixup."""
     copied: int = 0
-    """Of a detour: address of the copied instructions behind the handler."""
+    """Address of the copied instructions after the handler, in a detour."""
     target: int | None = field(default=None, init=False)
-    """Of a stub for breakpoints: where it goes on, None if at the host."""
+    """Address at which a stub for breakpoints continues; None if the host continues."""
     tail: int = field(default=0, init=False)
-    """Of such a stub: the breakpoint at its end."""
+    """Address of the breakpoint at the end of a stub without a target."""
     retired: bool = field(default=False, init=False)
 
     def contains(self, address: int) -> bool:
@@ -36,42 +36,42 @@ class CompiledCode:
 
 @dataclass(slots=True)
 class OutOfLine:
-    """How the probed instruction is run away from its place: an insn slot, or emulation."""
+    """The out-of-line form of a probed instruction: an insn slot or an emulation."""
 
     prepared: ArchSpecificInsn
     slot: GuestAddr | None
-    """Address of the copy, in an insn slot; None for an emulated instruction."""
+    """Address of the copy in an insn slot; None for an emulated instruction."""
     lead: int = 0
-    """Bytes in front of the copy that set the trap flag for it."""
+    """Bytes before the copy that set the trap flag for it."""
     boosted: bool = False
-    """A jump back stands behind the copy, and no step's end."""
+    """Whether a jump back follows the copy in place of the breakpoint that ends the step."""
 
     @property
     def entry(self) -> int | None:
-        """Where guest code goes on to have the copy run."""
+        """Address at which guest code must continue to run the copy; None for an emulated instruction."""
         return self.slot if self.slot is None or self.boosted else self.slot - self.lead
 
     @property
     def step_end(self) -> int | None:
-        """Address behind the copy: of the breakpoint that ends the step, or of the jump back."""
+        """Address after the copy, where the breakpoint that ends the step or the jump back is."""
         return None if self.slot is None else self.slot + self.prepared.length
 
 
 @dataclass(frozen=True, slots=True)
 class DetourBuffer:
-    """A detour that stands ready in executable memory; addresses and bytes."""
+    """A detour buffer in executable memory; addresses, sizes in bytes."""
 
     address: GuestAddr
     region: Region
     trap: int
-    """Address of the breakpoint that reaches the handlers."""
+    """Address of the breakpoint that calls the handlers."""
     copied: int
     """Address of the copied instructions."""
     size: int
     jump: bytes
-    """What stands at the probe while it is optimized."""
+    """Code at the probed address while the probe is optimized."""
 
     @property
     def length(self) -> int:
-        """Bytes of whole instructions that the jump replaces."""
+        """Length in bytes of the instructions that the jump replaces."""
         return self.region.length

@@ -1,4 +1,4 @@
-"""Registers that guest code has saved as a struct pt_regs: handlers read and change them in guest memory."""
+"""Views of a struct pt_regs that guest code has saved; handlers read and change it in guest memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KEPT = 64
 
 
 class PtRegsView:
-    """One frame, valid until the guest goes on; the attributes are those of the live registers."""
+    """One saved frame, valid until the guest continues. It has the attributes of the live registers."""
 
     __slots__ = ("_words",)
 
@@ -20,7 +20,7 @@ class PtRegsView:
 
 
 class PtRegsFrames:
-    """Finds frames by address. Linux: the handler gets the same struct pt_regs by pointer."""
+    """Frames by address. Linux: the handler gets the same struct pt_regs through a pointer."""
 
     def __init__(self, memory: GuestMemory, names: Sequence[str], word_size: int) -> None:
         self._view = memory.view
@@ -34,9 +34,9 @@ class PtRegsFrames:
         self._known: dict[int, Any] = {}
 
     def at(self, address: int) -> Any:
-        """The frame at a stack address; stacks stay mapped where they are, so known ones are kept.
+        """Return the frame at a stack address. Frames are cached, since a stack stays mapped at its place.
 
-        Raises: MemoryFault (it isn't writable memory in one piece).
+        Raises: MemoryFault (the address isn't in one piece of writable memory).
         """
         frame = self._known.get(address)
         if frame is None:

@@ -1,1 +1,1 @@
-"""Hits, from the breakpoint back to the probed code."""
+"""Hit handling: from the breakpoint, jump or call back to the probed code."""

@@ -1,4 +1,4 @@
-"""BreakpointDispatch: which breakpoint is which step of a hit, and when its handlers become guest code."""
+"""BreakpointDispatch: the table from breakpoints to steps of hits; it compiles handlers at a first hit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 class BreakpointDispatch:
     """Fills the machine's table of breakpoints.
 
-    Of many probes few are ever hit: handlers become guest code at the first hit behind each change.
+    Only few of many probes are ever hit. Handlers are therefore compiled at the first hit after each change
+    of them.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class BreakpointDispatch:
         self._clock = machine.clock
 
     def install(self, kprobe: Kprobe) -> None:
-        """Route all ways into the probe as its state is now; again after each change of that."""
+        """Route all ways into the probe according to its current state.
+
+        Call this after each change of that state.
+        """
         insn = kprobe.insn
         if insn is None:
             if self._sites is not None:
@@ -81,7 +85,7 @@ class BreakpointDispatch:
             return
         detour = kprobe.detour
         if kprobe.is_disabled:
-            # Linux: a probe that is disabled, but not unoptimized yet, is passed through.
+            # Linux: a probe that is disabled, but not unoptimized yet, ignores hits.
             self.pass_detour(detour.trap)
         elif in_clock_loop:
             breakpoints[detour.trap] = self._clock.holding(self.hits.by_detour(kprobe))
@@ -89,7 +93,7 @@ class BreakpointDispatch:
             breakpoints[detour.trap] = partial(self._first_by_detour, kprobe, detour.trap)
 
     def _leads_to(self, kprobe: Kprobe) -> int | None:
-        """Where a hit by a breakpoint goes on behind its handlers; None where only Python can do that."""
+        """Return where a breakpoint hit continues after its handlers; None if only Python can continue it."""
         if isinstance(kprobe, AggrKprobe) and kprobe.is_optimized:
             assert kprobe.detour is not None
             return kprobe.detour.copied
@@ -97,10 +101,12 @@ class BreakpointDispatch:
         assert insn is not None
         return insn.entry
 
-    # The first hit since the handlers have changed
+    # The first hit after a change of the handlers
 
     def _first_by_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
-        hits, insn, leads_to = self.hits, kprobe.insn, self._leads_to(kprobe)
+        hits = self.hits
+        insn = kprobe.insn
+        leads_to = self._leads_to(kprobe)
         assert insn is not None
         breakpoints = self.breakpoints
         address = kprobe.address
@@ -116,7 +122,7 @@ class BreakpointDispatch:
         self._compiler.keep_sample(kprobe, regs)
         route(regs)
         if breakpoints.get(address) is not route:
-            # A handler has changed the probe, or removed it: the way is another one.
+            # A handler changed or removed the probe, so that its breakpoint has another route.
             return
         kprobe.stub = self._compiler.stub(kprobe, leads_to)
         kprobe.is_python = kprobe.stub is None
@@ -127,13 +133,14 @@ class BreakpointDispatch:
 
     def _first_by_detour(self, kprobe: AggrKprobe, trap: int, regs: Regs) -> None:
         if not kprobe.may_compile:
-            self.breakpoints[trap] = taken = self.hits.by_detour(kprobe)
-            taken(regs)
+            route = self.hits.by_detour(kprobe)
+            self.breakpoints[trap] = route
+            route(regs)
             return
-        route = self.breakpoints[trap]
+        first_hit_route = self.breakpoints[trap]
         if (
             self.hits.by_detour(kprobe)(regs)
-            and self.breakpoints.get(trap) is route
+            and self.breakpoints.get(trap) is first_hit_route
             and kprobe.is_patched
             and kprobe.compiled is None
             and self._split_jumps.may_patch()
@@ -143,7 +150,7 @@ class BreakpointDispatch:
             self.compile_detour(kprobe)
 
     def compile_detour(self, kprobe: AggrKprobe) -> None:
-        """Point the jump to a detour with the handlers compiled in, where they can be."""
+        """Compile the handlers into a detour, if possible, and point the jump to that detour."""
         code = self._compiler.detour(kprobe)
         detour = kprobe.detour
         kprobe.compiled = code
@@ -153,7 +160,7 @@ class BreakpointDispatch:
             self._poker.replace(kprobe.address, self._arch.detour_jump(detour.region, code.entry))
 
     def drop_code(self, kprobe: Kprobe) -> None:
-        """Let Python take the hits again, until the next one: what the handlers do has changed."""
+        """Let Python handle hits again until the next compilation, because the handlers have changed."""
         if self._compiler.asm_thunks:
             self._compiler.drop_asm_thunks(kprobe)
         if kprobe.is_ftrace and self._sites is not None:
@@ -177,7 +184,7 @@ class BreakpointDispatch:
             self._compiler.retire(kprobe.stub)
             kprobe.stub = None
 
-    # What goes
+    # Removal
 
     def remove(self, kprobe: Kprobe) -> None:
         """Drop the routes of the probe's breakpoints; `remove_detour` drops those of its detour."""
@@ -186,20 +193,23 @@ class BreakpointDispatch:
             self.breakpoints.pop(kprobe.address, None)
 
     def remove_step_end(self, insn: OutOfLine) -> None:
-        """A slot goes."""
+        """Drop the routes of the breakpoint that ends a step in the slot, before the slot is freed."""
         if insn.step_end is not None:
             for ends in (self._debug_traps, self.breakpoints):
                 ends.pop(insn.step_end, None)
             self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
 
     def pass_detour(self, trap: int) -> None:
-        """No jump has the detour as its target any more; a CPU still in it calls no handler."""
+        """Let the breakpoint of a detour do nothing.
+
+        No jump leads there any more, but a CPU may still be in it.
+        """
         self.breakpoints[trap] = _pass
 
     def remove_detour(self, trap: int) -> None:
-        """A detour goes."""
+        """Drop the route of a detour's breakpoint, before the detour is freed."""
         self.breakpoints.pop(trap, None)
 
 
 def _pass(_regs: Regs) -> None:
-    """A detour whose probe is disabled, or a round of a repeated instruction."""
+    """Ignore a trap: of a detour whose probe is disabled, or after a round of a repeated instruction."""

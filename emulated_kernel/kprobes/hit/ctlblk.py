@@ -1,4 +1,4 @@
-"""KprobeCtlblk: what a CPU is doing about probes."""
+"""KprobeCtlblk: the per-CPU state of hit handling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class HitStatus(Enum):
-    """Mirrors: include/asm-generic/kprobes.h KPROBE_HIT_*, KPROBE_REENTER."""
+    """State of a hit. Mirrors: include/asm-generic/kprobes.h KPROBE_HIT_*, KPROBE_REENTER."""
 
     ACTIVE = auto()
     SINGLE_STEP = auto()
@@ -22,9 +22,10 @@ class HitStatus(Enum):
 
 @dataclass
 class KprobeCtlblk:
-    """The current CPU's probe state: which probe is being handled, and which one it interrupted.
+    """The current CPU's probe state: the probe whose hit is being handled, and the ones that it interrupted.
 
-    One object for all CPUs, which the handlers of hits can hold on to; `switch_to` exchanges what is in it.
+    Handlers of hits can keep a reference to it: one object serves all CPUs, and `switch_to` exchanges its
+    contents.
     Mirrors: struct kprobe_ctlblk, current_kprobe.
     """
 
@@ -32,9 +33,9 @@ class KprobeCtlblk:
     status: HitStatus = HitStatus.STEP_DONE
     interrupted: list[tuple[Kprobe, HitStatus]] = field(default_factory=list)
     by_breakpoint: bool = False
-    """The latest hit came by a breakpoint, whose entry Linux counts as an NMI."""
+    """Whether the latest hit came by a breakpoint, whose exception Linux counts as an NMI."""
     in_ops_list: bool = False
-    """Several users of one fentry site are being called, which Linux does with preemption disabled."""
+    """Whether several users of one fentry site are being called. Linux disables preemption meanwhile."""
     cpu: int = 0
     _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool, bool]] = field(
         default_factory=dict
@@ -42,18 +43,18 @@ class KprobeCtlblk:
 
     @property
     def is_underway(self) -> bool:
-        """Whether any CPU handles a hit."""
+        """Return True if any CPU is handling a hit."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
     def set_current(self, kprobe: Kprobe, by_breakpoint: bool, status: HitStatus) -> None:
-        """A hit begins. Mirrors: set_current_kprobe (v6.1)."""
+        """Begin a hit. Mirrors: set_current_kprobe (v6.1)."""
         kprobe.cost.started = perf_counter_ns()
         self.running = kprobe
         self.status = status
         self.by_breakpoint = by_breakpoint
 
     def reset_current(self, kprobe: Kprobe) -> None:
-        """The probe's hit is over, if it hasn't been abandoned. Mirrors: reset_current_kprobe (v6.1)."""
+        """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""
         self.running = None
         cost = kprobe.cost
         if cost.latest is None:
@@ -61,31 +62,31 @@ class KprobeCtlblk:
         cost.latest.append(perf_counter_ns() - cost.started)
 
     def save_previous(self, kprobe: Kprobe) -> None:
-        """A probe is hit within the handling of another hit. Mirrors: save_previous_kprobe (v6.1)."""
+        """Begin a hit within the handling of another one. Mirrors: save_previous_kprobe (v6.1)."""
         assert self.running is not None
         self.interrupted.append((self.running, self.status))
         self.running = kprobe
         self.status = HitStatus.REENTER
 
     def restore_previous(self) -> None:
-        """The hit within the other one is over. Mirrors: restore_previous_kprobe (v6.1)."""
+        """End a hit within another one. Mirrors: restore_previous_kprobe (v6.1)."""
         self.running, self.status = self.interrupted.pop()
 
     def forget_current(self) -> None:
-        """Leave the current hit without its step's end: it faulted, or its task was killed."""
+        """End the current hit before its step has ended, because it faulted or its task was killed."""
         if self.status is HitStatus.REENTER:
             self.restore_previous()
         else:
             self.running = None
 
     def abandon(self) -> None:
-        """The guest's run was given up: hits that it interrupted will not be resumed."""
+        """Forget all hits, because the guest's run was given up and nothing will resume them."""
         self.interrupted.clear()
         self.running = None
         self.in_ops_list = False
 
     def switch_to(self, cpu: int) -> None:
-        """Another CPU is current."""
+        """Save the current CPU's state and load that of `cpu`."""
         left = self.running, self.status, self.interrupted, self.by_breakpoint, self.in_ops_list
         self._others[self.cpu] = left
         self.cpu = cpu

@@ -1,4 +1,4 @@
-"""Fentry sites: the nop becomes a call of one trampoline, for probes, fprobes and tracers together."""
+"""Fentry sites: their nops become calls of one trampoline, which serves probes, fprobes and tracers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Called = Callable[[int, Any], object]
-"""Told of a call: the site, and the saved registers, ip behind the site."""
+"""Handler of a call: (site, saved registers). The saved ip is the address after the site."""
 
 OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
-"""What calls the users of a site that has several."""
+"""Linux's function that calls the users of a site with several users."""
 
 
 @dataclass(eq=False)
@@ -32,17 +32,17 @@ class FtraceOps:
 
     func: Called
     symbol: Callable[[], str]
-    """What Linux's function of that purpose is called now."""
+    """Return the current name of the function with the same purpose in Linux."""
     saves_regs: bool = False
-    """It gets all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
+    """Whether the user needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
     modifies_ip: bool = False
-    """It may have the call return elsewhere. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
+    """Whether the user may let the call return elsewhere. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
     codes: Mapping[int, int] = field(default_factory=dict)
-    """Guest code that does the same, by site, which sites call where this is the only user."""
+    """Site -> guest code with the same effect as `func`; a site calls it if this is its only user."""
     assembly: AssemblyOwner | None = field(default=None, init=False)
-    """Has handlers in assembly, which run in front of all users' `func`."""
+    """Owner of handlers in assembly, which run before all users' `func`."""
     sites: set[int] = field(default_factory=set, init=False)
-    """What it is called from; FtraceSites keeps it."""
+    """The sites that call the user; maintained by FtraceSites."""
 
 
 class FtraceSites:
@@ -72,37 +72,41 @@ class FtraceSites:
         stub = arch.ftrace_trampoline()
         self.trampoline_size = len(stub.code)
         self.trampoline = text.alloc_text(self.trampoline_size)
-        """Address of what armed sites call."""
+        """Address that armed sites call."""
         text.poke(self.trampoline, stub.code)
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
-        """Address of a return instruction, at which compiled handlers go on."""
+        """Address of a return instruction, at which compiled handlers continue."""
         self._calls: dict[int, Called] = {}
-        """What a call does, by its site."""
+        """Site -> handler of its calls."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, Kprobe] = {}
-        """Site to the probe that its calls go to."""
+        """Site -> probe that handles its calls."""
         self._put_off: set[int] = set()
-        """What a hit would have changed while it was being patched: that is looked at again behind it."""
+        """Sites that a hit wanted to change while they were being patched; they are updated afterwards."""
         self._calling: dict[int, int] = {}
-        """By site that holds a call now, the call's target."""
+        """Site that holds a call -> target of the call."""
         self._with_regs: set[int] = set()
         self.calls = 0
-        """From sites, that came to Python."""
+        """Number of calls from sites that Python handled."""
         self._ops: list[FtraceOps] = []
-        """Newest first, which is the order of their calls. Mirrors: ftrace_ops_list (v6.1)."""
+        """Users, newest first, which is the order of their calls. Mirrors: ftrace_ops_list (v6.1)."""
         self._of_kprobes = tuple(
             FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
             for modifies in (False, True)
         )
-        """All probes are one user, those with a post_handler another one, as old as the first that is armed.
+        """All probes together are one user, except that those with a post_handler are a second one.
 
+        Each of the two is as old as the first of its probes that was armed.
         Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
         """
 
-    # What a call does
+    # Handling of calls
 
     def _make_on_call(self) -> Callable[[Any], None]:
-        """In the trampoline: the saved ip is behind the site, and is where it returns to."""
+        """Return the handler of the trampoline's breakpoint.
+
+        The saved ip is the address after the site, and is where the trampoline returns to.
+        """
         find = self._calls.get
         frame_at = self._hits.frame_at
         ctlblk = self._hits.ctlblk
@@ -122,7 +126,7 @@ class FtraceSites:
         return call
 
     def install(self, kprobe: Kprobe) -> None:
-        """What the probe does at a call has changed, if it is armed."""
+        """Update the route of an armed probe's calls after its state has changed."""
         if kprobe.address in self._callers:
             self._callers[kprobe.address] = kprobe
             self._route(kprobe.address)
@@ -131,7 +135,7 @@ class FtraceSites:
         return [ops for ops in self._ops if site in ops.sites]
 
     def _route(self, site: int) -> None:
-        """Let calls from a site go to its users."""
+        """Route the calls from a site to its users."""
         users = self._users(site)
         kprobe = self._callers.get(site)
         if not users:
@@ -140,7 +144,7 @@ class FtraceSites:
             self._calls[site] = partial(self._first_by_call, kprobe)
         else:
             if kprobe is not None:
-                # Compiled handlers, which the site calls by itself, would hide the calls from the others.
+                # The site calls compiled handlers directly, which would hide the calls from the other users.
                 self.drop_code(kprobe)
             at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
             if len(users) == 1:
@@ -148,7 +152,7 @@ class FtraceSites:
             elif at is None:
                 self._calls[site] = self._list([ops.func for ops in users])
             else:
-                # Its handler in assembly is run by the guest: older users come behind that.
+                # The guest runs the probe's handlers in assembly. Older users must be called after those.
                 older = _each([*(ops.func for ops in users[at + 1 :]), self._list_ends])
                 newer = [ops.func for ops in users[:at]]
                 self._calls[site] = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
@@ -157,7 +161,7 @@ class FtraceSites:
             self._calls[site] = partial(self._run_aside, owners, self._calls[site])
 
     def _run_aside(self, owners: tuple[AssemblyOwner, ...], call: Called, site: int, frame: Any) -> None:
-        """Let the guest run the users' handlers in assembly, and then do the rest."""
+        """Let the guest run the users' handlers in assembly, and call `call` afterwards."""
         hits = self._hits
         regs = self._machine.regs
         if not hits.asm_thunks.run(
@@ -166,7 +170,10 @@ class FtraceSites:
             call(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
-        """Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1)."""
+        """Return a handler that calls several users.
+
+        Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1).
+        """
         call_each = _each([*calls, self._list_ends] if ends else calls)
 
         def call(site: int, frame: Any) -> None:
@@ -184,7 +191,7 @@ class FtraceSites:
         self._hits.ctlblk.in_ops_list = False
 
     def _hit_probe(self, site: int, frame: Any, older: Called = lambda _site, _frame: None) -> None:
-        # Another user's handler may just have taken it away.
+        # Another user's handler may just have disarmed the probe.
         kprobe = self._callers.get(site)
         if kprobe is None:
             older(site, frame)
@@ -192,10 +199,11 @@ class FtraceSites:
             self._hits.on_call_of_several(kprobe, frame, partial(older, site, frame))
 
     def _first_by_call(self, kprobe: Kprobe, site: int, frame: Any) -> None:
-        """The first hit since the handlers have changed; they become guest code, if they can be."""
+        """Handle the first hit after a change of the handlers, and compile them afterwards if possible."""
         if not kprobe.may_compile or kprobe.is_disabled:
-            self._calls[site] = taken = self._hits.by_call(kprobe)
-            taken(site, frame)
+            handle = self._hits.by_call(kprobe)
+            self._calls[site] = handle
+            handle(site, frame)
             return
         route = self._calls[site]
         if (
@@ -209,14 +217,15 @@ class FtraceSites:
             self.compile_call(kprobe)
 
     def compile_call(self, kprobe: Kprobe) -> None:
-        """From the next hit on the site calls the handlers themselves, if they can be guest code."""
-        code = kprobe.compiled = self._compiler.call(kprobe, self.return_at)
+        """Compile the probe's handlers, if possible, and let its site call the code from the next hit on."""
+        code = self._compiler.call(kprobe, self.return_at)
+        kprobe.compiled = code
         kprobe.is_python = code is None
         if code is not None:
             self._start_and_stop({kprobe.address: code.entry})
 
     def drop_code(self, kprobe: Kprobe) -> None:
-        """Let Python take the hits again, until the next one: what the handlers do has changed."""
+        """Let Python handle hits again until the next compilation, because the handlers have changed."""
         kprobe.is_python = False
         code = kprobe.compiled
         kprobe.compiled = None
@@ -237,7 +246,7 @@ class FtraceSites:
         self._update([kprobe.address for kprobe in kprobes])
 
     def disarm(self, kprobes: Sequence[Kprobe]) -> None:
-        """Let the sites call others alone, or be nops again.
+        """Let the probes' sites call only their other users, or become nops again.
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """
@@ -257,7 +266,9 @@ class FtraceSites:
     # All users
 
     def attach(self, ops: FtraceOps, sites: Collection[int]) -> None:
-        """Let exactly these sites call a user, as the newest one if it is new; not while the guest runs.
+        """Set the sites that call a user. A user that had no sites becomes the newest one.
+
+        The guest must not run meanwhile.
 
         Mirrors: kernel/trace/ftrace.c:register_ftrace_function, ftrace_hash_move_and_update_ops (v6.1).
         """
@@ -268,7 +279,10 @@ class FtraceSites:
         self._update(changed)
 
     def detach(self, ops: FtraceOps) -> None:
-        """Call it no more. Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function (v6.1)."""
+        """Remove a user from all of its sites.
+
+        Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function (v6.1).
+        """
         self._lock.assert_held()
         if ops in self._ops:
             self._ops.remove(ops)
@@ -278,7 +292,10 @@ class FtraceSites:
             ops.sites.clear()
 
     def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
-        """`codes`: by site, the address of guest code that it calls instead; the others come to Python."""
+        """Set the guest code that sites of a user call in place of Python: site -> address of the code.
+
+        Python handles the calls of all other sites.
+        """
         self._lock.assert_held()
         ops.codes = codes
         self._update(ops.sites)
@@ -291,7 +308,10 @@ class FtraceSites:
             self._with_regs.update(sites)
 
     def _drop_regs(self, sites: Iterable[int]) -> None:
-        """A user of all registers is gone from these. Mirrors: test_rec_ops_needs_regs (v6.1)."""
+        """Forget that sites save all registers if no remaining user needs that.
+
+        Mirrors: test_rec_ops_needs_regs (v6.1).
+        """
         for site in sites:
             if not any(ops.saves_regs for ops in self._users(site)):
                 self._with_regs.discard(site)
@@ -302,23 +322,27 @@ class FtraceSites:
         return bool(self._ops)
 
     def users(self) -> Mapping[int, tuple[int, Sequence[FtraceOps]]]:
-        """Of each site that calls: what it calls, and who wants it to, newest first."""
+        """Return site -> target of its call, and its users, newest first."""
         return {site: (target, self._users(site)) for site, target in self._calling.items()}
 
     def saves_regs(self, site: int) -> bool:
-        """Whether somebody wants all registers, or a probe did while others of its kind stayed armed.
+        """Return True if a user of the site needs all registers.
 
-        Mirrors: FTRACE_FL_REGS (v6.1), which a probe leaves behind as long as the site has users.
+        Also return True if a removed probe needed them while the site kept other users.
+        Mirrors: FTRACE_FL_REGS (v6.1), which a probe leaves set as long as the site has users.
         """
         return site in self._with_regs
 
     def _target(self, site: int) -> int:
-        """Target of a site's call, a probe's own code left aside."""
+        """Return the target of a site's call, apart from a probe's compiled code."""
         users = self._users(site)
         return self.trampoline if len(users) != 1 else users[0].codes.get(site, self.trampoline)
 
     def _update(self, sites: Iterable[int]) -> None:
-        """Users are known before the text calls them, and until it has stopped."""
+        """Write the calls or nops that the sites' users require.
+
+        Users are routed before the text calls them, and stay routed until it has stopped calling them.
+        """
         sites = set(sites)
         routed = len(self._calls)
         calling = len(self._calling)
@@ -338,7 +362,7 @@ class FtraceSites:
         give_room_back(self._calling, calling)
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
-        """Let sites call these targets, and others be nops."""
+        """Let some sites call the given targets, and turn others into nops."""
         breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
         if starting:
@@ -359,8 +383,13 @@ class FtraceSites:
             self._update(again)
 
     def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:
-        """What a site's breakpoint does while its call is written: one for all, a kernel has so many."""
-        word, call_size, trap_size = self._arch.word_size, self._arch.call_size, len(self._arch.breakpoint)
+        """Return a handler of breakpoints at sites that performs the call which is being written.
+
+        One handler serves all sites, because a kernel has so many.
+        """
+        word = self._arch.word_size
+        call_size = self._arch.call_size
+        trap_size = len(self._arch.breakpoint)
         memory = self._memory
         link = self._arch.call_link
 
@@ -383,7 +412,7 @@ class FtraceSites:
 
 
 def _each(calls: Sequence[Called]) -> Called:
-    """All of them, newest first."""
+    """Return a handler that calls all of `calls` in their order."""
     if len(calls) == 1:
         return calls[0]
 

@@ -1,4 +1,4 @@
-"""HandlerFailures: what handlers in Python have raised."""
+"""HandlerFailures: exceptions raised by handlers in Python."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ _log = logging.getLogger(__name__)
 
 
 class HandlerFailures:
-    """The hit goes on: the guest can't be left in its middle, and other handlers have a right to theirs."""
+    """Records exceptions of handlers in Python.
+
+    The hit continues after an exception: the guest can't be left in the middle of it, and other handlers must
+    run too.
+    """
 
     def __init__(self, machine: ProbedMachine) -> None:
         self._machine = machine
         self._first: BaseException | None = None
 
     def report(self, kprobe: Kprobe, error: BaseException) -> None:
-        """A handler raised: the hit goes on as if it had returned 0, and the first of a probe is logged.
+        """Record an exception of a handler. The hit continues as if the handler had returned 0.
 
-        A fault in guest memory is offered to its fault_handler, and counts as missed, as in Linux (v5.13).
+        A fault in guest memory is offered to the probe's fault_handler and counts as missed, as in Linux
+        (v5.13). Only the first exception of a probe is logged.
         """
         if isinstance(error, MemoryFault) and kprobe.fault_handler is not None:
             kprobe.nmissed += 1
@@ -37,13 +42,13 @@ class HandlerFailures:
         self.note(error, kprobe.address, is_first=kprobe.raised == 1)
 
     def note(self, error: BaseException, address: int, *, is_first: bool) -> None:
-        """Keep what a handler raised for `take`, and log it once a probe."""
+        """Keep an exception for `take`, and log it if it is the probe's first one."""
         self._first = self._first or error
         if is_first:
             _log.error("a handler of the probe at %#x failed", address, exc_info=error)
 
     def raised_behind(self, call: Callable[[], _T]) -> _T:
-        """What a call returns. Raises: as it, what the first handler raised that failed meanwhile."""
+        """Return the result of `call`. Raises: the first exception of a handler during the call."""
         self.take()
         try:
             return call()
@@ -53,7 +58,7 @@ class HandlerFailures:
                 raise failure
 
     def take(self) -> BaseException | None:
-        """What the first handler raised that failed since the last call, for a caller to raise."""
+        """Return the first exception of a handler since the last call of this method, or None."""
         failure = self._first
         self._first = None
         return failure

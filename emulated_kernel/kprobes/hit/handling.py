@@ -1,17 +1,17 @@
 """The state machine of a hit: from the breakpoint, the detour or the fentry call back into the probed code.
 
-    begin           of another hit: missed, and the probed instruction alone is run
-                    set_current -> what the way does of the handlers
+    begin           set_current -> handlers, as below; if another hit is being handled, the hit is missed
+                    and only the probed instruction runs
     breakpoint      begin -> pre_handler -> singlestep
       singlestep    a copy that jumps back (boosted, or in the detour) -> reset_current
-                    a copy in a slot -> its step's end -> post_process
+                    a copy in a slot -> end of the step -> post_process
                     emulation -> post_process
       post_process  post_handler -> reset_current
-    stub            set_current, where its tail comes back to Python -> guest code -> singlestep
+    stub            set_current, if the stub returns to Python -> guest code -> singlestep
     detour          begin -> pre_handlers -> reset_current
     fentry call     begin -> pre_handler -> post_handler -> reset_current
 
-Handlers in assembly are run by the guest before Python's: see asides.py.
+The guest runs handlers in assembly before those in Python; see asm_thunks.py.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap,
 from emulated_kernel.util.abi import Vector
 
 _OPTIMIZED = KprobeFlag.OPTIMIZED.value
-_ACTIVE, _REENTER, _SINGLE_STEP, _STEP_DONE = (
-    HitStatus.ACTIVE,
-    HitStatus.REENTER,
-    HitStatus.SINGLE_STEP,
-    HitStatus.STEP_DONE,
-)
-"""An enumeration finds its members slowly."""
+# Members are looked up once, because looking them up in the enumeration at each hit is slow.
+_ACTIVE = HitStatus.ACTIVE
+_REENTER = HitStatus.REENTER
+_SINGLE_STEP = HitStatus.SINGLE_STEP
+_STEP_DONE = HitStatus.STEP_DONE
 
 
 class HitHandling:
-    """What a CPU does about a hit; `BreakpointDispatch` and `FtraceSites` lead the traps here.
+    """Handles a CPU's hit; `BreakpointDispatch` and `FtraceSites` route traps here.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
-    ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step;
-    instead `may_interrupt` keeps the machine from delivering one.
+    ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step; instead
+    `may_interrupt` keeps the machine from delivering an interrupt.
     """
 
     def __init__(
@@ -59,10 +57,10 @@ class HitHandling:
         self._split_jumps = split_jumps
         self._call_size = arch.call_size
         self._seen_at = arch.seen_ip
-        """Where handlers expect ip, behind the probed address: what a breakpoint's trap leaves on Linux."""
+        """Offset from the probed address to the ip that handlers expect: Linux's ip after the breakpoint."""
         self._rewinds = arch.seen_ip != len(arch.breakpoint)
         self.frame_at = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size).at
-        """The registers that guest code has saved at an address, as handlers get them."""
+        """Return the registers that guest code has saved at an address, in the form that handlers get."""
         self.ctlblk = KprobeCtlblk()
         self.asm_thunks = AsmThunks(machine, compiler)
         self.failures = HandlerFailures(machine)
@@ -73,9 +71,10 @@ class HitHandling:
     def _begin(
         self, kprobe: Kprobe, regs: Regs, handle: Callable[[Kprobe, Regs], object], by_breakpoint: bool
     ) -> bool:
-        """The CPU is the probe's; `handle` calls handlers in Python, and ends the hit. False: missed.
+        """Begin a hit and call `handle`, which calls the handlers in Python and ends the hit.
 
-        `regs`: what the handlers get: the live registers, or those that guest code has saved.
+        `regs` are the registers for the handlers: the live ones, or those that guest code has saved. Return
+        False if the hit is missed, because the CPU is already handling another one.
         """
         ctlblk = self.ctlblk
         if ctlblk.running is not None:
@@ -97,8 +96,7 @@ class HitHandling:
         *,
         in_frame: bool = False,
     ) -> bool:
-        """Let the guest run the probe's assembly, and go on with Python behind it; False: no room."""
-
+        """Let the guest run the probe's assembly, then call `handle`; return False if there is no room."""
         machine = self._machine
 
         def go_on(_live: Regs) -> None:
@@ -110,8 +108,9 @@ class HitHandling:
     # By a breakpoint
 
     def by_breakpoint(self, kprobe: Kprobe) -> Callable[[Regs], None]:
-        """What takes the probe's hits by a breakpoint: made once, for a hit makes nothing.
+        """Return the handler of the probe's hits by a breakpoint.
 
+        It is created once, so that a hit creates no object.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         begin = self._begin
@@ -143,7 +142,7 @@ class HitHandling:
         self.singlestep(kprobe, insn, regs, False)
 
     def singlestep(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs, reentered: bool) -> None:
-        """Run the probed instruction.
+        """Run the probed instruction: its boosted copy, a step in the slot, or an emulation.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep, reenter_kprobe (v6.1).
         """
@@ -154,7 +153,7 @@ class HitHandling:
             assert kprobe.detour is not None
             copy = kprobe.detour.copied
         if copy is not None:
-            # It jumps back by itself: the hit is over here, and post_handlers don't run.
+            # The copy jumps back by itself. The hit ends here, and post_handlers don't run.
             regs.ip = copy
             if not reentered:
                 ctlblk.reset_current(kprobe)
@@ -173,7 +172,7 @@ class HitHandling:
         try:
             emulation.run(regs, self._machine.memory)
         except MemoryFault as fault:
-            # What the emulated instruction would have met: its own page fault, at its own place.
+            # Raise the page fault that the emulated instruction would have caused, at the probed address.
             regs.ip = kprobe.address
             ctlblk.forget_current()
             self._machine.raise_fault(fault)
@@ -181,14 +180,14 @@ class HitHandling:
         self._post_process(kprobe, regs)
 
     def on_step_end(self, kprobe: Kprobe, next_ip: int, regs: Regs) -> None:
-        """The copy in the slot has run; the guest goes on behind the probed instruction."""
+        """End a step in the slot: continue the guest after the probed instruction."""
         regs.ip = next_ip
-        # Nobody's step ends where the copy was a boosted one when the CPU came into it.
+        # No hit is running if the copy was boosted when the CPU entered it.
         if self.ctlblk.running is not None:
             self._post_process(kprobe, regs)
 
     def on_debug_trap(self, kprobe: Kprobe, next_ip: int, regs: Regs) -> None:
-        """The same of a step by the trap flag.
+        """End a step by the trap flag.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11).
         """
@@ -196,7 +195,7 @@ class HitHandling:
         self.on_step_end(kprobe, next_ip, regs)
 
     def _post_process(self, kprobe: Kprobe, regs: Regs) -> None:
-        """Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_post_process (v6.1)."""
+        """Call the post_handler and end the hit. Mirrors: core.c:kprobe_post_process (v6.1)."""
         ctlblk = self.ctlblk
         if ctlblk.status is _REENTER:
             ctlblk.restore_previous()
@@ -206,11 +205,11 @@ class HitHandling:
         self._call_post_handler(kprobe, regs)
 
     def _run_post_assembly(self, kprobe: Kprobe, regs: Regs) -> bool:
-        """Let the guest run it; False where there is no room for it, and Python's are still to be called."""
+        """Let the guest run the probe's post_code; return False if there is no room for the code."""
         insn = kprobe.insn
         assert insn is not None
         if not insn.prepared.boostable or kprobe.has_python_post_handler:
-            # No jump leads from there to where the guest goes on, or not always to the same place.
+            # No jump leads from the code to where the guest continues, or not always to the same address.
             return self._run_aside(kprobe, regs, self._call_post_handler, HandlerPoint.POST)
         code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=HandlerPoint.POST), regs.ip)
         if code is None:
@@ -230,8 +229,9 @@ class HitHandling:
         self.ctlblk.reset_current(kprobe)
 
     def on_break(self, regs: Regs) -> None:
-        """The breakpoint that ends what a pre_handler has left open; without that, a trap like any other.
+        """Call the break_handler of a probe whose pre_handler has left its hit open.
 
+        Without such a probe, the breakpoint is an error.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v4.14), the part on break_handler.
         """
         kprobe = self.ctlblk.running
@@ -243,17 +243,19 @@ class HitHandling:
             self.singlestep(kprobe, kprobe.insn, regs, False)
 
     def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
-        """The same where the handlers are guest code, which goes on at the instruction's copy.
+        """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
 
-        A closure of what is known already: it is all that Python does of such a hit.
+        It is a closure over known values, because it is all of the Python code that runs at such a hit.
         """
-        ctlblk, by_python, entry = self.ctlblk, self.by_breakpoint(kprobe), stub.entry
+        ctlblk = self.ctlblk
+        by_python = self.by_breakpoint(kprobe)
+        entry = stub.entry
         returns = stub_traps(kprobe, stub) == 1
         status = _ACTIVE if stub.target is None else _SINGLE_STEP
 
         def hit(regs: Regs) -> None:
             if kprobe.stub is not stub or ctlblk.running is not None:
-                # Text is just being patched, and the stub went first; or the hit is missed.
+                # The text is being patched and the stub has already been dropped, or the hit is missed.
                 by_python(regs)
                 return
             if not returns:
@@ -265,7 +267,10 @@ class HitHandling:
     # By a jump
 
     def by_detour(self, kprobe: AggrKprobe) -> Callable[[Regs], bool]:
-        """The same in its detour buffer, which restores what they change but ip and sp; False: missed."""
+        """Return the handler of hits by the jump to the probe's detour; it returns False for a missed hit.
+
+        The detour buffer restores the registers that handlers change, except ip and sp.
+        """
         begin = self._begin
         handle = self._in_detour
         frame_at = self.frame_at
@@ -283,7 +288,10 @@ class HitHandling:
     # By a call
 
     def by_call(self, kprobe: Kprobe) -> Callable[[int, Regs], bool]:
-        """The same in ftrace's trampoline, which returns to the frame's ip behind the site; False: missed."""
+        """Return the handler of hits by a call of ftrace's trampoline; it returns False for a missed hit.
+
+        The trampoline returns to the frame's ip, after the site.
+        """
         begin = self._begin
         handle = self._called
 
@@ -293,7 +301,7 @@ class HitHandling:
         return hit
 
     def on_call_of_several(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object]) -> None:
-        """The same with older users of the site, which `then` calls behind all handlers of the probe."""
+        """Handle a hit by a call of a site with several users. `then` calls the older users afterwards."""
         if not self._begin(kprobe, frame, partial(self._called, then=then), False):
             then()
 
@@ -333,11 +341,11 @@ class HitHandling:
     # Faults and interrupts
 
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
-        """An exception while stepping: a fault that the original instruction has to have caused; or of a
-        handler that goes on too long.
+        """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
-        True: that, or the probe's fault_handler has dealt with it; the guest goes on where `regs` stands.
-        False: the guest gets the fault, at the address where `regs` stands now.
+        An access of compiled code continues at its fixup. A fault in the step belongs to the probed
+        instruction: if the probe's fault_handler doesn't handle it, the guest gets the fault at the probed
+        address.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)
@@ -360,10 +368,12 @@ class HitHandling:
         return False
 
     def may_interrupt(self) -> bool:
-        """False from a hit until its step has ended: the slot's registers belong to nobody else.
+        """Return True if the machine may deliver an interrupt.
 
-        Nor in a compiled handler, which may have written half a record, nor between instructions of a jump or
-        call that may be taken back. Linux: where those are two, nothing is preempted, so that no task is
+        It may not between a hit and the end of its step, since the slot's registers belong to the hit. It may
+        not in a compiled handler, which may have written half a record. And it may not between the
+        instructions of a jump or call that may be removed.
+        Linux: where a jump or call is two instructions, the kernel isn't preempted, so that no task is
         between them while they are patched.
         """
         ip = self._machine.regs.ip
@@ -375,7 +385,7 @@ class HitHandling:
 
 
 def stub_traps(kprobe: Kprobe, stub: CompiledCode) -> int:
-    """How many traps a hit takes whose handlers are in the probe's stub."""
+    """Return the number of traps of a hit whose handlers are compiled into the probe's stub."""
     insn = kprobe.insn
     assert insn is not None
     return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1

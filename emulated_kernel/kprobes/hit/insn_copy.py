@@ -1,4 +1,4 @@
-"""What takes a probed instruction's place: the breakpoint over it, and the copy that is run out of line."""
+"""Replacement of a probed instruction: the breakpoint that overwrites it, and its out-of-line copy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Breakpoints:
-    """Writes and takes back the breakpoint at a probed address.
+    """Writes and removes the breakpoints at probed addresses.
 
-    Linux: on RISC-V under stop_machine(). Deviates: a breakpoint that CPUs may fetch in two parts is written
-    in steps, as a jump is. Mirrors: arch/*/kernel/**/kprobes.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
+    Linux: on RISC-V, it does so under stop_machine(). Deviates: a breakpoint that CPUs may fetch in two parts
+    is written in steps, like a jump.
+    Mirrors: arch/*/kernel/**/kprobes.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
     """
 
     _text: Text
@@ -83,9 +84,9 @@ class InsnCopier:
         self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, garbage, lead)
 
     def prepare(self, kprobe: Kprobe) -> None:
-        """Check the instruction and make the copy.
+        """Check the probed instruction and make its out-of-line copy.
 
-        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP, ENOSPC (can't be copied).
+        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP, ENOSPC (the instruction can't be copied).
         """
         addr = kprobe.address
         refused = self._verdict.check_prepare(addr)
@@ -112,17 +113,17 @@ class InsnCopier:
         self._routes.install(kprobe)
 
     def check_unpatched(self, addr: int, size: int) -> None:
-        """Somebody else's jump or call isn't taken for the kernel's own code, which disarming restores.
+        """Refuse text that another debugger has patched: disarming would restore that debugger's bytes.
 
         Raises: KernelError EINVAL.
         """
         if self._text.is_foreign(addr, size):
-            raise KernelError(errno.EINVAL, "another debugger has patched it")
+            raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")
 
     def boost_or_step(self, head: Kprobe) -> None:
-        """End the copy by a jump back where that can be, by the step's end where it can't.
+        """End the copy by a jump back if the probe can be boosted, else by the end-of-step breakpoint.
 
-        Linux: boosted once and for all, so that a post_handler added later never runs. Deviates: it does.
+        Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: it runs.
         """
         insn = head.insn
         if insn is None or insn.slot is None:
@@ -131,7 +132,7 @@ class InsnCopier:
         if boosted == insn.boosted:
             return
         if self._routes.hits.ctlblk.is_underway:
-            # A CPU in the middle of a step needs its end.
+            # A CPU in the middle of a step still needs the breakpoint that ends it.
             self._text.sync()
         end = insn.prepared.length
         tail = insn.prepared.slot_bytes[end:]
@@ -141,11 +142,11 @@ class InsnCopier:
         insn.boosted = boosted
 
     def release(self, kprobe: Kprobe) -> None:
-        """Give the slot back and forget the ways into the probe."""
+        """Free the probe's slot, and drop the routes of its breakpoints."""
         self._routes.remove(kprobe)
         insn = kprobe.insn
         kprobe.insn = None
         if insn is not None and insn.slot is not None:
-            # A boosted copy is left without a trap; a stepped one by the end of a hit.
+            # A CPU leaves a boosted copy without a trap, but a stepped one only through the end of a hit.
             dirty = insn.boosted or self._routes.hits.ctlblk.is_underway
             self.slots.free(insn.slot, dirty=dirty, on_free=lambda: self._routes.remove_step_end(insn))

@@ -1,4 +1,4 @@
-"""Insn slots: where copies of probed instructions are run out of line."""
+"""Insn slots: executable memory for out-of-line copies of probed instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InsnSlots:
     def __init__(
         self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
-        """`size`: bytes of a slot, at least; `lead`: code that stands in front of each."""
+        """Create no slots yet. `size`: minimum bytes of a slot; `lead`: code placed before each slot."""
         self._text = text
         self._waiting = garbage
         self._lead = lead
@@ -32,23 +32,23 @@ class InsnSlots:
         self._empty = breakpoint_ * (self._size // len(breakpoint_))
         self.slots_per_page = PAGE_SIZE // self._size
         self._pages: dict[int, list[int]] = {}
-        """By address of each page its slots that nothing uses. Mirrors: struct kprobe_insn_page (v6.1)."""
+        """Address of each page -> its unused slots. Mirrors: struct kprobe_insn_page (v6.1)."""
         self._page_of: dict[int, int] = {}
         self._garbage = 0
 
     @property
     def used(self) -> int:
-        """Slots that hold a copy."""
+        """Number of slots that hold a copy."""
         return len(self._page_of) - self._garbage
 
     @property
     def garbage(self) -> int:
-        """Slots that wait for the collector."""
+        """Number of freed slots that wait for the collector."""
         return self._garbage
 
     @property
     def pages(self) -> int:
-        """Pages of executable memory."""
+        """Number of pages of executable memory."""
         return len(self._pages)
 
     def get(self) -> GuestAddr:
@@ -69,9 +69,10 @@ class InsnSlots:
         return GuestAddr(slot)
 
     def free(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
-        """Give a slot back; a `dirty` one is used again only when nobody can be in it.
+        """Free a slot. A `dirty` one is reused only after no CPU can be in it any more.
 
-        `on_free` is called when that is so. Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
+        `on_free` is called at that time.
+        Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
         """
         if not dirty:
             self._reclaim(slot, on_free)
@@ -100,7 +101,10 @@ class InsnSlots:
         return address
 
     def _reclaim(self, slot: int, on_free: Callable[[], None]) -> None:
-        """Mirrors: kernel/kprobes.c:collect_one_slot (v6.1): one empty page is kept."""
+        """Make a slot available again. Frees empty pages except the last one.
+
+        Mirrors: kernel/kprobes.c:collect_one_slot (v6.1).
+        """
         on_free()
         page = self._page_of.pop(slot)
         self._text.poke(slot - len(self._lead), self._empty)

@@ -1,4 +1,4 @@
-"""PartialJumpDetector: where a jump or call is two instructions, a CPU may stand between them."""
+"""PartialJumpDetector: CPUs between the two instructions of a jump or call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class PartialJumpDetector:
-    """Finds CPUs that have executed the first of the instructions that are patched as one.
+    """Finds CPUs that have executed only the first of two instructions that are patched as one.
 
-    On x86 a jump is one instruction, and nobody is ever within it.
+    On x86 a jump is a single instruction, so that no CPU is ever in the middle of it.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class PartialJumpDetector:
         self._table = table
         self._poker = poker
         self._reach = range(1, arch.call_size) if arch.call_link is not None else range(0)
-        """How far behind the start of a jump or call a CPU may stand within it; bytes."""
+        """Distances in bytes from a jump's or call's start at which a CPU may be in the middle of it."""
         self._first = arch.call_size // 2
-        """Size of the first of the two instructions."""
+        """Size in bytes of the first of the two instructions."""
 
     def contains(self, ip: int) -> bool:
-        """Whether `ip` is within the jump of an optimized probe, or an fentry site, a call or nops."""
+        """Return True if `ip` is in the middle of an optimized probe's jump, or of an fentry site."""
         for distance in self._reach:
             head = self._table.get(ip - distance)
             if ip - distance in self._verdict.fentry or (isinstance(head, AggrKprobe) and head.is_optimized):
@@ -45,19 +45,20 @@ class PartialJumpDetector:
         return False
 
     def may_patch(self) -> bool:
-        """Whether a hit may retarget a jump or call: no CPU's ip may be in the middle of one then.
+        """Return True if a hit may retarget a jump or call.
 
-        Nor may text be being patched. Within a hit a CPU can't be run to the end of a split jump first.
+        Text must not be under change, and no CPU may be in the middle of a jump or call: a hit can't run
+        another CPU to the end of it first.
         """
         if self._poker.is_busy:
             return False
         return not self._reach or not any(self.contains(ip) for ip, _ in self._machine.positions())
 
     def start_again(self, places: Iterable[int]) -> None:
-        """CPUs in the middle of the jumps or calls that stand there begin them anew, as they are going to be.
+        """Move CPUs from the middle of the jumps or calls at `places` back to their start.
 
-        For what a hit has to change at once: it can't run another CPU to the end of one first. The first
-        instruction sets a register that the jump alone uses, so that it may be executed again.
+        They then run the new code. A hit uses this to change text at once. The first instruction only sets a
+        register that the jump alone uses, so that it may be executed twice.
         """
         middles = {place + self._first: place for place in places} if self._reach else {}
         for number, (ip, _) in enumerate(self._machine.positions() if middles else ()):

@@ -1,4 +1,5 @@
-"""Jump optimization: the delayed optimizer of Linux, and djprobe's commit, which is another kind of it.
+"""Jump optimization: Linux's delayed optimizer, and djprobe's commit as a variant of it.
 
-What may be optimized is arch's verdict. Both change text and lists under the control lock, never in a hit.
+The probe checks of arch decide which probes can be optimized. Both optimizers change text and lists only
+under the control lock, never during a hit.
 """

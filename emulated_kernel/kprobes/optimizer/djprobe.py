@@ -1,7 +1,7 @@
-"""Djprobe: jumps that the user asks for by a probe's `length`, and that commit_kprobes() writes.
+"""Djprobe: jumps that users request by a probe's `length`, and that commit_kprobes() writes.
 
-Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, nothing is done later or by
-itself: the length comes from a tool, and the user says when everybody may wait for the jumps.
+Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, it does nothing later or by
+itself: the length comes from a tool, and the user decides when the system may wait for the jumps.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from emulated_kernel.util.errors import KernelError
 
 
 class Djprobes(Optimizer):
-    """The optimizer's lists under the paper's rules: `optimizing` is its registering_list, `freeing` its
-    unregistering_list.
+    """The optimizer's lists under the paper's rules.
+
+    `optimizing` is the paper's registering_list, `freeing` its unregistering_list.
     """
 
     queued = "waits for commit_kprobes()"
 
     def wants(self, kprobe: Kprobe) -> bool:
-        """See Optimizer.wants: a probe without a length is no djprobe."""
+        """Return True if the probe has a length; only such a probe is a djprobe."""
         return bool(kprobe.length)
 
     def ask(self, kprobe: Kprobe) -> None:
-        """See Optimizer.ask: what the paper's user does, who takes the length from the static analysis.
+        """Set the probe's length from the static analysis, as a user of the paper's tool would.
 
-        Raises: KernelError EOPNOTSUPP (that says 0).
+        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump).
         """
         found = self._verdict.optimized_region(kprobe.address)
         if isinstance(found, Rejection):
@@ -39,11 +40,11 @@ class Djprobes(Optimizer):
         self.check_conflicts(kprobe)
 
     def check_conflicts(self, kprobe: Kprobe) -> None:
-        """What other probes mean for one that is about to be registered; its `length` may be cleared.
+        """Check a probe that is about to be registered against other probes; this may clear its `length`.
 
-        Raises: KernelError EEXIST (another djprobe's region covers it), EINVAL (the length isn't what the
-        static analysis says). Source: section 3.3.1. Deviates: there the length is believed, as that kernel
-        has no disassembler.
+        Source: section 3.3.1. Deviates: the paper's kernel has no disassembler and trusts the length.
+        Raises: KernelError EEXIST (the region of another djprobe covers the probe), EINVAL (the static
+        analysis gives another length).
         """
         addr = kprobe.address
         if any(self.covering(addr)):
@@ -63,12 +64,12 @@ class Djprobes(Optimizer):
                 kprobe.rejection = f"0x{addr:x}: a probe at 0x{inner:x} was in its region before"
 
     def unoptimize(self, head: Kprobe, *, force: bool) -> None:
-        """See Optimizer.unoptimize; always at once. Source: section 3.6.2."""
+        """Implement Optimizer.unoptimize; it always removes the jump at once. Source: section 3.6.2."""
         del force
         super().unoptimize(head, force=True)
 
     def free(self, head: AggrKprobe) -> None:
-        """Give back what a probe without members holds: at the next commit, for CPUs may be in its detour."""
+        """Free the resources of a probe without members at the next commit, as CPUs may be in its detour."""
         if head.detour is not None and head not in self.freeing:
             self.freeing[head] = None
         else:
@@ -77,7 +78,7 @@ class Djprobes(Optimizer):
     def commit(self) -> None:
         """Write the jumps of registered djprobes and free the detours of unregistered ones.
 
-        Raises: KernelError EBUSY (a task stays where it is in the way, or doesn't freeze; nothing was done).
+        Raises: KernelError EBUSY (a task stays in the way or doesn't freeze; nothing was done).
         Source: section 3.4.
         """
         with self._all_at_known_places() as all_frozen:
@@ -87,14 +88,20 @@ class Djprobes(Optimizer):
                 raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
 
     def _all_at_known_places(self) -> AbstractContextManager[bool]:
-        """Section 2.2: without preemption every CPU's trip through the scheduler is enough."""
+        """Bring all tasks to known places. Return whether that succeeded, as a context manager.
+
+        Source: section 2.2. Without preemption, one pass of each CPU through the scheduler is enough.
+        """
         if self._profile.djprobe is QuiesceMethod.FREEZE_PROCESSES:
             return self._scheduler.frozen()
         self._scheduler.yield_to_tasks()
         return nullcontext(True)
 
     def _write_if_quiescent(self) -> bool:
-        """Deviates: looks as well whether anybody is in the way, as threads that don't freeze may be."""
+        """Write the jumps and free detours; return False if a CPU or task is in the way.
+
+        Deviates: the paper doesn't check this, but threads that don't freeze may be in the way.
+        """
         if not self._scheduler.is_quiescent(self._affected()):
             return False
         self._optimize_all()
@@ -102,9 +109,12 @@ class Djprobes(Optimizer):
         return True
 
     def flush(self) -> None:
-        """See Optimizer.flush: the files have no commit_kprobes(), and can't freeze who writes to them."""
+        """Write the jumps if possible now.
+
+        The control files have no commit_kprobes(), and can't freeze the tasks that write to them.
+        """
         if self.optimizing:
             self._write_if_quiescent()
 
     def _kick(self) -> None:
-        """Nothing happens before the commit."""
+        """Do nothing: jumps wait for the commit."""

@@ -1,4 +1,4 @@
-"""The optimizer: from a breakpoint to a jump and back, later and when no CPU stands in the way."""
+"""The optimizer: it replaces breakpoints by jumps and back, delayed, when no CPU is in the way."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 OPTIMIZE_DELAY = 5
-"""Jiffies from the first request to the optimizer's run, so that several are done at once."""
+"""Jiffies from the first request to the optimizer's run; the delay lets one run serve several requests."""
 
 
 Queue = dict[AggrKprobe, None]
-"""One of Linux's lists; a set that keeps its order, as thousands of probes are looked for in it."""
+"""One of Linux's lists, as an ordered set: thousands of probes are looked up in it."""
 
 
 @dataclass(eq=False)
 class Optimizer:
     """Jump optimization of aggregator probes.
 
-    Three lists hold what has been asked for; `work` does it. Mirrors: kernel/kprobes.c (v6.1), the part
-    under CONFIG_OPTPROBES.
+    Three lists hold the requests, and `work` executes them.
+    Mirrors: kernel/kprobes.c (v6.1), the part under CONFIG_OPTPROBES.
     """
 
     queued: ClassVar[str] = "queued for the optimizer"
-    """Why a probe that gets its jump has none yet."""
+    """Reason shown for a probe whose jump isn't written yet."""
 
     _table: ProbeTable
     _verdict: ProbeChecker[Any]
@@ -56,7 +56,7 @@ class Optimizer:
     _scheduler: GracePeriod
     _profile: Profile
     allowed: bool = field(default=True, init=False)
-    """sysctl debug.kprobes-optimization."""
+    """Value of sysctl debug.kprobes-optimization."""
     optimizing: Queue = field(default_factory=dict, init=False)
     unoptimizing: Queue = field(default_factory=dict, init=False)
     freeing: Queue = field(default_factory=dict, init=False)
@@ -67,7 +67,7 @@ class Optimizer:
     # Detours
 
     def prepare(self, head: AggrKprobe) -> None:
-        """Make the detour of a probe; where there can't be one its `rejection` says why.
+        """Create the detour of a probe, or set its `rejection` to the reason why there can be none.
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
         """
@@ -103,10 +103,11 @@ class Optimizer:
         )
 
     def _discard(self, head: AggrKprobe) -> None:
-        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
+        """Free the probe's detour.
 
-        Linux: nobody is left in a detour when it goes, for it goes by the worker alone. Deviates: one whose
-        probe was unoptimized earlier goes with its probe.
+        Linux: only the worker frees detours, so that no CPU is in one. Deviates: the detour of a probe that
+        was unoptimized earlier is freed together with the probe.
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
         """
         detour = head.detour
         head.detour = None
@@ -123,7 +124,10 @@ class Optimizer:
         self._text.free_text(detour.address)
 
     def kill(self, head: AggrKprobe) -> None:
-        """The probed text goes: it isn't touched. Mirrors: kernel/kprobes.c:kill_optimized_kprobe (v6.1)."""
+        """Drop a probe whose text is about to be freed, without touching the text.
+
+        Mirrors: kernel/kprobes.c:kill_optimized_kprobe (v6.1).
+        """
         was_queued = self.is_queued(head)
         for queue in (self.optimizing, self.unoptimizing, self.freeing):
             queue.pop(head, None)
@@ -131,42 +135,45 @@ class Optimizer:
         head.is_patched = False
         self._discard(head)
         if was_queued and head.is_unused:
-            # Without members, it was only waiting for its text.
+            # A queued probe without members was only waiting for its text.
             self._table.remove(head)
 
     def leave_text(self, spans: Sequence[Span]) -> None:
-        """Text goes: probes that only wait to be freed don't touch it any more."""
+        """Mark the probes that wait to be freed as gone if their text is about to be freed."""
         for head in self.freeing:
             if any(start <= head.address < end for start, end in spans):
                 head.flags |= KprobeFlag.GONE
 
     def free(self, head: AggrKprobe) -> None:
-        """Give back all that a probe without members holds. Mirrors: free_aggr_kprobe (v6.1)."""
+        """Free all resources of a probe without members. Mirrors: free_aggr_kprobe (v6.1)."""
         self._discard(head)
         self._copies.release(head)
 
-    # Questions
+    # Queries
 
     def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
-        """Whether it is to get a detour, if it can have one."""
+        """Return True if the probe should get a detour if it can have one."""
         return True
 
     def ask(self, kprobe: Kprobe) -> None:
-        """Its user wants a jump that it didn't ask for when it was registered. Raises: KernelError."""
+        """Request a jump for a probe that was registered without requesting one. Raises: KernelError."""
 
     def is_queued(self, head: Kprobe) -> bool:
-        """Whether the worker still has to do with it. Mirrors: kprobe_queued (v6.1)."""
+        """Return True if the worker still has to process the probe. Mirrors: kprobe_queued (v6.1)."""
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
 
     def is_disarmed(self, head: Kprobe) -> bool:
-        """Mirrors: kernel/kprobes.c:kprobe_disarmed (v6.1)."""
+        """Return True if the probe is disabled and not queued.
+
+        Mirrors: kernel/kprobes.c:kprobe_disarmed (v6.1).
+        """
         return head.is_disabled and not self.is_queued(head)
 
     def covering(self, addr: int) -> Iterator[AggrKprobe]:
-        """The probes that can be optimized and whose jumps would cover `addr` behind their first bytes.
+        """Iterate over the optimizable probes whose jumps would cover `addr`, except with their first byte.
 
-        Linux: looks at the nearest probe before `addr` alone; where that one is disabled, a breakpoint gets
-        into the jump of another one before it. Deviates: finds them all.
+        Linux: it checks only the nearest probe before `addr`. If that one is disabled, a breakpoint can
+        overwrite the jump of an earlier probe. Deviates: all probes are found.
         Mirrors: kernel/kprobes.c:get_optimized_kprobe (v6.1).
         """
         for distance in range(1, self._arch.max_detoured):
@@ -177,7 +184,10 @@ class Optimizer:
                 yield found
 
     def blocked_by(self, head: AggrKprobe) -> Kprobe | None:
-        """An armed probe in what the jump would cover. Mirrors: arch_check_optimized_kprobe (v6.1)."""
+        """Return an armed probe that the jump would cover, or None.
+
+        Mirrors: arch_check_optimized_kprobe (v6.1).
+        """
         assert head.detour is not None
         for distance in range(1, head.detour.length):
             other = self._table.get(head.address + distance)
@@ -188,7 +198,7 @@ class Optimizer:
     # Requests
 
     def optimize(self, head: Kprobe) -> None:
-        """Queue a probe for its jump, if it may have one. Mirrors: optimize_kprobe (v6.1)."""
+        """Queue a probe for optimization, if it may be optimized. Mirrors: optimize_kprobe (v6.1)."""
         if not isinstance(head, AggrKprobe) or head.detour is None or head.is_held:
             return
         if not self.allowed or head.is_disabled or self._table.all_disarmed:
@@ -204,7 +214,7 @@ class Optimizer:
         self._kick()
 
     def unoptimize(self, head: Kprobe, *, force: bool) -> None:
-        """Take the jump back: later by the worker, or with `force` now.
+        """Remove the probe's jump: later by the worker, or at once with `force`.
 
         Mirrors: kernel/kprobes.c:unoptimize_kprobe (v6.1).
         """
@@ -225,7 +235,7 @@ class Optimizer:
             self._kick()
 
     def allow(self, allowed: bool) -> None:
-        """Let probes be optimized from now on, or take all jumps back before this returns.
+        """Allow the optimization of probes, or forbid it and remove all jumps before returning.
 
         Mirrors: kernel/kprobes.c:optimize_all_kprobes, unoptimize_all_kprobes (v6.1).
         """
@@ -243,7 +253,7 @@ class Optimizer:
             self.flush()
 
     def hold(self, head: AggrKprobe, held: bool) -> None:
-        """Keep one probe unoptimized, or let it be optimized again; done when this returns."""
+        """Keep one probe unoptimized, or allow its optimization again; the change is complete on return."""
         head.is_held = held
         if held:
             self.unoptimize(head, force=False)
@@ -254,10 +264,10 @@ class Optimizer:
     # The worker
 
     def flush(self) -> None:
-        """Do now what is queued. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
+        """Execute the queued requests now. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
 
-        Linux: waits for the quiescence too. Deviates: the guest stands still here, so that what isn't
-        quiescent stays queued.
+        Linux: it also waits for quiescence. Deviates: the guest doesn't run meanwhile, so that requests that
+        aren't quiescent stay queued.
         """
         if self.optimizing or self.unoptimizing:
             self.work.flush()
@@ -266,7 +276,7 @@ class Optimizer:
         self.work.schedule(OPTIMIZE_DELAY)
 
     def _run(self) -> None:
-        """Mirrors: kernel/kprobes.c:kprobe_optimizer (v6.1)."""
+        """Execute queued requests. Mirrors: kernel/kprobes.c:kprobe_optimizer (v6.1)."""
         self._unoptimize_all()
         if self._scheduler.is_quiescent(self._affected()):
             self._optimize_all()
@@ -275,7 +285,7 @@ class Optimizer:
             self._kick()
 
     def _free_all(self) -> None:
-        """Free the slots and detours of unoptimized probes; the caller has made sure of their quiescence."""
+        """Free the slots and detours of unoptimized probes; the caller must have checked their quiescence."""
         for head in self.freeing:
             head.has_used_detour = False
             self._discard(head)
@@ -283,8 +293,11 @@ class Optimizer:
         self.freeing.clear()
 
     def _affected(self) -> list[Span]:
-        """Ranges that must be quiescent: text that a jump is about to cover, slots and detours that jump back
-        into it, those about to be freed, and the garbage, which may jump into all of these."""
+        """Return the ranges that must be quiescent.
+
+        They are the text that jumps will cover, slots and detours that jump back into it, slots and detours
+        that will be freed, and the garbage, which may jump into all of these.
+        """
         spans = {*self._garbage.spans}
         for head in self.optimizing:
             assert head.detour is not None
@@ -295,8 +308,11 @@ class Optimizer:
         return [*spans]
 
     def _leading_to(self, head: AggrKprobe) -> Iterator[Span]:
-        """Code that returns to the middle of a region without a hit: the probe's own slot, and slots, detours
-        and handlers of probes whose instructions end in the region."""
+        """Iterate over code that enters the middle of a probe's region without a hit.
+
+        It is the probe's own slot, and the slots, detours and handlers of probes whose instructions end in
+        the region.
+        """
         assert head.detour is not None
         for distance in range(1 - self._arch.max_detoured, head.detour.length):
             other = self._table.get(head.address + distance)
@@ -306,7 +322,7 @@ class Optimizer:
                 yield from self._places_of(other)
 
     def _places_of(self, probe: Kprobe) -> Iterator[Span]:
-        """The executable memory of a probe."""
+        """Iterate over the address ranges of a probe's executable memory."""
         yield from self._slot_of(probe)
         detour = probe.detour if isinstance(probe, AggrKprobe) else None
         for code in (detour, probe.stub, probe.compiled):
@@ -319,7 +335,7 @@ class Optimizer:
             yield insn.slot - insn.lead, insn.slot + self._arch.max_insn_size
 
     def _unoptimize_all(self) -> None:
-        """Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
+        """Remove the queued jumps. Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
         for head in self.unoptimizing:
             self._expose_breakpoint(head)
         done = [*self.freeing, *self.unoptimizing]
@@ -336,7 +352,7 @@ class Optimizer:
             self.freeing[head] = None
 
     def _optimize_all(self) -> None:
-        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_optimize_kprobes (v6.1)."""
+        """Write the queued jumps. Mirrors: arch/x86/kernel/kprobes/opt.c:arch_optimize_kprobes (v6.1)."""
         if self._table.all_disarmed or not self.allowed:
             return
         for head in self.optimizing:
@@ -349,10 +365,11 @@ class Optimizer:
         self.optimizing.clear()
 
     def _expose_breakpoint(self, head: AggrKprobe) -> None:
-        """Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
+        """Replace a jump by the breakpoint. Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
         breakpoint_ = self._breakpoint(head)
         poker = self._poker
-        # The poker's own breakpoint, the shortest, ends only shorter instructions.
+        # The poker exposes its own breakpoint, the shortest one, which suffices only for shorter
+        # instructions.
         is_own = breakpoint_ == self._arch.breakpoint
         write = poker.expose_breakpoint if is_own else poker.replace
         write(head.address, breakpoint_ + head.saved_tail)

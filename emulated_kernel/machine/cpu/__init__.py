@@ -1,5 +1,5 @@
-"""The CPUs that are emulated: registers, memory map and calling convention of each instruction set.
+"""The emulated CPUs: registers, memory map and calling convention of each instruction set.
 
-`model.CpuModel` is the list that an architecture fills; `registers.Regs` are the live registers of the
-current CPU, `register_sets` a complete set of x86's values. machine/cpu_parts.py picks by name.
+Each architecture implements `model.CpuModel`. `registers.Regs` are the live registers of the current CPU;
+`register_sets` has tuples of register values for x86. machine/cpu_parts.py selects a model by name.
 """

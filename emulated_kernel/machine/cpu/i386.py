@@ -22,11 +22,11 @@ _FLAT = {
     0x73: 0x00CFFB000000FFFF,  # user code
     USER_DS: 0x00CFF3000000FFFF,
 }
-"""Selector to descriptor. Mirrors: arch/x86/include/asm/segment.h (v6.1), CONFIG_X86_32."""
+"""Selector -> descriptor. Mirrors: arch/x86/include/asm/segment.h (v6.1), CONFIG_X86_32."""
 
 
 class I386Cpu(cpu_x86.X86Cpu):
-    """i386; the image lies in the direct map, and all that is mapped is within reach of a jump."""
+    """Model of i386. The image is in the direct map, and a jump can reach all mapped memory."""
 
     name = "i386"
     bits = 32

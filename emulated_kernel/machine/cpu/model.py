@@ -1,4 +1,4 @@
-"""CpuModel: everything about a guest's CPU that the rest of the machine must not know by heart."""
+"""CpuModel: the architecture-dependent properties of a guest's CPU."""
 
 from __future__ import annotations
 
@@ -15,90 +15,93 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class CpuModel(ABC):
-    """One instruction set as the emulator runs it and as Linux sets it up."""
+    """An instruction set: the numbers that Unicorn uses, and the set-up that Linux makes."""
 
     name: str
-    """As in MachineConfig.arch."""
+    """Name of the architecture, as in MachineConfig.arch."""
     bits: int
     engine_mode: tuple[int, int]
-    """The library's numbers for architecture and mode."""
+    """Unicorn's numbers of architecture and mode."""
     page_tables: type[PageTables]
     layout: MemoryLayout
 
     registers: Mapping[str, int]
-    """Linux's pt_regs name to the library's number, in the order of the emulator's CPU state; ip is last."""
+    """Name in Linux's pt_regs -> Unicorn's number, in the order of its CPU structure; ip is last."""
     ip_slot: int
-    """How many 8-byte registers lie before the instruction pointer in that state."""
+    """Number of 8-byte registers before the instruction pointer in Unicorn's CPU structure."""
     register_set: Callable[..., Any]
-    """The type of a complete set of values, a tuple with names: the registers, then the flags."""
+    """Named tuple type for the values of all registers, followed by the flags."""
     flags_register: int
-    """The library's number of the flags, or of what holds the interrupt flag."""
+    """Unicorn's number of the flags register, or of the register with the interrupt flag."""
     fixed_flags: int
     """Flags that are always set."""
     interrupt_flag: int
-    """The flag that lets interrupts in."""
+    """The flag that enables interrupts."""
     special_registers: Mapping[str, int]
-    """Registers that can only be read: name to the library's number."""
+    """Read-only registers: name -> Unicorn's number."""
     aliases: Mapping[str, str] = MappingProxyType({})
-    """Linux's names for what the machine names alike on all CPUs."""
+    """Linux's name -> the machine's common name of a register."""
     arguments: tuple[str, ...]
-    """Registers of a function's first arguments; further ones are words above the return address."""
+    """Registers of a function's first arguments; further arguments are words above the return address."""
     variadic_arguments: tuple[str, ...]
-    """The same for a variadic function."""
+    """Registers of a variadic function's first arguments."""
     result: str
-    """Register of a function's result."""
+    """Register with a function's result."""
     kept_in_calls: tuple[str, ...] = ()
-    """Registers that functions expect to be the kernel's own."""
+    """Registers that have fixed values in the kernel, which functions expect."""
     room_above_call: int
-    """Bytes from the stack pointer up when a function is entered that the host calls."""
+    """Bytes above the stack pointer at the entry of a function that the host calls."""
     hypercall_register: str
-    """Where a hypercall's number is, and its answer."""
+    """Register with a hypercall's number and later its answer."""
     hypercall_arguments: tuple[str, ...]
-    """Registers of a hypercall's arguments."""
+    """Registers with a hypercall's arguments."""
     syscall_arguments: tuple[str, ...]
-    """Registers of a system call's arguments, which the host answers Hypercall.USER with."""
+    """Registers with a system call's arguments, in the answer to Hypercall.USER."""
     per_cpu_register: int
-    """The library's number of what holds the address of the per-CPU area."""
+    """Unicorn's number of the register with the address of the per-CPU area."""
     boot_argument: str
-    """Register that the kernel finds its boot parameters in."""
+    """Register with the address of the boot parameters at the kernel's entry."""
 
     halt: bytes
-    """The instruction that ends a run; the CPU stands behind it then."""
+    """The instruction that ends a run; ip is after it then."""
     breakpoints: tuple[bytes, ...]
-    """The breakpoint instructions that there are."""
+    """All breakpoint instructions."""
     fetch_unit: int = 1
-    """Bytes that CPUs fetch in one piece, aligned to as many; instructions consist of such pieces."""
+    """Bytes of an aligned piece that CPUs fetch atomically; instructions consist of such pieces."""
     filler: bytes
-    """The shortest breakpoint, which fills text that nobody has written."""
+    """The shortest breakpoint, which fills unused text."""
     trap_flag: int = 0
-    """The flag that makes the CPU trap behind the next instruction; the emulator has it behind ip."""
+    """The flag that makes the CPU trap after the next instruction; Unicorn stores flags after ip."""
     cleared_flags: int = 0
-    """Flags that an interrupt's entry clears."""
+    """Flags that the delivery of an interrupt clears."""
 
     @property
     def word_size(self) -> int:
-        """Bytes of a general register."""
+        """Bytes of a general-purpose register."""
         return self.bits // 8
 
     @abstractmethod
     def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:
-        """Turn paging on and load what Linux has loaded by the time it runs C; `per_cpu`: the CPU's area."""
+        """Enable paging and set the system registers as Linux does before it runs C code.
+
+        `per_cpu` is the address of the CPU's per-CPU area.
+        """
 
     @abstractmethod
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
-        """An exception or `int n` that the library reported with the instruction pointer at `ip`."""
+        """Return the trap for an exception or `int n` that Unicorn reported with this ip."""
 
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
-        """What a data access of the kernel's raises that can't be made; `present`: the page is mapped."""
+        """Return the trap for a failed data access of the kernel; `present` means that the page is mapped."""
 
     def trap_number(self, trap: Trap) -> int:
-        """The architecture's own number for an exception, as its Linux passes it on."""
+        """Return the architecture's number of an exception, which Linux passes to fault handlers."""
         return trap.vector
 
     @abstractmethod
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
-        """The registers and the stack as a call instruction leaves them that returns to `return_address`.
+        """Return the registers after a call with this return address; on x86 write the address to the stack.
 
         Raises: MemoryFault (the stack isn't writable).
         """

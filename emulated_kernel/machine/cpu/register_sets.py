@@ -1,4 +1,4 @@
-"""A CPU's complete register values as a tuple with Linux's names: x86's, of both widths."""
+"""RegisterSet: the values of all registers of an x86 CPU as a tuple with Linux's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RegisterSet(NamedTuple):
-    """x86: what `Regs.snapshot` returns and calls take. On i386 r8 to r15 are 0."""
+    """Register values of x86_64 and i386, as `Regs.snapshot` returns them. On i386 r8 to r15 are 0."""
 
     ax: int = 0
     cx: int = 0

@@ -1,4 +1,4 @@
-"""The live registers of the stopped (or trapped) CPU, under Linux's pt_regs names."""
+"""Regs: the live registers of the stopped or trapped CPU, with the names of Linux's pt_regs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 __all__ = ["STATE_SLOT", "RegisterSet", "Regs", "api_regs", "fast_regs"]
 
-# Not literals where they are used: mypy takes registers, which are no slots, for missing ones.
+# Variables, not literals: with literals mypy would report registers, which aren't slots, as missing.
 _NO_SLOTS: tuple[str, ...] = ()
 _SLOTS = ("_engine", "orig_ax")
 STATE_SLOT = 8
-"""Bytes that a register has in the emulator's own CPU state, however wide it is."""
+"""Bytes of a register in Unicorn's CPU structure, whatever its width."""
 
 
 class Regs:
-    """Registers as attributes; reading and writing them reads and writes the CPU.
+    """Registers as attributes; an access to an attribute accesses the CPU.
 
-    Values are unsigned and as wide as the CPU's; what is assigned is cut to that. Only valid while the guest
-    is stopped or inside a hook. i386 has no r8 to r15. `api_regs` works with any library; `fast_regs` costs a
-    tenth of it.
+    Values are unsigned, and assigned values are truncated to the CPU's width. Registers are only valid while
+    the guest is stopped or in a hook. i386 has no r8 to r15. `api_regs` works with any library; `fast_regs`
+    is ten times as fast.
     """
 
     __slots__ = (*_NO_SLOTS,)
 
     _names: ClassVar[tuple[str, ...]]
     _absent: ClassVar[tuple[int, ...]]
-    """Zeros for the members of a register set that the CPU doesn't have."""
+    """Zeros for the fields of a register set that this CPU doesn't have."""
     _register_set: ClassVar[Callable[..., Any]]
     _flags_register: ClassVar[int]
     _flags_mask: ClassVar[int]
@@ -43,7 +43,7 @@ class Regs:
 
     _engine: Engine
     orig_ax: int
-    """-1 unless a system call is entered; no hardware register. riscv64: orig_a0."""
+    """Number of the entered system call, or -1; not a hardware register. riscv64: orig_a0."""
     ax: int
     cx: int
     dx: int
@@ -63,16 +63,18 @@ class Regs:
     ip: int
 
     cs: int
-    """Segment selectors; fs is that of i386's per-CPU data, gs that of its user space's thread data."""
+    """Code segment selector."""
     ss: int
     ds: int
     es: int
     fs: int
+    """i386: selector of the kernel's per-CPU data."""
     gs: int
+    """i386: selector of user space's thread data."""
 
     @property
     def flags(self) -> int:
-        """EFLAGS, exact: it is computed lazily, so that only the library knows it. riscv64: sstatus."""
+        """EFLAGS, read through the API because Unicorn computes it lazily. riscv64: sstatus."""
         return self._engine.reg_read(self._flags_register)
 
     @flags.setter
@@ -80,20 +82,20 @@ class Regs:
         self._engine.reg_write(self._flags_register, value & self._flags_mask | self._fixed_flags)
 
     def step(self, on: bool) -> None:
-        """Set the trap flag, or clear it; of a CPU that has one."""
+        """Set or clear the trap flag, on a CPU that has one."""
         flags = self.flags
         self.flags = flags | self._trap_flag if on else flags & ~self._trap_flag
 
     def get(self, name: str) -> int:
-        """A register by name. Raises: AttributeError (no such register)."""
+        """Return a register by name. Raises: AttributeError (no such register)."""
         return int(getattr(self, name))
 
     def set(self, name: str, value: int) -> None:
-        """Set a register by name. Raises: AttributeError (no such register, or one that can only be read)."""
+        """Set a register by name. Raises: AttributeError (no such register, or a read-only one)."""
         setattr(self, name, value)
 
     def snapshot(self) -> Any:
-        """All values now, as the CPU's register set."""
+        """Return the current values of all registers as the CPU's register set."""
         *general, ip = [getattr(self, name) for name in self._names]
         return self._register_set(*general, *self._absent, ip, self.flags)
 
@@ -104,12 +106,12 @@ class Regs:
         self.flags = values.flags
 
     def close(self) -> None:
-        """Called before the engine goes; using the registers afterwards is an AttributeError, not a crash."""
+        """Detach from the engine before it is freed; later accesses raise AttributeError and can't crash."""
         del self._engine
 
 
 class ApiRegs(Regs):
-    """Registers through the library's API."""
+    """Registers that are accessed through Unicorn's API."""
 
     __slots__ = (*_SLOTS,)
 
@@ -119,23 +121,23 @@ class ApiRegs(Regs):
 
 
 class FastRegs(Regs):
-    """Registers as fields laid over the emulator's own CPU state: no call at all."""
+    """Registers as ctypes fields at the address of Unicorn's CPU structure, without calls."""
 
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
     _values: ClassVar[Callable[[Any], tuple[int, ...]]]
-    """The members of a register set that the CPU has."""
+    """Returns the fields of a register set that this CPU has."""
     _stored_flags: int
-    """All that aren't computed: the trap flag among them."""
+    """The flags that aren't computed lazily, such as the trap flag."""
 
     def step(self, on: bool) -> None:
-        """See Regs: no call, since it is done twice for each instruction that is stepped."""
+        """Set or clear the trap flag without an API call, since each stepped instruction needs both."""
         stored = self._stored_flags
         flag = self._trap_flag
         self._stored_flags = stored | flag if on else stored & ~flag
 
     def snapshot(self) -> Any:
-        """All values now."""
+        """Return the current values of all registers."""
         *general, ip = self._packed.unpack_from(self)  # type: ignore[arg-type]
         return self._register_set(*general, *self._absent, ip, self.flags)
 
@@ -145,24 +147,24 @@ class FastRegs(Regs):
         self.flags = values.flags
 
     def close(self) -> None:
-        """The CPU state is freed with the engine: nothing may look there any more."""
+        """Detach from the CPU structure, which is freed with the engine."""
         super().close()
         self.__class__ = ClosedRegs  # type: ignore[assignment]
 
 
 class ClosedRegs(Regs, ctypes.Structure):
-    """What FastRegs turn into: laid out alike, but there are no registers any more."""
+    """Class of closed FastRegs: it has the same layout, but no registers."""
 
     __slots__ = (*_SLOTS,)
 
 
 def api_regs(cpu: CpuModel, engine: Engine) -> Regs:
-    """The registers of a CPU by the library's API."""
+    """Return the registers of a CPU, accessed through Unicorn's API."""
     return _api_class(cpu)(engine, _minus_one(cpu))
 
 
 def fast_regs(cpu: CpuModel, engine: Engine, address: int) -> Regs:
-    """The registers of a CPU over its state at `address`, found by `quirks.find_cpu_state`."""
+    """Return the registers of a CPU, accessed in its structure at `address`, which find_cpu_state found."""
     regs = _fast_class(cpu).from_address(address)
     regs._engine = engine
     regs.orig_ax = _minus_one(cpu)
@@ -202,7 +204,7 @@ def _api_class(cpu: CpuModel) -> type[ApiRegs]:
 
 @cache
 def _fast_class(cpu: CpuModel) -> Any:
-    """Each register has 8 bytes of the emulator's state, of which a narrow CPU uses the lower ones."""
+    """Return a class with a field for each register; a 32-bit CPU uses the lower 4 of its 8 bytes."""
     members = {
         **_common(cpu),
         "__slots__": _SLOTS,

@@ -1,4 +1,4 @@
-"""The riscv64 CPU: supervisor mode with Sv39, traps as the hardware takes them, per-CPU data through gp."""
+"""The riscv64 CPU: supervisor mode with Sv39, traps through the trap registers, per-CPU data through gp."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PAGE_FAULTS = (CAUSE_FETCH_FAULT, CAUSE_LOAD_FAULT, CAUSE_STORE_FAULT)
 _SATP_SV39 = 8 << 60
 _SUPERVISOR = 1
 _SUM_SPP = 1 << 18 | SR_SPP
-"""The kernel runs, and reaches user memory."""
+"""sstatus of the kernel: SUM, which allows access to user memory, and SPP."""
 _REPORTED_AHEAD = 4
 WFI = bytes.fromhex("73005010")
 EBREAK = bytes.fromhex("73001000")
@@ -46,7 +46,7 @@ C_EBREAK = bytes.fromhex("0290")
 
 
 def vector_of(cause: int) -> Vector:
-    """The Vector of an exception, by its scause; the error code is scause."""
+    """Return the Vector of an exception with this scause; scause itself becomes the error code."""
     if cause in _PAGE_FAULTS:
         return Vector.PAGE_FAULT
     if cause == CAUSE_BREAKPOINT:
@@ -55,12 +55,12 @@ def vector_of(cause: int) -> Vector:
 
 
 def fault(ip: int, cause: int, address: int = 0) -> Trap:
-    """An exception at the instruction `ip`; `address`: what stval is to hold."""
+    """Return the trap of an exception at `ip`; `address` is the value of stval."""
     return Trap(TrapKind.FAULT, ip, vector_of(cause), cause, address)
 
 
 class RiscvCpu(CpuModel):
-    """riscv64 of either instruction set; all addresses are those that Linux uses with Sv39."""
+    """Base class of the riscv64 models, with Linux's memory map for Sv39."""
 
     bits = 64
     engine_mode = (ARCH_RISCV, MODE_RISCV64)
@@ -110,7 +110,10 @@ class RiscvCpu(CpuModel):
         engine.reg_write(GP, per_cpu)
 
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:  # noqa: ARG002
-        """`vector` is the cause, `error_code` the address. Unicorn: reports all behind four bytes."""
+        """Return the trap; `vector` is the cause, `error_code` the address.
+
+        Unicorn: it reports all exceptions with ip four bytes after the instruction.
+        """
         ip = ip - _REPORTED_AHEAD & (1 << 64) - 1
         return fault(ip, vector, error_code if vector in _PAGE_FAULTS else 0)
 
@@ -118,7 +121,7 @@ class RiscvCpu(CpuModel):
         return fault(ip, CAUSE_STORE_FAULT if write else CAUSE_LOAD_FAULT, address)
 
     def trap_number(self, trap: Trap) -> int:
-        """Mirrors: arch/riscv/mm/fault.c:do_page_fault, whose kprobes are told scause (v6.1)."""
+        """Return scause. Mirrors: arch/riscv/mm/fault.c:do_page_fault, which passes it to kprobes (v6.1)."""
         return trap.error_code
 
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:  # noqa: ARG002
@@ -126,7 +129,7 @@ class RiscvCpu(CpuModel):
 
 
 class Riscv64Cpu(RiscvCpu):
-    """With compressed instructions: the shortest breakpoint has two bytes."""
+    """riscv64 with compressed instructions; the shortest breakpoint has two bytes."""
 
     name = "riscv64"
     breakpoints = (C_EBREAK, EBREAK)
@@ -135,7 +138,7 @@ class Riscv64Cpu(RiscvCpu):
 
 
 class Riscv64iCpu(RiscvCpu):
-    """Without them."""
+    """riscv64 without compressed instructions."""
 
     name = "riscv64i"
     breakpoints = (EBREAK,)

@@ -1,4 +1,4 @@
-"""One virtual CPU: its registers are in the engine while it is current, in a context otherwise."""
+"""VCpu: a virtual CPU, whose registers are in the engine while it is current, otherwise in a context."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class VCpu:
-    """A context of the one engine: all CPUs share translated code and memory, one runs at a time."""
+    """A context of the single engine. All CPUs share translated code and memory; one runs at a time."""
 
     def __init__(self, engine: Engine, cpu: CpuModel, number: int) -> None:
         self.number = number
@@ -16,27 +16,27 @@ class VCpu:
         self._context = engine.context_alloc()
 
     def save(self) -> None:
-        """Keep the engine's CPU state as this CPU's."""
+        """Save the engine's CPU state as the state of this CPU."""
         self._engine.context_save(self._context)
 
     def restore(self) -> None:
-        """Make this CPU current."""
+        """Load this CPU's state into the engine."""
         self._engine.context_restore(self._context)
 
     def saved(self, name: str) -> int:
-        """A register as it was saved, by its name in pt_regs; only while another CPU is current.
+        """Return a saved register by its name in pt_regs; only valid while another CPU is current.
 
         Raises: KeyError (no such register).
         """
         return self._engine.context_read(self._context, self._model.registers[name])
 
     def put(self, name: str, value: int) -> None:
-        """Change a register as it was saved; only while another CPU is current."""
+        """Change a saved register; only valid while another CPU is current."""
         self._engine.context_write(self._context, self._model.registers[name], value)
 
     @property
     def per_cpu_base(self) -> int:
-        """Address of the per-CPU area, while this CPU is current."""
+        """Address of the per-CPU area; only valid while this CPU is current."""
         return self._engine.reg_read(self._model.per_cpu_register)
 
     @per_cpu_base.setter

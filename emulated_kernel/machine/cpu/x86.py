@@ -1,4 +1,4 @@
-"""What the x86 CPUs of both widths have in common, as unicorn numbers it and as Linux uses it."""
+"""X86Cpu: the common parts of x86_64 and i386, with Unicorn's register numbers and Linux's set-up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HLT = b"\xf4"
 INT3 = b"\xcc"
 
 CR0_PAGED = 0x80050033
-"""PG AM WP NE ET MP PE: WP makes read-only pages read-only for the kernel too."""
+"""PG AM WP NE ET MP PE; WP makes read-only pages read-only for the kernel too."""
 CR4_PAE_PGE_SSE = 0x6A0
 EFER_NX = 0x800
 _MSR_EFER = 0xC0000080
@@ -48,13 +48,13 @@ _INT_N_SIZE = 2
 
 
 class Msr(ctypes.Structure):
-    """A model specific register, as the library takes and gives it."""
+    """Unicorn's structure for a model-specific register."""
 
     _fields_ = (("rid", ctypes.c_uint32), ("value", ctypes.c_uint64))
 
 
 class TableRegister(ctypes.Structure):
-    """GDTR, IDTR or TR, as the library takes them."""
+    """Unicorn's structure for GDTR, IDTR or TR."""
 
     _fields_ = (
         ("selector", ctypes.c_uint16),
@@ -65,7 +65,7 @@ class TableRegister(ctypes.Structure):
 
 
 class X86Cpu(CpuModel):
-    """x86 of either width."""
+    """Base class of the x86 CPU models."""
 
     register_set = RegisterSet
     flags_register = EFLAGS
@@ -74,7 +74,7 @@ class X86Cpu(CpuModel):
     special_registers = MappingProxyType({"cs": CS, "ss": SS, "ds": DS, "es": ES, "fs": FS, "gs": GS})
     result = "ax"
     room_above_call = 40
-    """A return address, and room for stack arguments; 8 modulo 16."""
+    """Bytes for a return address and stack arguments; 8 modulo 16."""
     hypercall_register = "ax"
     halt = HLT
     breakpoints = (INT3,)
@@ -84,7 +84,7 @@ class X86Cpu(CpuModel):
 
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
         if vector >= _FIRST_INTERRUPT:
-            # `int n` without a gate in the IDT: the guest has none.
+            # `int n` raises #GP, because the guest's IDT has no gates.
             general_protection = vector << 3 | 2
             return Trap(TrapKind.FAULT, ip - _INT_N_SIZE, Vector.GENERAL_PROTECTION, general_protection)
         cr2 = engine.reg_read(CR2) if vector == Vector.PAGE_FAULT else 0
@@ -104,7 +104,7 @@ class X86Cpu(CpuModel):
         engine.reg_write(CR0, CR0_PAGED)
 
     def _load_gdt(self, engine: Engine, memory: Memory, gdt: bytes) -> None:
-        """Put a descriptor table into a page of the host's and load its register."""
+        """Write a descriptor table to a host page and load GDTR."""
         where = self.layout.direct_map + memory.host_pages.alloc(PAGE_SIZE)
         memory.write(where, gdt)
         engine.reg_write_raw(GDTR, TableRegister(0, where, len(gdt) - 1, 0))

@@ -30,7 +30,7 @@ _GDT = struct.pack(
 
 
 class X86_64Cpu(cpu_x86.X86Cpu):
-    """x86_64; all addresses are those that Linux uses."""
+    """Model of x86_64, with Linux's memory map."""
 
     name = "x86_64"
     bits = 64
@@ -74,7 +74,10 @@ class X86_64Cpu(cpu_x86.X86Cpu):
         engine.reg_write(cpu_x86.GS_BASE, per_cpu)
 
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
-        """Unicorn: a non-canonical address is #GP for the stack too, where a CPU has #SS."""
+        """Return the trap for a failed data access.
+
+        Unicorn: a non-canonical address raises #GP for the stack too, whereas a CPU raises #SS.
+        """
         if address >> _CANONICAL_BITS not in (0, (1 << 64 - _CANONICAL_BITS) - 1):
             return Trap(TrapKind.FAULT, ip, Vector.GENERAL_PROTECTION)
         return super().access_fault(ip, address, write=write, present=present)

@@ -1,5 +1,5 @@
-"""How the guest is interrupted: the emulator's callbacks, what they hide, and a CPU's way into a handler.
+"""Interrupts and exceptions: callbacks of the emulator, hidden exception state, delivery to the guest.
 
-From outside: `hooks.Breakpoints`, by `Machine.breakpoints`. A callback runs within a run of the guest: it
-raises nothing (TrapHooks parks what is raised), and calls nothing that runs the guest again.
+Other packages use `hooks.Breakpoints` through `Machine.breakpoints`. A callback runs during a run of the
+guest: it raises nothing (TrapHooks stores exceptions for later), and it must not run the guest.
 """

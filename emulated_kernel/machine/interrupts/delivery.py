@@ -1,4 +1,4 @@
-"""Interrupt and trap delivery, which the host does: the library never vectors, and never takes a trap."""
+"""Delivery of interrupts and exceptions to the guest by the host, because Unicorn doesn't do it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NESTING_LIMIT = 4
 
 
 class Delivery:
-    """Pushes interrupt frames and enters the guest's handler.
+    """Pushes an interrupt frame and continues at the guest's handler.
 
     The frame, from low to high addresses: vector, error code, flags, ip (a word each).
     """
 
     def __init__(self, hooks: TrapHooks, memory: Memory, handler: int | None, cr2_cell: int | None) -> None:
-        """`handler`: where the image takes interrupts, `cr2_cell`: that of the boot CPU, if it has them."""
+        """Use the image's interrupt entry `handler` and the boot CPU's variable for CR2; both can be None."""
         self._engine = hooks.engine
         self._regs = hooks.regs
         self._frame = struct.Struct("<4Q" if hooks.cpu.bits == 64 else "<4I")
@@ -33,18 +33,18 @@ class Delivery:
         self._nested = 0
 
     def use(self, cr2_cell: int | None) -> None:
-        """Another CPU is current: its cell takes the address of a page fault."""
+        """Switch to another CPU; `cr2_cell` is its variable for the address of a page fault."""
         self._cr2_cell = cr2_cell
         self._last = (-1, 0)
         self._nested = 0
 
     @property
     def possible(self) -> bool:
-        """Whether the guest has a handler."""
+        """True if the guest has an interrupt handler."""
         return self._handler is not None
 
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
-        """Interrupt the guest where it stands.
+        """Interrupt the guest at its current instruction.
 
         Raises: MemoryFault (its stack can't take the frame; nothing was changed).
         """
@@ -61,7 +61,7 @@ class Delivery:
             regs.flags = flags & ~self._cleared
 
     def deliver(self, trap: Trap) -> Trap | None:
-        """Deliver an exception; returns the trap to stop with if that can't be done."""
+        """Deliver an exception; if that is impossible, return the trap with which the run must end."""
         if not self.possible:
             return trap
         if self._looping(trap.address):
@@ -73,7 +73,7 @@ class Delivery:
         return None
 
     def _looping(self, address: int) -> bool:
-        """Whether delivery itself faults: the same place again, each time deeper in the stack."""
+        """Return True if the delivery itself faults: the same address again, each time with a lower sp."""
         sp = self._regs.sp
         last_address, last_sp = self._last
         self._nested = self._nested + 1 if address == last_address and sp < last_sp else 0

@@ -1,4 +1,4 @@
-"""What the library hides about an exception: its error code, and the "in flight" mark it never takes back."""
+"""Access to Unicorn's hidden exception state: the error code, and the "in flight" mark that stays set."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ NONE_IN_FLIGHT = -1
 
 
 class ExceptionState(Protocol):
-    """Reading and acknowledging the exception that a hook is called for."""
+    """Reader of the exception for which a hook is called."""
 
     def take(self) -> int:
-        """The exception's error code; afterwards the next exception is a first one again."""
+        """Return the error code and acknowledge the exception, so that the next one isn't a double fault."""
 
 
 class NoExceptionState:
-    """Until the self-test has found the cells."""
+    """Placeholder until the self-test has found the state."""
 
     def take(self) -> int:
-        """Always 0; acknowledges nothing."""
+        """Return 0; acknowledge nothing."""
         return 0
 
 
 class LiveExceptionState:
-    """The two cells in the emulator's own CPU state."""
+    """Accesses the two fields directly in Unicorn's CPU structure."""
 
     def __init__(self, error_code_address: int, in_flight_address: int) -> None:
         self._error = memoryview(ctypes.c_int32.from_address(error_code_address)).cast("B").cast("i")
         self._in_flight = memoryview(ctypes.c_int32.from_address(in_flight_address)).cast("B").cast("i")
 
     def take(self) -> int:
-        """The error code, read and acknowledged in place."""
+        """Return the error code and clear the mark in place."""
         self._in_flight[0] = NONE_IN_FLIGHT
         return self._error[0] & 0xFFFFFFFF
 
 
 class ContextExceptionState:
-    """The same two cells, reached by saving a context, patching it and restoring it: 1 us, API only."""
+    """Accesses the two fields in a saved context, which it patches and restores: 1 us, only API calls."""
 
     def __init__(self, engine: Engine, error_code_offset: int, in_flight_offset: int) -> None:
         self._engine = engine
@@ -50,7 +50,7 @@ class ContextExceptionState:
         self._in_flight = ctypes.c_int32.from_address(context.value + in_flight_offset)
 
     def take(self) -> int:
-        """The error code. Clears the mark that an exception is in flight: the CPU's context, written back."""
+        """Return the error code and clear the mark by restoring the patched context."""
         self._engine.context_save(self._context)
         self._in_flight.value = NONE_IN_FLIGHT
         self._engine.context_restore(self._context)
@@ -58,9 +58,9 @@ class ContextExceptionState:
 
 
 class CleanContextExceptionState:
-    """For a library whose cells were not found: a context saved before any exception, with today's registers.
+    """Restores a context without an exception, with the current registers, if the fields were not found.
 
-    Error codes are then 0, and SSE state is lost at a fault.
+    Error codes are 0, and SSE state is lost at a fault.
     """
 
     def __init__(self, engine: Engine, regs: Regs) -> None:
@@ -70,7 +70,7 @@ class CleanContextExceptionState:
         engine.context_save(self._clean)
 
     def take(self) -> int:
-        """Always 0."""
+        """Return 0 and clear the mark."""
         values = self._regs.snapshot()
         self._engine.context_restore(self._clean)
         self._regs.restore(values)

@@ -1,4 +1,4 @@
-"""The two callbacks from the emulator: they must be quick, and lose no exception of ours."""
+"""TrapHooks: the emulator's callbacks, which dispatch traps to their handlers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Breakpoints = dict[int, Callable[[Regs], object]]
 
 
 class TrapHooks:
-    """Sends int3 to `breakpoints` and debug traps to `debug_traps`.
+    """Dispatches int3 to `breakpoints` and debug traps to `debug_traps`.
 
-    All other exceptions go as a Trap to `fault_hooks`, then to `dispatch`.
+    All other exceptions are passed as a Trap to `fault_hooks`, then to `dispatch`.
 
-    An exception raised by Python code in a callback would only be printed by ctypes, with the guest
-    running on: it is parked here and `check` raises it outside.
+    ctypes would only print a Python exception raised in a callback, and the guest would continue. Therefore
+    the exception is stored, and `check` raises it after the run.
     """
 
     def __init__(
@@ -42,32 +42,35 @@ class TrapHooks:
         self.breakpoints: Breakpoints = {}
         self.debug_traps: Breakpoints = {}
         self.protection_faults: Breakpoints = {}
-        """By the address of an instruction that is there for its #GP."""
+        """Address of an instruction that raises #GP on purpose -> handler."""
         self.fault_hooks: list[Callable[[Trap, Regs], bool]] = []
-        """Offered each exception (int3 without a handler too) before the guest gets it; True: dealt with."""
+        """Functions called for each exception, including int3 without a handler, before the guest gets it.
+
+        A function returns True if it has handled the exception.
+        """
         self.dispatch: Callable[[Trap], None] = self.stop
-        """Handles exceptions that no breakpoint handler and no fault hook took."""
+        """Handler of exceptions that no breakpoint handler and no fault hook handled."""
         self.guest_callers: set[object] = set()
-        """Whose breakpoint handlers call functions of the guest: while there are any, all are put off."""
+        """Owners of handlers that call guest functions; if there are any, all handlers are deferred."""
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
         engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
     def run(self, address: int) -> int:
-        """Run the guest until it halts or is stopped; returns the library's error."""
+        """Run the guest until it halts or is stopped; return Unicorn's error code."""
         error = self.engine.start(address)
         while self._put_off is not None and self._goes_on(self._put_off):
             error = self.engine.start(self.regs.ip)
         return error
 
     def put_off(self, handler: Callable[[Regs], object]) -> None:
-        """Break the run off, and call a breakpoint's handler outside: the emulator can't be entered twice."""
+        """Interrupt the run and call a breakpoint's handler after it, since the emulator isn't re-entrant."""
         self._put_off = handler
         self.engine.stop()
 
     def _goes_on(self, handler: Callable[[Regs], object]) -> bool:
-        """Call the handler that was put off; whether the run is to go on behind it."""
+        """Call the deferred handler; return True if the run must be continued."""
         self._put_off = None
         try:
             if self.handler_time.is_measured:
@@ -79,16 +82,16 @@ class TrapHooks:
         return self.stopped_by is None and self.engine.parked is None
 
     def stop(self, trap: Trap) -> None:
-        """End the run with `trap`."""
+        """End the run with `trap` as the reason."""
         self.stopped_by = trap
         self.end_run()
 
     def end_run(self) -> None:
-        """Let the run end where the guest stands."""
+        """End the run at the current instruction."""
         self.engine.stop()
 
     def check(self) -> None:
-        """Raise what a callback raised during the run."""
+        """Raise the exception that a callback raised during the run, if any."""
         engine = self.engine
         if engine.parked is not None:
             parked = engine.parked
@@ -100,11 +103,12 @@ class TrapHooks:
         self.end_run()
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
-        """A closure over little: each lookup of an attribute, and each variable, is a part of every hit."""
+        """Return the callback, a closure with few variables: each attribute look-up slows down every hit."""
         find = self.breakpoints.get
         regs = self.regs
         guest_callers = self.guest_callers
-        handler_time, breakpoint_vector = self.handler_time, int(Vector.BREAKPOINT)
+        handler_time = self.handler_time
+        breakpoint_vector = int(Vector.BREAKPOINT)
 
         def interrupt(engine: int, vector: int, data: int) -> None:
             if handler_time.is_measured:
@@ -124,7 +128,7 @@ class TrapHooks:
         return interrupt
 
     def _interrupted(self, vector: int) -> None:
-        """What the quick way doesn't take."""
+        """Dispatch the traps that the fast path of the callback doesn't handle."""
         ip = self.regs.ip
         handler = None
         if vector == Vector.BREAKPOINT:
@@ -146,7 +150,7 @@ class TrapHooks:
         return self._guarded(lambda _data: self._exception(Vector.INVALID_OPCODE))
 
     def _guarded(self, handle: Callable[[int], None]) -> Callable[..., object]:
-        """A callback off the quick way; `handle` gets what the emulator passes behind its handle."""
+        """Return a callback for rare events; `handle` gets the second argument of Unicorn's call."""
         handler_time = self.handler_time
 
         def callback(*args: int) -> bool:
@@ -169,12 +173,12 @@ class TrapHooks:
         self.raise_exception(trap)
 
     def raise_exception(self, trap: Trap) -> None:
-        """Send an exception its way; within a callback alone."""
+        """Pass an exception to the fault hooks and the guest; only in a callback."""
         regs = self.regs
-        for deal_with in self.fault_hooks:
-            if deal_with(trap, regs):
+        for hook in self.fault_hooks:
+            if hook(trap, regs):
                 return
         if regs.ip != trap.address:
-            # The hook gave a copy's fault to the original instruction.
+            # A hook moved the fault from an insn slot to the original instruction.
             trap = replace(trap, address=regs.ip)
         self.dispatch(trap)

@@ -1,4 +1,4 @@
-"""Traps of RISC-V: its breakpoint as the emulator reports it, and interrupts by the trap registers."""
+"""Traps of RISC-V: breakpoints as the emulator reports them, and interrupts through the trap registers."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
 
 _FRAME_SIZE = 36 * 8
-"""struct pt_regs, which the handler begins with."""
+"""Bytes of struct pt_regs, which the guest's handler stores first."""
 _PLATFORM_INTERRUPT = 16
 _INTERRUPTS = {Vector.WAKE: 1, Vector.TIMER: 5, Vector.WATCHDOG: _PLATFORM_INTERRUPT}
-"""Supervisor software and timer interrupt; the others have the numbers that are the platform's own."""
+"""Supervisor software interrupt, timer interrupt, and the first platform interrupt for other vectors."""
 _EXCEPTIONS = {Vector.INVALID_OPCODE: 2, Vector.BREAKPOINT: 3, Vector.PAGE_FAULT: CAUSE_LOAD_FAULT}
 _FIRST_INTERRUPT = 32
 
 
 def cause_of(vector: int, error_code: int) -> int:
-    """scause of a vector; an exception's error code, if it has one, is its cause."""
+    """Return the scause of a vector; for an exception, the error code is the cause if it isn't 0."""
     if vector < _FIRST_INTERRUPT:
         return error_code or _EXCEPTIONS.get(Vector(vector), vector)
     return INTERRUPT | _INTERRUPTS.get(Vector(vector), _PLATFORM_INTERRUPT + vector - Vector.WATCHDOG)
 
 
 class RiscvDelivery(Delivery):
-    """Sets the trap registers and goes to stvec."""
+    """Delivers interrupts: sets the trap registers and continues at stvec."""
 
     @property
     def possible(self) -> bool:
-        """Whether the guest has a handler."""
+        """True if the guest has set a trap handler."""
         return self._engine.reg_read(STVEC) != 0
 
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
-        """Interrupt the guest where it stands.
+        """Interrupt the guest at its current instruction.
 
-        Raises: MemoryFault (its stack can't take the registers; nothing was changed that counts).
+        Raises: MemoryFault (its stack can't take the registers; only unused stack was changed).
         """
         regs = self._regs
         write = self._engine.reg_write
@@ -69,11 +69,11 @@ class RiscvDelivery(Delivery):
 
 
 class RiscvTrapHooks(TrapHooks):
-    """Sends ebreak to `breakpoints`, with regs.ip behind the shortest ebreak there is.
+    """Dispatches ebreak to `breakpoints`, with regs.ip advanced by the size of the shortest ebreak.
 
-    Unicorn: an ebreak that was dealt with is an error all the same, at the end of the run, and what faults
-    until then isn't reported. Where the self-test has found the library's error cell it is reset; else the
-    run is broken off and begun again where the guest stands.
+    Unicorn: a handled ebreak still ends the run with an error, and faults until then aren't reported. If the
+    self-test has found Unicorn's error field, it is reset. Otherwise the run is stopped and started
+    again.
     """
 
     def __init__(

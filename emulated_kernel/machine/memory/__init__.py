@@ -1,5 +1,5 @@
-"""Guest memory: RAM behind page tables, and the pools that pieces of it are handed out of.
+"""Guest memory: RAM with page tables, and allocators of parts of it.
 
-`memory.Memory` is what everything above takes: bytes, words, strings and live views at virtual addresses.
-It refuses to write text. `record_memory` is what handlers in guest code write to.
+`memory.Memory` gives access to bytes, words, strings and live views at virtual addresses. It refuses to
+write text. `record_memory` is the memory to which compiled handlers write.
 """

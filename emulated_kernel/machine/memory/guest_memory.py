@@ -1,4 +1,4 @@
-"""A guest's virtual memory as the engine and tracing use it, whoever made its page tables; windows in it."""
+"""GuestMemory: the interface of a guest's virtual memory, and GuestPool, an allocator of mapped memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
-"""Bytes that allocations walk through until freed ones are used again; what is full is extended."""
+"""Bytes of a window that are allocated once before freed memory is reused; a full window grows."""
 
 
 class GuestMemory(ABC):
-    """Virtual memory, by `read` and `write`; `host_pages` are physical pages that the guest doesn't use."""
+    """Virtual memory of a guest; `host_pages` allocates physical pages that the guest doesn't use."""
 
     ram: mmap.mmap
     """All physical memory."""
     ram_size: int
-    """Bytes; behind them may follow physical memory that is no RAM to anybody."""
+    """Bytes of RAM; further physical memory, which the guest doesn't use as RAM, can follow."""
     host_pages: UnitPool
 
     def __init__(self, word_size: int = 8) -> None:
@@ -34,77 +34,80 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
-        """Map pages that are not mapped yet. Raises: MemoryFault (not page-aligned, or mapped already)."""
+        """Map pages that aren't mapped yet. Raises: MemoryFault (not page-aligned, or already mapped)."""
 
     @abstractmethod
     def is_mapped(self, va: int) -> bool:
-        """Whether anything is there."""
+        """Return True if an address is mapped."""
 
     @abstractmethod
     def translate(self, va: int) -> int:
-        """Physical address of `va`. Raises: MemoryFault (not mapped)."""
+        """Return the physical address of `va`. Raises: MemoryFault (not mapped)."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:
-        """Physical address of [va, va + size) if that is executable and contiguous."""
+        """Return the physical address of [va, va + size) if it is executable and contiguous, else None."""
 
     @abstractmethod
     def pieces(self, va: int, size: int) -> Iterator[tuple[int, int]]:
-        """(pa, length) of the physically contiguous parts of [va, va + size), in order.
+        """Yield (pa, length) of the physically contiguous parts of [va, va + size), in order.
 
         Raises: MemoryFault (with the first address that isn't mapped).
         """
 
     @abstractmethod
     def read(self, va: int, size: int) -> bytes:
-        """Bytes at `va`, as the guest sees them now.
+        """Return the bytes at `va` as the guest sees them.
 
         Raises: MemoryFault (with the first address that isn't mapped).
         """
 
     @abstractmethod
     def write(self, va: int, data: bytes) -> None:
-        """Store bytes where the guest could store them too; all or nothing.
+        """Write bytes to memory that is writable for the guest: all of them, or none if it fails.
 
-        Text is refused: `Text.poke` is its only writer, as a plain store leaves translated code stale.
+        Text is refused; only `Text.poke` writes it, because a plain store would leave translated code stale.
 
         Raises: MemoryFault (with the first address that isn't mapped writable).
         """
 
     @abstractmethod
     def view(self, va: int, size: int) -> memoryview:
-        """Live bytes of a physically contiguous part, for ring buffers and shared cells; never for text.
+        """Return a live view of physically contiguous memory, for ring buffers and cells; never for text.
 
         Raises: MemoryFault (not mapped writable in one piece).
         """
 
     def read_u32(self, va: int) -> int:
-        """A little-endian 32-bit number. Raises: MemoryFault."""
+        """Read a little-endian 32-bit number. Raises: MemoryFault."""
         return int(_U32.unpack(self.read(va, 4))[0])
 
     def read_u64(self, va: int) -> int:
-        """A little-endian 64-bit number. Raises: MemoryFault."""
+        """Read a little-endian 64-bit number. Raises: MemoryFault."""
         return int(_U64.unpack(self.read(va, 8))[0])
 
     def read_word(self, va: int) -> int:
-        """A pointer or an `unsigned long`. Raises: MemoryFault."""
+        """Read a pointer or an `unsigned long`. Raises: MemoryFault."""
         return int(self._word.unpack(self.read(va, self.word_size))[0])
 
     def write_word(self, va: int, value: int) -> None:
-        """Store a pointer or an `unsigned long`. Raises: MemoryFault."""
+        """Write a pointer or an `unsigned long`. Raises: MemoryFault."""
         self.write(va, (value & (1 << 8 * self.word_size) - 1).to_bytes(self.word_size, "little"))
 
     def write_u32(self, va: int, value: int) -> None:
-        """Store a 32-bit number. Raises: MemoryFault."""
+        """Write a 32-bit number. Raises: MemoryFault."""
         self.write(va, _U32.pack(value & 0xFFFFFFFF))
 
     def give_back(self, pages: Iterable[int]) -> None:  # noqa: B027
-        """Pages that are as they were once: who maps RAM from a file needs no copy of them."""
+        """Release private copies of pages that have their original contents again.
+
+        Only memory that is mapped from a file has such copies; the default does nothing.
+        """
 
     def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
-        """Bytes up to a NUL (not included) or up to `limit`, whatever comes first.
+        """Read bytes up to a NUL (excluded) or up to `limit`, whichever comes first.
 
-        Raises: MemoryFault (unmapped memory comes before the NUL and the limit).
+        Raises: MemoryFault (unmapped memory before the NUL and the limit).
         """
         parts: list[bytes] = []
         while limit > 0:
@@ -119,9 +122,9 @@ class GuestMemory(ABC):
 
 
 class GuestPool:
-    """A window of the guest's address space whose pages appear as they are allocated.
+    """Allocator of a window of the guest's address space, whose pages are mapped on demand.
 
-    Allocations are of `unit` granularity in [base, base + size), backed by the host's physical pages.
+    The window is [base, base + size) and uses the host's physical pages; allocations are multiples of `unit`.
     """
 
     def __init__(
@@ -134,9 +137,9 @@ class GuestPool:
         self._mapped = base
 
     def alloc(self, size: int) -> int:
-        """Virtual address of `size` bytes, each holding the fill byte if never used before.
+        """Allocate `size` bytes and return their virtual address; unused memory contains `fill`.
 
-        Raises: HardwareError (the window or the host's pages are exhausted).
+        Raises: HardwareError (no room in the window, or no host page left).
         """
         va = self._pool.alloc(size, max(self._mapped, self._pool.base + _ROAMED))
         try:
@@ -148,7 +151,7 @@ class GuestPool:
         return va
 
     def free(self, va: int) -> int:
-        """Give back what `alloc` returned; returns its size. The bytes stay mapped.
+        """Free an allocation; return its size. The memory stays mapped.
 
         Raises: HardwareError (not allocated).
         """
@@ -156,7 +159,7 @@ class GuestPool:
 
     @property
     def used(self) -> int:
-        """Bytes handed out."""
+        """Number of allocated bytes."""
         return self._pool.used
 
     def _extend(self, missing: int) -> None:

@@ -1,4 +1,4 @@
-"""Guest memory as the host sees it: one mmap of RAM, and the ranges mapped over it."""
+"""Memory: the built-in machine's RAM in one mmap, and the virtual ranges that are mapped to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MappedRange:
-    """Virtual [start, end) over physical memory from `pa`."""
+    """A virtual range [start, end), mapped to physical memory from `pa` on."""
 
     start: int
     end: int
@@ -25,10 +25,10 @@ class MappedRange:
 
 
 class Memory(GuestMemory):
-    """RAM at physical 0 behind page tables; `read` and `write` take virtual addresses.
+    """RAM at physical address 0 with page tables; `read` and `write` take virtual addresses.
 
-    `host_pages` are the physical pages at the top of RAM that the guest's memory map leaves out. Behind RAM,
-    `extra_size` bytes of physical memory can follow that is no RAM to anybody.
+    `host_pages` allocates the physical pages at the top of RAM, which the guest's memory map excludes. After
+    RAM, there are `extra_size` bytes of physical memory, which the guest doesn't know.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Memory(GuestMemory):
         word_size: int = 8,
         extra_size: int = 0,
     ) -> None:
-        """`on_remap` is called after a mapping was changed or removed, to flush the TLB."""
+        """`on_remap` is called after a mapping was changed or removed; it must flush the TLB."""
         super().__init__(word_size)
         self.ram_size = ram_size
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -52,7 +52,7 @@ class Memory(GuestMemory):
         self._index()
 
     def _index(self) -> None:
-        """Parallel lists beside the ranges: what the hot lookups touch."""
+        """Rebuild the parallel lists of the ranges' members, which make look-ups fast."""
         self._starts = [r.start for r in self.ranges]
         self._ends = [r.end for r in self.ranges]
         self._deltas = [r.pa - r.start for r in self.ranges]
@@ -69,14 +69,14 @@ class Memory(GuestMemory):
         self._index()
 
     def unmap(self, va: int, size: int) -> None:
-        """Remove the pages of [va, va + size). Raises: MemoryFault (a part isn't mapped)."""
+        """Unmap the pages of [va, va + size). Raises: MemoryFault (a part isn't mapped)."""
         self._cut(va, va + size)
         self.tables.unmap(va, size)
         self._index()
         self._on_remap()
 
     def _insert(self, new: MappedRange) -> None:
-        """Add a range, joined to its neighbour below where it only continues that."""
+        """Add a range; if it continues the range below it, merge the two."""
         at = bisect_right([r.start for r in self.ranges], new.start)
         below = self.ranges[at - 1] if at else None
         if (
@@ -89,7 +89,7 @@ class Memory(GuestMemory):
             self.ranges.insert(at, new)
 
     def _cut(self, start: int, end: int) -> list[MappedRange]:
-        """Take [start, end) out of the ranges; returns the pieces taken."""
+        """Remove [start, end) from the ranges; return the removed pieces."""
         taken = []
         kept = []
         for r in self.ranges:
@@ -109,7 +109,7 @@ class Memory(GuestMemory):
         return taken
 
     def find(self, va: int) -> MappedRange | None:
-        """The range that holds `va`."""
+        """Return the range that contains `va`, or None."""
         i = bisect_right(self._starts, va) - 1
         return self.ranges[i] if i >= 0 and va < self._ends[i] else None
 

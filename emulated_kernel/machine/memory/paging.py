@@ -1,4 +1,4 @@
-"""Page tables in guest RAM: what makes kernel addresses, NX data (quick stores) and real page faults."""
+"""Page tables in guest RAM, which give kernel addresses, NX data (with fast stores) and real page faults."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ _ENTRY = struct.Struct("<Q")
 
 
 class PageTables(ABC):
-    """Radix tables with 512 eight-byte entries and two leaf sizes, 4 KiB and 2 MiB.
+    """Radix page tables with 512 eight-byte entries and two page sizes, 4 KiB and 2 MiB.
 
-    Subclasses give the geometry and the entry bits.
-    Nothing here flushes a TLB: that is the caller's duty after any change of an existing entry.
+    Subclasses define the levels and the bits of entries. The caller must flush the TLB after a change of an
+    existing entry.
     """
 
     shifts: tuple[int, ...]
-    """Bit positions of the index fields, root first."""
+    """Bit positions of the index fields, from the root down."""
     page_step: int = PAGE_SIZE
-    """What the entries of neighbouring pages differ by."""
+    """Difference between the entries of adjacent 4 KiB pages."""
 
     def __init__(self, ram: mmap.mmap, pool: UnitPool, root: int | None = None) -> None:
-        """`root`: physical address of tables that are there already; none makes new ones."""
+        """`root` is the physical address of existing tables; None makes new ones."""
         self._ram = ram
         self._pool = pool
         self.root = self._new_table() if root is None else root
 
     @abstractmethod
     def leaf(self, pa: int, prot: Prot, large: bool) -> int:
-        """Entry that maps a page."""
+        """Return the entry that maps a page."""
 
     @abstractmethod
     def branch(self, pa: int, shift: int) -> int:
-        """Entry at level `shift` that points to the next table."""
+        """Return the entry at level `shift` that points to the next table."""
 
     @abstractmethod
     def target(self, entry: int) -> int:
-        """Physical address in an entry."""
+        """Return the physical address in an entry."""
 
     @abstractmethod
     def is_leaf(self, entry: int, shift: int) -> bool:
-        """Whether the entry at level `shift` maps a page."""
+        """Return True if the entry at level `shift` maps a page."""
 
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
-        """Map [va, va + size) to [pa, pa + size) with the largest pages that fit."""
+        """Map [va, va + size) to [pa, pa + size) with the largest possible pages."""
         end = va + size
         while va < end:
             step = 0 if (va | pa) % LARGE_PAGE_SIZE else self._map_large(va, pa, end - va, prot)
@@ -59,7 +59,7 @@ class PageTables(ABC):
             pa += step
 
     def unmap(self, va: int, size: int) -> None:
-        """Remove [va, va + size), splitting large pages at its borders."""
+        """Unmap [va, va + size), splitting large pages at its borders."""
         end = va + size
         while va < end:
             step = min(end - va, LARGE_PAGE_SIZE - va % LARGE_PAGE_SIZE)
@@ -69,7 +69,7 @@ class PageTables(ABC):
             va += step
 
     def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
-        """Map large pages, up to the end of their table or a table of small ones; returns bytes mapped."""
+        """Map large pages, up to the table's end or an existing table of small pages; return the size."""
         count = min(size // LARGE_PAGE_SIZE, 512 - va // LARGE_PAGE_SIZE % 512)
         if not count:
             return 0
@@ -90,7 +90,7 @@ class PageTables(ABC):
         struct.pack_into(f"<{count}Q", self._ram, first, *entries)
 
     def _slot(self, va: int, page_size: int) -> int:
-        """Physical address of the entry that maps the page at `va`; makes the tables on the way."""
+        """Return the physical address of the entry for the page at `va`; create missing tables."""
         table = self.root
         for shift in self.shifts:
             slot = table + (va >> shift & 511) * 8
@@ -110,7 +110,7 @@ class PageTables(ABC):
         return entry
 
     def _split(self, slot: int, shift: int, entry: int) -> int:
-        """Replace a 2 MiB leaf by a table of 4 KiB leaves with the same rights."""
+        """Replace the entry of a 2 MiB page by a table of 4 KiB pages with the same rights."""
         table = self._new_table()
         small = self.shrink(entry)
         step = self.page_step
@@ -121,7 +121,7 @@ class PageTables(ABC):
 
     @abstractmethod
     def shrink(self, entry: int) -> int:
-        """The 4 KiB leaf for the first page of a 2 MiB leaf."""
+        """Return the 4 KiB entry for the first page of a 2 MiB page."""
 
     def _new_table(self) -> int:
         table = self._pool.alloc(PAGE_SIZE)
@@ -136,7 +136,7 @@ class PageTables(ABC):
 
 
 class X86PageTables(PageTables):
-    """4-level paging with NX. Accessed and dirty are preset: the walker then never writes entries."""
+    """4-level paging with NX. Accessed and dirty are set in advance, so that the CPU never writes entries."""
 
     shifts: tuple[int, ...] = (39, 30, 21, 12)
     _PRESENT = 1
@@ -156,7 +156,7 @@ class X86PageTables(PageTables):
         return pa | bits
 
     def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - PAE's root needs the level
-        """Entry that points to the next table; rights are cut at the leaves alone."""
+        """Return the entry that points to the next table; only the entries of pages restrict rights."""
         return pa | self._PRESENT | self._WRITE | self._USER | 0x20
 
     def target(self, entry: int) -> int:
@@ -170,17 +170,20 @@ class X86PageTables(PageTables):
 
 
 class PaePageTables(X86PageTables):
-    """3-level paging of i386 with PAE and NX; the root has 4 entries, one a GiB."""
+    """3-level paging of i386 with PAE and NX; the root has 4 entries, one per GiB."""
 
     shifts = (30, 21, 12)
 
     def branch(self, pa: int, shift: int) -> int:
-        """Entry that points to the next table; those of the root have no rights, their bits are reserved."""
+        """Return the entry that points to the next table; in the root the bits of rights are reserved."""
         return pa | self._PRESENT if shift == self.shifts[0] else super().branch(pa, shift)
 
 
 class Sv39PageTables(PageTables):
-    """3 levels, 39-bit addresses. Accessed and dirty are preset: the walker then never writes entries."""
+    """3-level paging of 39-bit addresses.
+
+    Accessed and dirty are set in advance: the CPU never writes entries.
+    """
 
     shifts = (30, 21, 12)
     page_step = 1 << 10
@@ -192,7 +195,7 @@ class Sv39PageTables(PageTables):
     _ACCESSED_DIRTY = 0xC0
     _RIGHTS = _READ | _WRITE | _EXEC
 
-    def leaf(self, pa: int, prot: Prot, large: bool) -> int:  # noqa: ARG002 - the level says it
+    def leaf(self, pa: int, prot: Prot, large: bool) -> int:  # noqa: ARG002 - the level determines the size
         bits = self._VALID | self._ACCESSED_DIRTY
         bits |= self._READ if prot & Prot.READ else 0
         bits |= self._WRITE if prot & Prot.WRITE else 0
@@ -201,7 +204,7 @@ class Sv39PageTables(PageTables):
         return pa >> 2 | bits
 
     def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - all levels are alike
-        """Entry that points to the next table: one without rights."""
+        """Return the entry that points to the next table, which has no rights."""
         return pa >> 2 | self._VALID
 
     def target(self, entry: int) -> int:
@@ -211,5 +214,5 @@ class Sv39PageTables(PageTables):
         return bool(entry & self._RIGHTS)
 
     def shrink(self, entry: int) -> int:
-        """The 4 KiB leaf for the first page of a 2 MiB leaf: the same entry, a level below."""
+        """Return the entry itself: in Sv39 an entry has the same form on each level."""
         return entry

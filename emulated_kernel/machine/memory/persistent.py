@@ -1,4 +1,4 @@
-"""Record memory in a file: where its bytes lie there, and guest pages that are the file's."""
+"""Record memory in a file: the layout of the file, and mapping of its pages into guest RAM."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _MREMAP_FIXED = 2
 
 @dataclass(frozen=True)
 class PersistentLayout:
-    """Offsets in bytes; the same for all machines with one image and number of CPUs."""
+    """Offsets and sizes in bytes; equal for all machines with the same image and number of CPUs."""
 
     cells_at: tuple[int, ...]
-    """Where the cells of each CPU begin."""
+    """File offset of the cells of each CPU."""
     cells_base: int
-    """The first cell's offset from a CPU's base."""
+    """Offset of the first cell in a per-CPU area."""
     cells_size: int
     pages_at: int
     pages_base: int
-    """Address of the first page."""
+    """Virtual address of the first page."""
     pages_size: int
 
     @property
     def size(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return self.pages_at + self.pages_size
 
     def cells(self, cpu: int, offset: int, size: int) -> int:
-        """Where cells are in the file. Raises: ValueError (there are none of that offset)."""
+        """Return the file offset of cells. Raises: ValueError (there are no cells at this offset)."""
         at = offset - self.cells_base
         if not 0 <= at <= self.cells_size - size:
             raise ValueError(f"no cells at {offset:#x}")
         return self.cells_at[cpu] + at
 
     def pages(self, address: int, size: int) -> int:
-        """Where pages are in the file. Raises: ValueError (there are none of that address)."""
+        """Return the file offset of pages. Raises: ValueError (there are no pages at this address)."""
         at = address - self.pages_base
         if not 0 <= at <= self.pages_size - size:
             raise ValueError(f"no pages at {address:#x}")
@@ -47,7 +47,7 @@ class PersistentLayout:
 
 
 def put_into(descriptor: int, offset: int, data: bytes) -> None:
-    """Have these bytes, and room for them on the disk, in a file. Raises: OSError."""
+    """Write bytes to a file after allocating disk space for them. Raises: OSError."""
     os.posix_fallocate(descriptor, offset, len(data))
     done = 0
     while done < len(data):
@@ -55,13 +55,14 @@ def put_into(descriptor: int, offset: int, data: bytes) -> None:
 
 
 def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int) -> None:
-    """Let a range of `ram` be a file's pages from now on, whatever it was; all in whole pages.
+    """Replace a range of `ram` by a mapping of a file; all numbers are multiples of the page size.
 
-    Hazard: a store to a page that the disk has no room for kills the process.
+    Hazard: a store to a page without disk space kills the process.
     Raises: OSError (with nothing changed).
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
-    # Hazard: what MAP_FIXED replaces is gone before the file system is asked, which may refuse.
+    # Hazard: mmap() with MAP_FIXED removes the old mapping before the file system, which can refuse, is
+    # asked.
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     new = _call("mmap", None, size, prot, mmap.MAP_SHARED, descriptor, ctypes.c_long(offset))
     try:
@@ -72,7 +73,7 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
 
 
 def _call(name: str, address: int | None, size: int, *further: object) -> int:
-    """A system call about a range of this process's memory. Raises: OSError."""
+    """Call a function of the C library on a range of this process's memory. Raises: OSError."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_ssize_t
     found: int = function(ctypes.c_void_p(address), ctypes.c_size_t(size), *further)

@@ -1,4 +1,4 @@
-"""UnitPool: hands out pieces of an address space; used for physical pages and for text."""
+"""UnitPool: an allocator of address ranges, for physical pages, text and other windows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from emulated_kernel.machine.traps.trap import HardwareError
 class UnitPool:
     """Next-fit allocator over [base, base + size) in units of `unit` bytes.
 
-    Next fit rather than first fit: freed text is reused as late as possible. `first_fit` gives the lowest
-    free address instead: what is loaded again comes to where it was.
+    Next fit reuses freed text as late as possible. `first_fit` takes the lowest free address instead, so that
+    a module that is loaded again gets its old address.
     """
 
     def __init__(self, base: int, size: int, unit: int, *, first_fit: bool = False) -> None:
@@ -23,12 +23,12 @@ class UnitPool:
         self._next = 0
         self._first_fit = first_fit
         self.used = 0
-        """Bytes handed out."""
+        """Number of allocated bytes."""
 
     def alloc(self, size: int, limit: int | None = None) -> int:
-        """Address of `size` free bytes, aligned to the unit; below address `limit` if they are free there.
+        """Allocate `size` bytes, aligned to the unit; below address `limit` if there is room.
 
-        Raises: HardwareError (nothing is left).
+        Raises: HardwareError (no free range is large enough).
         """
         count = max(1, -(-size // self.unit))
         free = bytes(count)
@@ -48,7 +48,7 @@ class UnitPool:
         return address
 
     def free(self, address: int) -> int:
-        """Give back what `alloc` returned; returns its size in bytes.
+        """Free an allocation; return its size in bytes.
 
         Raises: HardwareError (`address` was not allocated).
         """
@@ -61,5 +61,5 @@ class UnitPool:
         return count * self.unit
 
     def extents(self) -> Iterator[tuple[int, int]]:
-        """Address and size in bytes of all that is handed out."""
+        """Yield address and size in bytes of each allocation."""
         return ((address, count * self.unit) for address, count in self._lengths.items())

@@ -1,4 +1,4 @@
-"""RecordMemory: what handlers in guest code write to: small cells of each CPU, and pages for records."""
+"""RecordMemory: the memory to which compiled handlers write: per-CPU cells, and pages for records."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 CELL_UNIT = 8
-"""Bytes; allocations of cells are multiples of it, and aligned to it."""
+"""Size and alignment unit of cells, in bytes."""
 
 
 def extra_size(layout: MemoryLayout) -> int:
-    """Bytes of physical memory behind RAM that this needs; the host gives pages to what is touched alone."""
+    """Return the bytes of physical memory after RAM that RecordMemory needs; untouched pages cost nothing."""
     return layout.record_pages_size
 
 
 class RecordMemory:
-    """Cells in what the image reserves of each CPU's area, and pages of a window of their own.
+    """Cells in the part of the per-CPU area that the image reserves, and pages in a separate window.
 
-    A cell has the same offset from the base of every CPU. Neither is known to the guest's allocators.
+    A cell has the same offset in the area of each CPU. The guest's allocators don't manage this memory.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class RecordMemory:
         abi: Mapping[str, int],
         bases: Callable[[], Sequence[int]],
     ) -> None:
-        """`memory` has extra_size(layout) bytes behind its RAM; `bases` are those of the CPUs.
+        """`memory` has extra_size(layout) bytes after its RAM; `bases` returns the per-CPU areas.
 
-        An image that reserves nothing has no cells.
+        There are no cells if the image reserves nothing.
         """
         self._memory = memory
         self._bases = bases
@@ -54,23 +54,26 @@ class RecordMemory:
         self._file: BinaryIO | None = None
 
     def alloc_percpu(self, size: int) -> int:
-        """Offset of `size` bytes of each CPU, zeroed. Raises: HardwareError (none left)."""
+        """Allocate `size` zeroed bytes on each CPU; return their offset.
+
+        Raises: HardwareError (none left).
+        """
         offset = self._cells.alloc(size)
         for view in self.cells(offset, size):
             view[:] = bytes(size)
         return offset
 
     def free_percpu(self, offset: int) -> None:
-        """Give back what `alloc_percpu` returned. Raises: HardwareError (not allocated)."""
+        """Free cells from `alloc_percpu`. Raises: HardwareError (not allocated)."""
         self._cells.free(offset)
 
     def cells(self, offset: int, size: int) -> list[memoryview]:
-        """Live bytes of an allocation, of each CPU."""
+        """Return a view of an allocation for each CPU."""
         start = offset - self._cells.base
         return [reserved[start : start + size] for reserved in self._reserved]
 
     def address(self, offset: int, cpu: int = 0) -> int:
-        """Where a CPU's cell is, for everybody."""
+        """Return the address of a CPU's cell."""
         return self._bases()[cpu] + offset
 
     @cached_property
@@ -79,15 +82,18 @@ class RecordMemory:
 
     @cached_property
     def words(self) -> list[memoryview]:
-        """What is reserved of each CPU, as u64."""
+        """A u64 view of the reserved memory of each CPU."""
         return [reserved.cast("Q") for reserved in self._reserved]
 
     def word_index(self, offset: int) -> int:
-        """Of a cell, in `words`."""
+        """Return the index of a cell in the views of `words`."""
         return (offset - self._cells.base) // 8
 
     def alloc_pages(self, size: int) -> int:
-        """Address of whole pages, of any content. Raises: HardwareError (none left, here or on the disk)."""
+        """Allocate whole pages, which aren't cleared.
+
+        Raises: HardwareError (no memory or disk space left).
+        """
         va = self._pages.alloc(size)
         if self._file is not None:
             try:
@@ -98,24 +104,24 @@ class RecordMemory:
         return va
 
     def free_pages(self, va: int) -> None:
-        """Give back what `alloc_pages` returned, and the host its memory.
+        """Free pages from `alloc_pages`, and return their memory to the host.
 
         Raises: HardwareError (not allocated).
         """
         size = self._pages.free(va)
-        # Not every host can take pages out of a shared mapping; they stay with us then.
+        # Not every host supports MADV_REMOVE for shared mappings; the memory stays allocated then.
         with suppress(OSError, AttributeError):
             self._memory.ram.madvise(mmap.MADV_REMOVE, self._memory.translate(va), size)
 
     def view(self, va: int, size: int) -> memoryview:
-        """Live bytes of pages."""
+        """Return a live view of pages."""
         return self._memory.view(va, size)
 
-    # In a file
+    # Persistence in a file
 
     @cached_property
     def persistent_layout(self) -> PersistentLayout:
-        """Of a file that has all cells and pages, behind one page of its own."""
+        """Layout of a file with a header page, all cells and all pages."""
         spans = [self._span(base) for base in self._bases()]
         starts = [PAGE_SIZE + sum(size for _, size in spans[:cpu]) for cpu in range(len(spans))]
         first = [base + self._cells.base for base in self._bases()]
@@ -129,16 +135,16 @@ class RecordMemory:
         )
 
     def _span(self, base: int) -> tuple[int, int]:
-        """Address and size of the pages that the cells of a CPU lie in."""
+        """Return address and size of the pages that contain the cells of a CPU."""
         start = base + self._cells.base
         end = base + self._cells.base + self._size
         va = start - start % PAGE_SIZE
         return va, -(-end // PAGE_SIZE) * PAGE_SIZE - va
 
     def keep_in(self, file: BinaryIO) -> None:
-        """Let a new file hold all cells and pages from now on: what is written there outlives this process.
+        """Move all cells and pages to a new file, so that their contents outlive this process.
 
-        Raises: OSError (after which all of them have what they had, some in the file that they were in).
+        Raises: OSError (all contents are intact then; some may already be in the new file).
         """
         layout = self.persistent_layout
         memory = self._memory
@@ -155,5 +161,6 @@ class RecordMemory:
             at += size
         for physical, size, offset in ranges:
             map_over(memory.ram, physical, size, descriptor, offset)
-            # Hazard: once the pages, which come first, are the file's, those to come need room there.
+            # Hazard: once the pages, which come first, are mapped, further allocations need disk space in the
+            # file.
             self._file = file

@@ -1,5 +1,5 @@
-"""Where unicorn differs from a CPU: looked for and checked at each start, one function a deviation.
+"""Deviations of Unicorn from a CPU: a self-test at each start checks them, with one function for each.
 
-bench.py runs pieces of code and has what both kinds of CPUs are checked for; x86.py and riscv.py have the
-rest.
+harness.py runs pieces of code and has the checks of all CPUs. x86.py and riscv.py have the checks of their
+CPUs, and stops.py finds the places where a run can be stopped.
 """

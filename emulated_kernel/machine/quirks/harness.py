@@ -1,4 +1,4 @@
-"""Finding out where the library differs from a CPU: a bench for its code, the way to its live registers."""
+"""Harness of the start-up self-test: runs test code, finds Unicorn's CPU structure, common checks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CODE_OFFSET = 0x800
-"""Where in the machine's own text page the self-test puts its code."""
+"""Offset of the self-test's code in the host's text page."""
 
 HANDLE_SIZE = 4096
-"""Bytes of the library's handle in which pointers to the CPU, and its error, are looked for."""
+"""Bytes of Unicorn's handle that are searched for pointers to the CPU and for the error field."""
 _CPU_SIZE = 64 << 10
 
 
 class Outcome(Enum):
-    """How a self-test went."""
+    """Result of a self-test."""
 
     OK = "ok"
     FALLBACK = "fallback"
-    """The quick way isn't there; the API's is used."""
+    """Internal state wasn't found; the slower API is used."""
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Result for one deviation."""
+    """Result of the self-test of one deviation."""
 
     name: str
     outcome: Outcome
 
 
 class Bench:
-    """Runs a few bytes of code on a stopped machine and keeps what it trapped with."""
+    """Runs a few bytes of code on a stopped machine and records the traps."""
 
     def __init__(self, hooks: TrapHooks, memory: Memory, stack: int) -> None:
         self.engine = hooks.engine
@@ -55,14 +55,14 @@ class Bench:
         self._pa = memory.translate(self.va)
         self.traps: list[Trap] = []
         self.error = 0
-        """The library's, of the last run."""
+        """Unicorn's error code of the last run."""
 
     def put(self, code: bytes) -> None:
-        """Place code (and a halt) without telling the engine."""
+        """Write code and a halt without dropping translated code."""
         self.memory.ram[self._pa : self._pa + len(code) + len(self.cpu.halt)] = code + self.cpu.halt
 
     def run(self, code: bytes, **registers: int) -> Any:
-        """Run code up to its end or to its first trap."""
+        """Run code to its end or to the first trap; return the registers."""
         self.put(code)
         self.engine.flush_code()
         for name, value in registers.items():
@@ -71,7 +71,7 @@ class Bench:
         return self.resume()
 
     def resume(self, ip: int | None = None) -> Any:
-        """Run what is there."""
+        """Run the code that is already written; return the registers."""
         self.traps.clear()
         self.hooks.dispatch = self._stop
         self.error = self.hooks.run(self.va if ip is None else ip)
@@ -84,16 +84,16 @@ class Bench:
 
 
 def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
-    """Address of the engine's live registers, by content: the handle points to the CPU, which holds them.
+    """Find the address of the engine's live registers by their contents, through pointers in its handle.
 
-    None if it isn't found, or if what was found doesn't follow the API (a copy left by another engine).
-    Registers are as before.
+    Return None if they aren't found, or if a match doesn't follow API calls because it is a stale copy. The
+    registers are restored.
     """
     kept = {register: engine.reg_read(register) for register in cpu.registers.values()}
     try:
         return _find_registers(engine, cpu, mark_registers(engine, cpu))
     finally:
-        # A guest that starts with what marked them isn't the same twice.
+        # The marks are random: a guest that started with them would not be reproducible.
         for register, value in kept.items():
             engine.reg_write(register, value)
 
@@ -108,7 +108,7 @@ def _find_registers(engine: Engine, cpu: CpuModel, pattern: bytes) -> int | None
 
 
 def own_memory(address: int, size: int) -> bytes:
-    """What lies in this process, nothing where that can't be read; a stale pointer is no crash."""
+    """Read this process's memory; return b"" if it is unreadable, so that a stale pointer can't crash."""
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:
@@ -122,7 +122,7 @@ def own_memory(address: int, size: int) -> bytes:
 
 
 def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
-    """Give the general registers values that are nowhere else; returns them as they lie in memory."""
+    """Set the general registers to random values; return them as they are laid out in memory."""
     pattern = b""
     for register in list(cpu.registers.values())[:-1]:
         value = os.urandom(cpu.word_size)
@@ -132,7 +132,7 @@ def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
 
 
 def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "Q"]) -> memoryview:
-    """The engine's CPU state, saved into `context`, as numbers of this format."""
+    """Save the engine's CPU state into `context`; return it as numbers of a struct format."""
     engine.context_save(context)
     assert context.value is not None
     data = ctypes.string_at(context.value, engine.context_size())
@@ -140,12 +140,15 @@ def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "
 
 
 def found(function: Callable[..., object], is_there: bool) -> SelfTest:
-    """Result of looking for what the library hides."""
+    """Return the result of a search for hidden state of Unicorn."""
     return SelfTest(function.__name__, Outcome.OK if is_there else Outcome.FALLBACK)
 
 
 def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Iterator[SelfTest]:
-    """Raises: HardwareError (a check failed: the library can't be used)."""
+    """Run checks and yield their results.
+
+    Raises: HardwareError (a check failed: Unicorn can't be used).
+    """
     for check in checks:
         check(bench)
         yield SelfTest(check.__name__, Outcome.OK)
@@ -153,9 +156,10 @@ def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Itera
 
 
 def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -> None:
-    """Unicorn runs stale code after a physical write until the virtual address is invalidated.
+    """Check that changed code runs after remove_cache().
 
-    `old` and `new` put 1 and 2 into the register `result`.
+    Unicorn: it runs stale code after a physical write until the virtual address is invalidated. `old` and
+    `new` set the register `result` to 1 and 2.
     """
     bench.run(old)
     bench.put(new)
@@ -165,7 +169,7 @@ def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -
 
 
 def check_halt_ends_run(bench: Bench, nop: bytes) -> None:
-    """Unicorn returns at a halt, behind it, and runs on from there (a CPU would wait for an interrupt)."""
+    """Check that a halt ends the run with ip after it, and that a second run continues there."""
     end = bench.run(nop).ip
     if end != bench.va + len(nop) + len(bench.cpu.halt) or bench.resume(bench.va).ip != end:
         raise HardwareError(f"a halt left the instruction pointer at {end:#x}")
@@ -182,7 +186,7 @@ def _search(pointer: int, pattern: bytes) -> Iterator[int]:
 
 
 def _follows_api(engine: Engine, cpu: CpuModel, address: int) -> bool:
-    """Whether pokes at `address` are seen through the API and the reverse, first and last register."""
+    """Return True if stores at `address` are visible through the API and vice versa."""
     state = (ctypes.c_uint64 * (cpu.ip_slot + 1)).from_address(address)
     first, *_, ip = cpu.registers.values()
     for register, slot in ((first, 0), (ip, cpu.ip_slot)):

@@ -1,4 +1,4 @@
-"""Where the library differs from a riscv64 CPU: each deviation found or checked at start, one by one."""
+"""Deviations of Unicorn from a riscv64 CPU: one function finds or checks each of them at start."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ _UC_ERR_EXCEPTION = 21
 
 
 class LiveBadAddress:
-    """The cell of the emulator's CPU state that holds the address of the last page fault."""
+    """Reads the address of the last page fault directly from Unicorn's CPU structure."""
 
     def __init__(self, address: int) -> None:
         self._cell = memoryview(ctypes.c_uint64.from_address(address)).cast("B").cast("Q")
 
     def take(self) -> int:
-        """The address, which the library never puts into stval."""
+        """Return the address, which Unicorn doesn't store in stval."""
         return self._cell[0]
 
 
 class ContextBadAddress:
-    """The same cell, seen by saving a context: API only."""
+    """Reads the address of the last page fault from a saved context; only API calls."""
 
     def __init__(self, engine: Engine, offset: int) -> None:
         self._engine = engine
@@ -73,13 +73,13 @@ class ContextBadAddress:
         self._cell = ctypes.c_uint64.from_address(context.value + offset)
 
     def take(self) -> int:
-        """The address."""
+        """Return the address."""
         self._engine.context_save(self._context)
         return self._cell.value
 
 
 def find_bad_address(bench: Bench) -> tuple[int, int] | None:
-    """Offsets in a saved context: first register, address of the last page fault; None if it isn't found."""
+    """Find offsets in a saved context: first register, address of the last page fault; None if not found."""
     engine = bench.engine
     clean = engine.context_alloc()
     context = engine.context_alloc()
@@ -90,7 +90,7 @@ def find_bad_address(bench: Bench) -> tuple[int, int] | None:
         address = int.from_bytes(os.urandom(4), "little") << 3
         engine.context_restore(clean)
         bench.run(_LOAD, a0=address, t0=0)
-        # The register that has the address is not what is looked for.
+        # The register with the address must not match.
         bench.regs.set("a0", 0)
         holding = {at for at, word in enumerate(context_words(engine, context, "Q")) if word == address}
         left = holding if left is None else left & holding
@@ -101,9 +101,9 @@ def find_bad_address(bench: Bench) -> tuple[int, int] | None:
 
 
 def find_error_cell(bench: Bench) -> int | None:
-    """Address of the error that an ebreak leaves in the library's handle; None if it isn't found.
+    """Find the address of the error that an ebreak leaves in Unicorn's handle; None if it isn't found.
 
-    Looked at from within the hook: when the run has ended it is gone.
+    The search is done in a hook, because the error is cleared at the end of the run.
     """
     seen: list[memoryview] = []
 
@@ -124,7 +124,7 @@ def find_error_cell(bench: Bench) -> int | None:
 
 
 def check_breakpoints_in_a_row(bench: Bench) -> None:
-    """Behind an ebreak that was dealt with the guest goes on, faults are reported, and no error is left."""
+    """Check that after a handled ebreak the guest continues, faults are reported, and no error is left."""
     size = len(bench.cpu.filler)
     met = []
     places = [bench.va + at * size for at in range(3)]
@@ -141,11 +141,11 @@ def check_breakpoints_in_a_row(bench: Bench) -> None:
     if met != [place + size for place in places] * 2 or end != 1 or error:
         raise HardwareError(f"after {len(met)} of 6 breakpoints a0 is {end}, error {error}")
     if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.PAGE_FAULT, places[-1] + size)]:
-        raise HardwareError(f"a fault behind a breakpoint arrived as {[str(trap) for trap in bench.traps]}")
+        raise HardwareError(f"a fault after a breakpoint arrived as {[str(trap) for trap in bench.traps]}")
 
 
 def check_faults(bench: Bench) -> None:
-    """Unicorn reports each exception four bytes behind the instruction, of whatever length that is."""
+    """Check exceptions. Unicorn: it reports them four bytes after the instruction, whatever its length."""
     unmapped = 0x1000
     text = bench.cpu.layout.host_text
     for code, address, cause, place in (
@@ -163,24 +163,24 @@ def check_faults(bench: Bench) -> None:
 
 
 def check_breakpoint_without_handler(bench: Bench) -> None:
-    """An ebreak that nobody knows is an exception, at the instruction."""
+    """Check that an ebreak without a handler is an exception at the instruction."""
     bench.run(_NOP + EBREAK)
     if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.BREAKPOINT, bench.va + 4)]:
         raise HardwareError(f"ebreak arrived as {[str(trap) for trap in bench.traps]}")
 
 
 def check_wfi_ends_run(bench: Bench) -> None:
-    """See check_halt_ends_run."""
+    """Check that wfi ends the run; see check_halt_ends_run."""
     check_halt_ends_run(bench, _NOP)
 
 
 def check_patched_text(bench: Bench) -> None:
-    """See check_changed_code_runs."""
+    """Check that patched text runs; see check_changed_code_runs."""
     check_changed_code_runs(bench, _ONE, _TWO, "a0")
 
 
 def check_trap_registers(bench: Bench) -> None:
-    """What the host puts into sepc, scause and stval is what the guest reads; sret goes where they say."""
+    """Check that the guest reads the host's values of sepc, scause and stval, and that sret uses them."""
     for number, value in ((SEPC, bench.va + 16), (SCAUSE, 7), (STVAL, 9)):
         bench.engine.reg_write(number, value)
     end = bench.run(_READ_TRAP_REGISTERS)
@@ -204,11 +204,11 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 
 
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
-    """Make the machine's hooks fit this library and check that it then behaves like a CPU.
+    """Adapt the machine's hooks to this version of Unicorn, and check that it then behaves like a CPU.
 
-    `cpu` is what `find_cpu_state` found; without it nothing of the library's inside is touched.
+    `cpu` is the result of `find_cpu_state`. If it is None, no internal state of Unicorn is used.
 
-    Raises: HardwareError (a check failed: the library can't be used).
+    Raises: HardwareError (a check failed: Unicorn can't be used).
     """
     hooks = bench.hooks
     assert isinstance(hooks, RiscvTrapHooks)

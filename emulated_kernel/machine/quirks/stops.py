@@ -1,4 +1,4 @@
-"""Where a stop from another thread ends a run: the library knows places within instructions, too."""
+"""Places at which a stop from another thread ends a run: Unicorn can stop even inside an instruction."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from emulated_kernel.machine.unicorn_engine import TRANSLATED, Engine
 _HANDLE_SIZE = 32 << 10
 _NESTED_RUNS = 64
 _JUMP_BUFFERS = (200, 312, 320)
-"""Bytes of a sigjmp_buf, by the C library and the host's architecture."""
+"""Possible sizes in bytes of a sigjmp_buf, which depend on the C library and the host's architecture."""
 _ONLY_INIT_DONE = (bytes(3) + b"\x01", b"\x00\x01\x00\x01")
-"""hook_insert, first_tb, no_exit_request, init_done, of an engine that has been started or not."""
+"""The fields hook_insert, first_tb, no_exit_request, init_done of a new engine and of a started one."""
 _NO_EXIT_REQUEST = 2
 
 
 def find_exit_switch(engine: Engine) -> int | None:
-    """Address of the library's switch against stops behind each access of memory; None if unclear.
+    """Find the address of the field that disables stops after each memory access; None if it is ambiguous.
 
-    Unicorn: a run that is stopped there goes on at the beginning of the block, and does again what that had
-    done. With the switch set it looks between blocks alone, where nothing is half done, and translated code
-    is shorter. Found by the size of the code buffer, which is ours, some fields behind it.
+    Unicorn: a run that is stopped after an access continues at the start of its block and repeats effects. If
+    the field is set, it only checks for stops between blocks, and translated code is shorter. The field is
+    found by the size of the code buffer, a known value a few fields after it.
     """
     handle = own_memory(engine.address, _HANDLE_SIZE)
     size = struct.pack("<I", TRANSLATED)
@@ -35,9 +35,9 @@ def find_exit_switch(engine: Engine) -> int | None:
 
 
 def stop_between_blocks(bench: Bench, one: bytes, jump: bytes, two: bytes, result: str) -> SelfTest:
-    """Set the switch, if there is one and it does what it should.
+    """Set the field found by find_exit_switch, if it exists and has the expected effect.
 
-    `one` and `two` put 1 and 2 into the register `result`, `jump` leads behind itself.
+    `one` and `two` set the register `result` to 1 and 2; `jump` jumps to the next instruction.
     """
     engine = bench.engine
     address = find_exit_switch(engine)
@@ -46,7 +46,7 @@ def stop_between_blocks(bench: Bench, one: bytes, jump: bytes, two: bytes, resul
         engine.stop_between_blocks(True)
         with engine.stopped_at(bench.va):
             end = getattr(bench.run(one + jump + two), result)
-        # Stopped in front of the first instruction it has to go on to the end of the block, and no further.
+        # A run that is stopped before its first instruction must continue exactly to the end of the block.
         if end != 1:
             engine.stop_between_blocks(False)
             engine.exit_switch = None

@@ -1,4 +1,4 @@
-"""Where the library differs from an x86 CPU: each deviation found or checked at start, one function each."""
+"""Deviations of Unicorn from an x86 CPU: one function finds or checks each of them at start."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _UNMAPPED = 0x1000
 
 
 def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
-    """Offsets in a saved context: first register, exception error code, exception in flight.
+    """Find offsets in a saved context: first register, exception error code, exception in flight.
 
-    Four faults with known codes are compared with a clean state; None if that leaves no single cell.
+    Four faults with known codes are compared with a clean state. Return None if a field isn't unique.
     """
     engine = bench.engine
     clean = engine.context_alloc()
@@ -64,7 +64,7 @@ def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
 
 
 def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
-    """Code, its rbx, the error code and vector it must fault with; the rarest error code first."""
+    """Return tuples of code, its rbx, expected error code and vector; the rarest error code comes first."""
     return (
         (_JUMP, cpu.layout.direct_map, 0x11, Vector.PAGE_FAULT),
         (_WRITE, cpu.layout.host_text, 0x3, Vector.PAGE_FAULT),
@@ -74,7 +74,7 @@ def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
 
 
 def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int | None) -> ExceptionState:
-    """The best way there is to read and acknowledge an exception."""
+    """Return the fastest available reader of exception state."""
     if cells is None:
         return CleanContextExceptionState(bench.engine, bench.regs)
     first, error_code, in_flight = cells
@@ -84,7 +84,10 @@ def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int |
 
 
 def check_faults_in_a_row(bench: Bench) -> None:
-    """Unicorn keeps the last fault in flight for ever: unacknowledged, the next one is a double fault."""
+    """Check that consecutive faults arrive.
+
+    Unicorn: a fault stays in flight forever; if it isn't acknowledged, the next one is a double fault.
+    """
     for code, rbx, _, vector in known_faults(bench.cpu) * 2:
         bench.run(code, bx=rbx)
         if [trap.vector for trap in bench.traps] != [vector]:
@@ -92,24 +95,27 @@ def check_faults_in_a_row(bench: Bench) -> None:
 
 
 def check_hlt_ends_run(bench: Bench) -> None:
-    """See check_halt_ends_run."""
+    """Check that hlt ends the run; see check_halt_ends_run."""
     check_halt_ends_run(bench, b"\x90")
 
 
 def check_patched_text(bench: Bench) -> None:
-    """See check_changed_code_runs."""
+    """Check that patched text runs; see check_changed_code_runs."""
     check_changed_code_runs(bench, _ONE, _TWO, "ax")
 
 
 def check_undefined_instruction(bench: Bench) -> None:
-    """Unicorn has a hook of its own for ud2, called with the address of the instruction."""
+    """Check that ud2 arrives as #UD.
+
+    Unicorn: it has a separate hook, called with the instruction's address.
+    """
     bench.run(bytes.fromhex("0f0b"))
     if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.INVALID_OPCODE, bench.va)]:
         raise HardwareError("ud2 did not arrive as #UD")
 
 
 def check_breakpoint(bench: Bench) -> None:
-    """int3 is seen behind the instruction, and a changed instruction pointer is where the guest goes on."""
+    """Check that int3 is reported with ip after it, and that the guest continues at a changed ip."""
     bench.hooks.breakpoints[bench.va] = lambda regs: regs.set("ip", regs.ip + 1)
     try:
         end = bench.run(cpu_x86.INT3 + bytes.fromhex("0f0b")[:1] + b"\x90")
@@ -120,7 +126,7 @@ def check_breakpoint(bench: Bench) -> None:
 
 
 def check_trap_flag(bench: Bench) -> None:
-    """The trap comes behind one instruction, popf's own flags behind the next; cleared, no more comes."""
+    """Check that TF traps after one instruction, with popf after the next one, and that it can be cleared."""
     bench.regs.step(True)
     bench.run(b"\x90\x90")
     once = [(trap.vector, trap.address) for trap in bench.traps]
@@ -136,7 +142,7 @@ def check_trap_flag(bench: Bench) -> None:
 
 
 def check_flags(bench: Bench) -> None:
-    """Unicorn computes arithmetic flags when asked; a write must be seen by the guest, fixed bit included."""
+    """Check that the guest sees written flags, including the fixed bit. Unicorn: it computes flags lazily."""
     bench.regs.flags = 0x8D5 & ~0x100
     end = bench.run(bytes.fromhex("9c58"))  # pushf; pop rax
     if end.ax & 0x8D5 != 0x8D5 & ~0x100 or end.flags & 0x8D5 != 0x8D5 & ~0x100:
@@ -155,9 +161,11 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 
 
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
-    """Make the machine's hooks fit this library and check that it then behaves like a CPU.
+    """Adapt the machine's hooks to this version of Unicorn, and check that it then behaves like a CPU.
 
-    `cpu` is what `find_cpu_state` found. Raises: HardwareError (a check failed: the library can't be used).
+    `cpu` is the result of `find_cpu_state`.
+
+    Raises: HardwareError (a check failed: Unicorn can't be used).
     """
     cells = find_exception_cells(bench)
     bench.hooks.state = exception_state(bench, cells, cpu)

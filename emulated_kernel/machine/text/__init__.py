@@ -1,6 +1,5 @@
-"""Guest text: its only writers, with a ledger of each byte, and what CPUs fetched before it changed.
+"""Guest text: all code that writes it, the ledger of original bytes, and the emulation of stale fetches.
 
-`text.Text` writes at once, `text_poke.TextPoker` in the steps that CPUs in between survive,
-`module_space` what modules bring. stale_fetch.py says what a CPU might still run. Nothing
-else writes text.
+`text.Text` writes bytes at once. `text_poke.TextPoker` writes in steps that are safe for CPUs that execute
+the text. `module_space` loads the text of modules. `stale_fetch` lets CPUs execute old bytes, for tests.
 """

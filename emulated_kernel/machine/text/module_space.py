@@ -1,4 +1,4 @@
-"""ModuleSpace: memory for the guest's modules; text is written here alone, data by the guest."""
+"""ModuleSpace: memory for the guest's modules; the host writes their text, the guest writes their data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class _Allocation:
 
 
 class ModuleSpace:
-    """Pages with an unmapped one behind each piece. Mirrors: module_alloc(), module_memfree() (v6.1).
+    """Allocator of module memory, with an unmapped page after each allocation.
 
-    As in vmalloc space the lowest free address is taken.
+    Like vmalloc() it takes the lowest free address. Mirrors: module_alloc(), module_memfree() (v6.1).
     """
 
     def __init__(self, cpu: CpuModel, memory: Memory, text: Text) -> None:
@@ -35,7 +35,7 @@ class ModuleSpace:
         self._pieces: dict[int, _Allocation] = {}
 
     def alloc(self, size: int, *, is_text: bool) -> int:
-        """Address of `size` bytes: breakpoints that can be executed, or zeros that can be written.
+        """Allocate `size` bytes: executable and filled with breakpoints, or writable and filled with zeros.
 
         Raises: HardwareError (none left).
         """
@@ -54,13 +54,13 @@ class ModuleSpace:
         return va
 
     def size(self, va: int) -> int:
-        """Bytes asked for at `va`. Raises: KeyError."""
+        """Return the requested size of the allocation at `va`. Raises: KeyError (there is none)."""
         return self._pieces[va].size
 
     def place(self, va: int, code: bytes) -> None:
-        """Write text, once: it is the original that the ledger compares with.
+        """Write the text of a module, once; it becomes original text.
 
-        Raises: KeyError (no text of that size was allocated there, or it stands there already).
+        Raises: KeyError (no text of that size was allocated there, or it was already written).
         """
         piece = self._pieces[va]
         if not piece.is_text or piece.is_placed or len(code) != piece.size:
@@ -70,12 +70,12 @@ class ModuleSpace:
         piece.is_placed = True
 
     def free(self, va: int) -> None:
-        """Unmap it. Raises: KeyError (what isn't allocated)."""
+        """Free an allocation. Raises: KeyError (not allocated)."""
         piece = self._pieces.pop(va)
         if piece.is_placed:
             self._text.disown(va)
         if piece.is_text:
-            # What was translated from it must not run for the next module that comes here.
+            # Drops translated code, which must not run for the next module at this address.
             self._text.poke(va, self._filler * (page_up(piece.size) // len(self._filler)))
         self._memory.unmap(va, page_up(piece.size))
         self._memory.host_pages.free(piece.pa)

@@ -1,7 +1,7 @@
-"""StaleFetch: CPUs run what they had fetched when their turn ended, though text has changed since.
+"""StaleFetch: lets CPUs execute instructions that they fetched before text was patched, for tests.
 
-That is the hazard that makes text_poke() synchronise. The machine's CPUs run in turns, so that none really
-has anything stale: Prefetch knows what it could have, and StaleFetch lets it run that.
+Because of this hazard text_poke() synchronises CPUs. The machine's CPUs run in turns, and none of them really
+prefetches. Prefetch computes the bytes that a CPU could have fetched, and StaleFetch lets it execute them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.fast_dataclass import dataclass
 
 WINDOW = 16
-"""Bytes that a CPU fetches ahead at most."""
+"""Largest number of bytes that a CPU prefetches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,43 +21,43 @@ class _Write:
     before: bytes
 
     def undo(self, va: int, window: bytearray) -> None:
-        """Make `window`, which begins at `va`, as it was before this write."""
+        """Undo this write in `window`, a copy of the text at `va`."""
         for at, byte in enumerate(self.before, self.va - va):
             if 0 <= at < len(window):
                 window[at] = byte
 
 
 class Prefetch:
-    """Follows the writes to text since the CPUs last executed a serialising instruction.
+    """Records the writes to text since the CPUs last executed a serialising instruction.
 
-    A CPU fetches at any moment, and what straddles a cache line in two parts at two moments.
+    A CPU can fetch at any moment, and it fetches the two parts of a straddling instruction at two moments.
     Source: "Djprobe" (Ottawa Linux Symposium 2007), section 2.3; Linux: text_poke_bp_batch (v6.1).
     """
 
     def __init__(self, text: Text, unit: int) -> None:
-        """Until now all CPUs are taken as synchronised; each later write to `text` has to be reported.
+        """Assume that all CPUs are synchronised now; each later write to `text` must be reported.
 
-        `unit`: bytes that are fetched in one piece, where they are aligned to as many.
+        `unit` is the size in bytes of an aligned piece that is fetched atomically.
         """
         self._text = text
         self._unit = unit
         self._writes: list[_Write] = []
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """See TextWatcher."""
+        """Record a write; see TextWatcher."""
         if before != after:
             self._writes.append(_Write(va, before))
 
     def synchronised(self) -> None:
-        """See TextWatcher."""
+        """Forget all writes; see TextWatcher."""
         self._writes.clear()
 
     def concerns(self, va: int) -> bool:
-        """Whether anything changed of what a CPU about to execute at `va` has fetched."""
+        """Return True if bytes changed that a CPU about to execute at `va` may have fetched."""
         return any(write.va < va + WINDOW and va < write.va + len(write.before) for write in self._writes)
 
     def windows(self, va: int) -> set[bytes]:
-        """All that a CPU about to execute at `va` may have fetched, what stands there now included."""
+        """Return all variants of the bytes that a CPU about to execute at `va` may have fetched."""
         moments = self._moments(va)
         return {
             early[:split] + late[split:]
@@ -67,7 +67,7 @@ class Prefetch:
         }
 
     def _moments(self, va: int) -> set[bytes]:
-        """The text at `va` as of each moment since the last synchronisation."""
+        """Return the contents of the text at `va` at each moment since the last synchronisation."""
         window = bytearray(self._text.current(va, WINDOW))
         found = {bytes(window)}
         for write in reversed(self._writes):
@@ -77,10 +77,10 @@ class Prefetch:
 
 
 class StaleFetch:
-    """Watches text for all CPUs; `serialise` is called at a serialising instruction of one of them.
+    """Watches text for all CPUs; `serialise` is called when a CPU executes a serialising instruction.
 
-    Of all that a CPU may have fetched the seed picks one, for one instruction after the other. It lasts until
-    the CPU leaves those bytes.
+    For each instruction the seed selects one of the variants that the CPU may have fetched. This ends when
+    the CPU leaves the changed bytes.
     """
 
     def __init__(self, text: Text, breakpoints: tuple[bytes, ...], unit: int, seed: int) -> None:
@@ -89,22 +89,22 @@ class StaleFetch:
         self._unit = unit
         self._dice = Random(seed)
         self._fetched: dict[int, tuple[int, Prefetch]] = {}
-        """By CPU, inside a changed range: its address, and the bytes written since."""
+        """CPU number -> start of the prefetched bytes, and the writes since then."""
         self._shown: range | None = None
         self._traps = False
-        """What is shown begins with a breakpoint."""
+        """The substituted bytes begin with a breakpoint."""
         self._true = bytearray()
-        """What really stands where other bytes are shown."""
+        """The real text at the place of the substituted bytes."""
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """See TextWatcher."""
+        """Record a write for all CPUs; see TextWatcher."""
         if self._shown is not None:
             before = self._replace(va, before, after)
         for _, prefetch in self._fetched.values():
             prefetch.written(va, before, after)
 
     def _replace(self, va: int, before: bytes, after: bytes) -> bytes:
-        """Text is written in the middle of a run that is shown other bytes; what really stood there."""
+        """Apply a write during a run with substituted bytes; return the real bytes before the write."""
         assert self._shown is not None
         really = bytearray(before)
         for at, byte in enumerate(after):
@@ -114,18 +114,18 @@ class StaleFetch:
         return bytes(really)
 
     def synchronised(self) -> None:
-        """See TextWatcher: the interrupts have been taken, or left out."""
+        """Do nothing: `serialise` is called for each CPU that takes its interrupt."""
 
     def serialise(self, cpu: int) -> None:
-        """A CPU is interrupted, or has trapped: what it runs next is fetched then."""
+        """Drop the prefetched bytes of a CPU, which was interrupted or has trapped."""
         self._fetched.pop(cpu, None)
 
     def serialise_all(self) -> None:
-        """The host has entered all of them anew."""
+        """Drop the prefetched bytes of all CPUs, which the host has stopped and resumed."""
         self._fetched.clear()
 
     def stopped(self, cpu: int, ip: int, is_preempted: bool) -> None:
-        """A CPU's run has ended at `ip`."""
+        """Note that a CPU's run ended at `ip`; a preempted CPU has prefetched the bytes there."""
         traps = self._traps
         self._traps = False
         if traps or not is_preempted:
@@ -139,9 +139,9 @@ class StaleFetch:
         self._fetched[cpu] = start, prefetch
 
     def show(self, cpu: int, ip: int) -> range | None:
-        """Put what the CPU has fetched in the place of text, for one instruction.
+        """Substitute the CPU's prefetched bytes for text, for one instruction.
 
-        Where that stands; None if nothing differs.
+        Return the range of addresses in which the run must stay; None if nothing was substituted.
         """
         start, prefetch = self._fetched.get(cpu, (0, None))
         if prefetch is None or not prefetch.concerns(ip):
@@ -150,13 +150,14 @@ class StaleFetch:
         true = self._text.current(ip, size)
         windows = {window[:size] for window in prefetch.windows(ip)}
         picked = self._dice.choice(sorted(windows))
-        self._shown, self._true = range(ip, ip + size), bytearray(true)
+        self._shown = range(ip, ip + size)
+        self._true = bytearray(true)
         self._traps = picked.startswith(self._breakpoints)
         self._text.substitute(ip, picked)
         return range(ip, ip + 1)
 
     def hide(self) -> None:
-        """Text is as it should be again."""
+        """Restore the real text after `show`."""
         if self._shown is not None:
             shown = self._shown
             self._shown = None

@@ -1,4 +1,4 @@
-"""Text: the only writer of guest code, and the ledger of every byte that differs from the original."""
+"""Text: patches guest code, and keeps a ledger of the original of each changed byte."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from emulated_kernel.machine.unicorn_engine import CodeCache
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _FLUSH_FROM = 32
-"""Batches of this many pokes flush all translated code instead of dropping it site by site."""
+"""Number of pokes in a batch from which all translated code is flushed, not only that of each site."""
 _SLOT_ALIGN = 16
 _DIFFERS = b"\0" + b"\xff" * 255
 
 
 class TextWatcher(Protocol):
-    """Follows what other CPUs may have fetched; see stale_fetch.py."""
+    """Observer of changes of text; stale_fetch.py implements it."""
 
     def written(self, va: int, before: bytes, after: bytes, /) -> None:
-        """Text changed in memory."""
+        """Note that text at `va` changed in memory."""
 
     def synchronised(self) -> None:
-        """All CPUs have executed a serialising instruction."""
+        """Note that all CPUs have executed a serialising instruction."""
 
 
 def give_room_back(table: dict[int, Any], before: int) -> bool:
-    """Whether half of what it held before has gone: a dict keeps its room while entry by entry goes."""
+    """Shrink a dict that has lost at least half of its `before` entries; return True if it did.
+
+    Python's dicts don't free memory when single entries are removed.
+    """
     if not before or len(table) > before // 2:
         return False
     left = dict(table)
@@ -43,13 +46,13 @@ def give_room_back(table: dict[int, Any], before: int) -> bool:
 
 
 class OriginalBytes(Mapping[int, int]):
-    """Address to original byte, for exactly the bytes that differ; those of a word are one entry."""
+    """Address -> original byte, for exactly those bytes that differ; the bytes of a word share one entry."""
 
     __slots__ = ("words",)
 
     def __init__(self) -> None:
         self.words: dict[int, int] = {}
-        """By address / 8: original bytes that differ, and above them 0xFF for each; without any, no entry."""
+        """Address / 8 -> original bytes that differ, and from bit 64 on a mask with 0xFF for each of them."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -65,7 +68,7 @@ class OriginalBytes(Mapping[int, int]):
         return kept & 0xFF
 
     def write(self, va: int, data: bytes, before: bytes) -> None:
-        """Text that was `before` becomes `data`."""
+        """Update the ledger for a change of the text at `va` from `before` to `data`."""
         done = 0
         while done < len(data):
             word, at = divmod(va + done, 8)
@@ -87,10 +90,10 @@ class OriginalBytes(Mapping[int, int]):
 
 
 class Text:
-    """Patches text as the kernel's text_poke() does: for all CPUs, seen at the next instruction fetched.
+    """Patches text like the kernel's text_poke(): all CPUs see it at the next instruction that they fetch.
 
-    Original text is what `adopt` was called for: the image's segments, and modules once loaded. Only there
-    is a ledger kept; insn slots and detour buffers are the host's own and have no original.
+    `adopt` declares original text: the image's segments and loaded modules. The ledger only covers that text;
+    insn slots and detour buffers belong to the host and have no original.
     """
 
     def __init__(self, engine: CodeCache, cpu: CpuModel, memory: GuestMemory, cpus: int) -> None:
@@ -109,18 +112,20 @@ class Text:
             fill=cpu.filler,
         )
         self.ledger = OriginalBytes()
-        """Read it, never change it."""
+        """The ledger; only this class changes it."""
         self.before_first_change: list[Callable[[], None]] = []
-        """Called when original text is about to change and nothing differs yet; it may run the guest."""
+        """Functions to call before the first change of unmodified original text; they may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus
         self._written: list[tuple[int, bytes]] | None = None
         self.interrupt_cpus: Callable[[], None] | None = None
-        """Makes the other CPUs execute a serialising instruction; it may run the guest. Who runs several CPUs
-        sets it."""
+        """Makes the other CPUs execute a serialising instruction; it may run the guest.
+
+        A guest with several CPUs must set it.
+        """
 
     def adopt(self, va: int, original: bytes | memoryview) -> None:
-        """Declare mapped text as original: from here on its changes are in the ledger.
+        """Declare mapped text as original; the ledger records its changes from now on.
 
         Raises: MemoryFault (not mapped executable).
         """
@@ -130,9 +135,9 @@ class Text:
         self._starts.insert(at, va)
 
     def disown(self, va: int) -> None:
-        """Forget the original that begins at `va` and its ledger entries: a module goes.
+        """Forget the original text that begins at `va` and its ledger entries, because a module is unloaded.
 
-        Raises: KeyError (none begins there).
+        Raises: KeyError (no original text begins there).
         """
         at = bisect_right(self._starts, va) - 1
         if at < 0 or self._starts[at] != va:
@@ -145,14 +150,14 @@ class Text:
                 self.ledger.write(address, original, original)
 
     def poke(self, va: int, data: bytes) -> None:
-        """Write text and drop what was translated from it. Mirrors: text_poke() (v6.1), all CPUs at once.
+        """Write text and drop its translated code. Mirrors: text_poke() (v6.1), but for all CPUs at once.
 
         Raises: MemoryFault (a part isn't mapped executable; nothing was written).
         """
         self.poke_batch(((va, data),))
 
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
-        """Several pokes with one invalidation.
+        """Perform several pokes with one invalidation of translated code.
 
         Raises: MemoryFault (as `poke`; the pokes before the bad one are done).
         """
@@ -178,21 +183,24 @@ class Text:
                     self._invalidate(va, len(data))
 
     def substitute(self, va: int, data: bytes) -> None:
-        """Bytes that CPUs run for a while; neither ledger nor watcher sees them. Raises: MemoryFault."""
+        """Write bytes for temporary use; neither the ledger nor the watcher sees them.
+
+        Raises: MemoryFault.
+        """
         self._store(data, self._physical(va, len(data)))
         self._invalidate(va, len(data))
 
     def replace(self, va: int, data: bytes) -> None:
-        """Poke for good: nothing differs by that. Raises: MemoryFault."""
+        """Change original text permanently: the new bytes become the original. Raises: MemoryFault."""
         if self._written is not None:
             self._written.append((va, data))
         self.substitute(va, data)
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
-        """What is poked meanwhile, oldest first: for who takes memory back to what it was before.
+        """Record the pokes in the block, oldest first, for a caller that then restores older guest memory.
 
-        Invariant: that goes to substitute() afterwards, or ledger and text differ.
+        Invariant: the caller passes the record to substitute() afterwards, so that ledger and text agree.
         """
         written: list[tuple[int, bytes]] = []
         self._written = written
@@ -202,24 +210,24 @@ class Text:
             self._written = None
 
     def sync(self) -> None:
-        """Interrupt all CPUs for a serialising instruction. Mirrors: text_poke_sync() (v6.1).
+        """Make all CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
-        The CPUs of one emulator have nothing fetched ahead: only the watcher's do.
-        Raises: HardwareError (several CPUs are and nobody can interrupt them).
+        The emulator's CPUs prefetch nothing, except by the watcher.
+        Raises: HardwareError (there are several CPUs, but `interrupt_cpus` isn't set).
         """
         if self.interrupt_cpus is not None:
             self.interrupt_cpus()
         elif self._cpus > 1:
-            raise HardwareError("text changes while nobody can interrupt the other CPUs")
+            raise HardwareError("text patching: the other CPUs can't be interrupted yet")
         if self.watcher is not None:
             self.watcher.synchronised()
 
     def current(self, va: int, size: int) -> bytes:
-        """Text as patched now. Raises: MemoryFault."""
+        """Return the current text, including patches. Raises: MemoryFault."""
         return self._memory.read(va, size)
 
     def original(self, va: int, size: int) -> bytes:
-        """Text as it was before any poke. Raises: MemoryFault."""
+        """Return the original text, without patches. Raises: MemoryFault."""
         data = self._memory.read(va, size)
         words = self.ledger.words
         if not words:
@@ -233,7 +241,7 @@ class Text:
         return bytes(found)
 
     def is_foreign(self, va: int, size: int) -> bool:
-        """Whether somebody else has patched it since it was adopted: a guest has kprobes of its own."""
+        """Return True if someone else, such as the guest's own kprobes, has patched adopted text."""
         at = bisect_right(self._starts, va) - 1
         if at < 0 or va + size > self._originals[at][1]:
             return False
@@ -241,14 +249,14 @@ class Text:
         return self.original(va, size) != original[va - start : va - start + size]
 
     def alloc_text(self, size: int) -> int:
-        """Executable memory of the host's own, 16-byte aligned, filled with breakpoints; `poke` writes it.
+        """Allocate executable host memory, 16-byte aligned and filled with breakpoints; `poke` writes it.
 
         Raises: HardwareError (none left).
         """
         return self._slots.alloc(size)
 
     def free_text(self, va: int) -> None:
-        """Give it back; it is filled with breakpoints so that a late jump there traps.
+        """Free memory from `alloc_text`; it is filled with breakpoints, so that a late jump to it traps.
 
         Raises: HardwareError (not allocated).
         """
@@ -256,7 +264,10 @@ class Text:
         self.poke(va, self._filler * (size // len(self._filler)))
 
     def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
-        """(pa, length) of the contiguous parts of text. Raises: MemoryFault (before anything is written)."""
+        """Return (pa, length) of the contiguous parts of text.
+
+        Raises: MemoryFault (a part isn't executable).
+        """
         pa = self._memory.locate_text(va, size)
         if pa is not None:
             return ((pa, size),)
@@ -284,24 +295,24 @@ class Text:
             done += size
 
     def _announce(self, va: int) -> None:
-        """While nothing differs text is about to change."""
+        """Call `before_first_change` if `va` is in original text; called while the ledger is empty."""
         if any(start <= va < end for start, end, _ in self._originals):
-            for tell in self.before_first_change:
-                tell()
+            for callback in self.before_first_change:
+                callback()
 
     def _note(self, va: int, data: bytes, before: bytes) -> None:
-        """Bring the ledger up to date for a poke."""
+        """Update the ledger for a poke."""
         end = va + len(data)
         at = bisect_right(self._starts, va) - 1
         if at >= 0 and end <= self._originals[at][1]:
-            # The original itself isn't looked at: it may lie in a file, all of which that would map.
+            # Don't read the original: it may be in a mapped file, whose pages would then take memory.
             self.ledger.write(va, data, before)
         elif len(data) > 1 and any(start < end and va < stop for start, stop, _ in self._originals):
             for i in range(len(data)):
                 self._note(va + i, data[i : i + 1], before[i : i + 1])
 
     def _invalidate(self, va: int, size: int) -> None:
-        """Drop translated code. Unicorn: only the start is translated, so it is done page by page."""
+        """Drop translated code, page by page. Unicorn: it only translates the start of the range."""
         end = va + size
         while va < end:
             stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""Patching live text in the steps that keep every CPU on whole instructions."""
+"""TextPoker: patches live text in steps, so that each CPU always executes whole instructions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from emulated_kernel.util.control_lock import ControlLock
 
 
 class PokeStep(Enum):
-    """What has just been written and synchronised on all CPUs."""
+    """A step of patching; each is followed by a synchronisation of all CPUs."""
 
     BREAKPOINT = auto()
-    """The first byte is an int3."""
+    """Write an int3 over the first byte."""
     TAIL = auto()
-    """All bytes behind it are the new ones."""
+    """Write the new bytes after the first one."""
     FIRST_BYTE = auto()
-    """The new instruction stands there."""
+    """Write the first byte of the new instruction."""
 
 
 class TextPoker:
-    """Replaces an instruction while a breakpoint keeps CPUs from its middle.
+    """Replaces an instruction under the protection of a breakpoint at its first byte.
 
-    The caller has a handler for a hit in between.
+    The caller must handle hits of that breakpoint.
     Mirrors: arch/x86/kernel/alternative.c:text_poke_bp_batch (v6.1).
     """
 
@@ -38,25 +38,25 @@ class TextPoker:
 
     @property
     def is_busy(self) -> bool:
-        """Text is being patched: a hit in between makes nothing new of it. Linux: text_mutex is held."""
+        """True while text is patched; a hit in between must not patch text. Linux: text_mutex is held."""
         return bool(self._patched)
 
     def is_patching(self, va: int) -> bool:
-        """Whether what stands there is being replaced: a hit in between must leave it alone."""
+        """Return True if the instruction at `va` is being replaced; a hit in between must not change it."""
         return va in self._patched
 
     def replace(self, va: int, insn: bytes) -> None:
-        """Breakpoint, tail, first byte."""
+        """Replace one instruction: breakpoint, tail, first byte."""
         self.replace_all({va: insn})
 
     def replace_all(self, insns: Mapping[int, bytes]) -> None:
-        """The same for several instructions at once, with one synchronisation a step for all."""
+        """Replace several instructions, address -> new bytes, with one synchronisation per step."""
         with self._patching(insns):
             self._expose(insns)
             self._write(PokeStep.FIRST_BYTE, insns)
 
     def expose_breakpoint(self, va: int, insn: bytes) -> None:
-        """Breakpoint, then the tail of `insn`; the breakpoint stays.
+        """Write a breakpoint and the tail of `insn`; the breakpoint stays.
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_unoptimize_kprobe (v6.1).
         """
@@ -70,7 +70,7 @@ class TextPoker:
     @contextmanager
     def _patching(self, places: Iterable[int]) -> Iterator[None]:
         self._lock.assert_held()
-        # A hit in between, of another place, may take its code away.
+        # Nested calls are possible: a hit at another address may remove a probe's code.
         before = self._patched
         self._patched = self._patched.union(places)
         try:
@@ -79,7 +79,7 @@ class TextPoker:
             self._patched = before
 
     def _write(self, step: PokeStep, insns: Mapping[int, bytes]) -> None:
-        """Write the part of each that a step changes; when it returns no CPU has an older one."""
+        """Write the bytes of a step for all instructions, and synchronise all CPUs."""
         breakpoint_ = self._breakpoint
         size = len(breakpoint_)
         # No lists of what may be tens of thousands.

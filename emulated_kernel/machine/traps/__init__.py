@@ -1,4 +1,4 @@
-"""What ends a run of the guest: Trap, and the errors that the machine raises. Everybody may import it.
+"""Traps, which end a run of the guest, and the errors that the machine raises. Any module may import them.
 
-Nothing else is here, and nothing of it has state: no lock.
+Nothing here has state, so no lock is needed.
 """

@@ -1,4 +1,4 @@
-"""Trap, the one way a run of the guest ends or a guest exception is shown; and the machine's own errors."""
+"""Trap, which describes the end of a run or an exception of the guest, and the machine's errors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class TrapKind(Enum):
-    """Why the guest does not run on."""
+    """Reason why the guest stopped."""
 
     HYPERCALL = "hypercall"
     """The guest made a hypercall: `number`, with its arguments in `args`."""
     FAULT = "fault"
-    """An exception; as the end of a run: one that could not be delivered."""
+    """An exception. If it ended a run, it could not be delivered to the guest."""
     DOUBLE_FAULT = "double fault"
-    """An exception whose frame could not be pushed, or whose delivery faults again and again."""
+    """An exception whose frame could not be pushed, or whose delivery faults repeatedly."""
     PREEMPTED = "preempted"
-    """Its quantum is used up; running again continues it."""
+    """The CPU's quantum is used up; the next run continues it."""
     BUDGET = "budget"
-    """The run took longer than its budget; running again continues it."""
+    """The run took longer than its budget; the next run continues it."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Trap:
 
     kind: TrapKind
     address: int
-    """Instruction pointer: at a faulting instruction, behind a trapping one (int3, hlt, single step)."""
+    """Instruction pointer: at a faulting instruction, but after a trapping one (int3, hlt, single step)."""
     vector: int = -1
-    """x86 exception number; -1 where there is none."""
+    """x86's exception number; -1 if this isn't an exception."""
     error_code: int = 0
     cr2: int = 0
-    """Address that a page fault is about."""
+    """Faulting address of a page fault."""
     number: int = -1
-    """abi.Hypercall; -1 where there is none."""
+    """abi.Hypercall; -1 if this isn't a hypercall."""
     args: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -48,11 +48,11 @@ class Trap:
 
 
 class HardwareError(RuntimeError):
-    """The emulated hardware itself cannot do what was asked: misuse, exhaustion, or a broken library."""
+    """The emulated hardware cannot perform an operation: misuse, exhaustion, or a broken library."""
 
 
 class MemoryFault(Exception):
-    """An access by the host to a guest address that isn't mapped, or not for this."""
+    """The host accessed a guest address that isn't mapped, or isn't mapped with the necessary rights."""
 
     def __init__(self, address: int, reason: str = "not mapped", *, write: bool = False) -> None:
         super().__init__(f"{address:#x}: {reason}")
@@ -64,7 +64,7 @@ class GuestFault(Exception):
     """A guest function called by the host ended in `trap` instead of returning."""
 
     def __init__(self, trap: Trap, message: str = "") -> None:
-        """With `message` where the guest has said why."""
+        """`message` replaces the trap's description, for example with the text of a panic."""
         super().__init__(message or str(trap))
         self.trap = trap
 

@@ -1,6 +1,6 @@
-"""Trace arrays: buffers with options, clock, readers and snapshots; the top one and instances.
+"""Trace arrays: ring buffers with options, clock, readers and snapshots. There are a top one and instances.
 
-From outside: TraceArray, and TracingServices, what all arrays share. Under the control lock; readers of
-trace_pipe and of raw pages wait for records without it, by trace_pipe.py's Event, and take it to look
-again.
+Other subpackages use TraceArray, and TracingServices, which holds what all trace arrays share.
+Every caller holds the control lock, except a reader that waits. Readers of trace_pipe and of raw pages wait
+for an Event of trace_pipe.py without the lock, and take the lock to look again.
 """

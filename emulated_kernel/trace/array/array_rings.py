@@ -1,4 +1,4 @@
-"""The ring buffers of a trace array: their memory, sizes and switches, and who waits for their events."""
+"""The ring buffers of a trace array: their memory, sizes, switches, and the listeners for new records."""
 
 from __future__ import annotations
 
@@ -13,39 +13,44 @@ from emulated_kernel.trace.ring.ring_layout import RingControls, RingMemory, mem
 from emulated_kernel.util.errors import KernelError
 
 DEFAULT_BUFFER_SIZE = 1441792
-"""Bytes of events a CPU once something is traced. Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT."""
+"""Bytes of events per CPU once anything is traced. Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT."""
 UNEXPANDED_SIZE = 1
+"""Bytes of events per CPU before anything is traced; a ring has at least MIN_PAGES sub-buffers."""
 
 
 class ArrayRings(ABC):
-    """A ring buffer for each CPU; callers serialise, and `listeners` are called under their lock.
+    """One ring buffer per CPU.
 
+    Callers serialise all calls, and `listeners` are called under the callers' lock.
     Mirrors: kernel/trace/trace.h:struct array_buffer (v6.1)
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool) -> None:
-        """`expanded`: with buffers of full size at once. Raises: MemoryError."""
+        """Allocate the buffers, of full size if `expanded`. Raises: MemoryError."""
         self.system = system
         self.listeners: list[Callable[[], None]] = []
         self.cpumask = (1 << system.cpus) - 1
-        """CPUs whose events are recorded, a bit each."""
+        """CPUs whose events are recorded, one bit each."""
         self._overwrite = True
         self._tracing_on = True
         self._stopped = 0
         self._notified = 0
-        """Records in the buffer at the last call of the listeners for those of guest code."""
+        """Value of `written` when notify_of_guest() last called the listeners."""
         self._sets: list[tuple[RingControls, list[RingBuffer]]] = []
         self.buffers = self.new_buffers(pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE))
 
     @property
     def cpus(self) -> int:
-        """CPUs that have a buffer."""
+        """Number of CPUs that have a buffer."""
         return self.system.cpus
 
     # -- memory
 
     def new_buffers(self, pages: int) -> list[RingBuffer]:
-        """An empty buffer a CPU, of that many sub-buffers. Raises: MemoryError (nothing taken)."""
+        """Return one empty buffer per CPU, each with `pages` sub-buffers.
+
+        Raises: MemoryError (nothing stays allocated).
+        """
         system = self.system
         controls = system.memory.allocate_controls(system.cpus)
         try:
@@ -58,7 +63,10 @@ class ArrayRings(ABC):
         return buffers
 
     def allocate(self, sizes: Iterable[int]) -> list[RingMemory]:
-        """Memory for buffers of so many sub-buffers each. Raises: MemoryError (nothing taken)."""
+        """Return memory for one buffer per entry of `sizes`; an entry is the buffer's number of sub-buffers.
+
+        Raises: MemoryError (nothing stays allocated).
+        """
         memories: list[RingMemory] = []
         with ExitStack() as undo:
             for pages in sizes:
@@ -68,46 +76,49 @@ class ArrayRings(ABC):
         return memories
 
     def release(self) -> None:
-        """Give the memory of all buffers back: nothing records here any more."""
+        """Free the memory of all buffers. Nothing may record here afterwards."""
         for controls, buffers in self._sets:
             for buffer in buffers:
                 buffer.place.release()
             controls.release()
 
-    # -- who waits
+    # -- listeners
 
     def notify(self) -> None:
-        """Tell the listeners that there may be data, or a reason to stop waiting for it.
+        """Call the listeners: there may be data, or a reason to stop waiting for data.
 
-        Call it too after guest code wrote into a buffer's memory.
+        The host calls this also after guest code wrote into a buffer's memory.
         """
         for listener in tuple(self.listeners):
             listener()
 
     @property
     def written(self) -> int:
-        """Records made since the buffers were emptied, guest code's too."""
+        """Number of records written since the buffers were emptied, including those of guest code."""
         return sum(buffer.written for buffer in self.buffers)
 
     def notify_of_guest(self) -> None:
-        """The guest has run: notify() if its code made records here."""
+        """Call the listeners if guest code wrote records here. The guest has just run."""
         if self.listeners and self.written != self._notified:
             self._notified = self.written
             self.notify()
 
     @abstractmethod
     def notify_rewired(self) -> None:
-        """Other buffers take the place of those so far, which guest code writes to until this is called."""
+        """Announce that other buffers replace the current ones.
+
+        Guest code writes to the old buffers until this is called.
+        """
 
     # -- switches
 
     @property
     def tracing_on(self) -> bool:
-        """Whether the buffers take records."""
+        """Whether the buffers accept records."""
         return self._tracing_on
 
     def set_tracing_on(self, on: bool) -> None:
-        """Let the buffers take records, or not; switching off wakes who waits for data.
+        """Switch recording on or off. Switching it off wakes readers that wait for data.
 
         Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1)
         """
@@ -120,26 +131,29 @@ class ArrayRings(ABC):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody reads a trace that must not change meanwhile."""
+        """Whether a reader has stopped recording, so that the trace it reads does not change."""
         return self._stopped > 0
 
     def stop(self) -> None:
-        """Take no records until start() was called as often. Mirrors: tracing_stop_tr (v6.1)."""
+        """Stop recording until start() was called once for each such stop.
+
+        Mirrors: tracing_stop_tr (v6.1).
+        """
         self._stopped += 1
         self.apply_switches()
 
     def start(self) -> None:
-        """The other half of stop(), without which it does nothing. Mirrors: tracing_start_tr (v6.1)."""
+        """Undo one call of stop(), if any is left to undo. Mirrors: tracing_start_tr (v6.1)."""
         self._stopped = max(0, self._stopped - 1)
         self.apply_switches()
 
     def set_cpumask(self, mask: int) -> None:
-        """Record the events of these CPUs alone, a bit each. Mirrors: tracing_set_cpumask (v6.1)."""
+        """Record only the events of the CPUs in `mask`, one bit each. Mirrors: tracing_set_cpumask (v6.1)."""
         self.cpumask = mask
         self.apply_switches()
 
     def apply_switches(self) -> None:
-        """Tell the buffers, which may be other ones now, whether they take records, and overwrite."""
+        """Pass the switches on to the buffers: whether they record, and whether they overwrite old events."""
         is_on = self._tracing_on and not self._stopped
         for cpu, buffer in enumerate(self.buffers):
             buffer.disabled = not (is_on and self.cpumask >> cpu & 1)
@@ -148,7 +162,7 @@ class ArrayRings(ABC):
     # -- sizes
 
     def expand(self) -> None:
-        """Give the buffers their full size; called before an event is enabled.
+        """Give the buffers their full size. Callers do this before an event is enabled.
 
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
         """
@@ -156,12 +170,13 @@ class ArrayRings(ABC):
             self._resize(DEFAULT_BUFFER_SIZE, None)
 
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
-        """Execute a write to buffer_size_kb, of one CPU or of all. Raises: KernelError EINVAL, ENOMEM.
+        """Execute a write to buffer_size_kb of one CPU, or of all if `cpu` is None.
 
+        Raises: KernelError EINVAL, ENOMEM.
         Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
         """
         if not size_kb:
-            raise KernelError(errno.EINVAL, "a buffer has some size")
+            raise KernelError(errno.EINVAL, "buffer_size_kb: the size is 0; write at least 1")
         self._resize((size_kb << 10) & ((1 << 64) - 1), cpu)
 
     def _resize(self, size: int, cpu: int | None) -> None:
@@ -180,7 +195,7 @@ class ArrayRings(ABC):
             memory.release()
 
     def buffer_size_text(self, cpu: int | None = None) -> str:
-        """buffer_size_kb of one CPU or of all; "X" where they differ."""
+        """Return the text of buffer_size_kb for one CPU, or for all; "X" if their sizes differ."""
         sizes = {self.buffers[number].size >> 10 for number in self._cpus(cpu)}
         if len(sizes) > 1:
             return "X\n"
@@ -188,7 +203,7 @@ class ArrayRings(ABC):
         return f"{sizes.pop()}{'' if self.system.is_expanded or cpu is not None else note}\n"
 
     def buffer_total_size_text(self) -> str:
-        """buffer_total_size_kb."""
+        """Return the text of buffer_total_size_kb."""
         total = sum(buffer.size >> 10 for buffer in self.buffers)
         full = (DEFAULT_BUFFER_SIZE >> 10) * self.system.cpus
         return f"{total}\n" if self.system.is_expanded else f"{total} (expanded: {full})\n"

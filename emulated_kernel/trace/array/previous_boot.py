@@ -1,4 +1,4 @@
-"""Records of a kernel that runs no more, and what they are printed with: its events, and its tasks' names."""
+"""Records of a kernel that runs no longer, with the events and task names needed to print them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class PreviousBootNames:
-    """What tells events and tasks of then from those that have their numbers now."""
+    """Events and task names of the earlier kernel, whose numbers may mean something else now."""
 
     events: Mapping[int, TraceEvent]
     cmdlines: SavedCmdlines
 
     def find_event(self, now: Callable[[int], TraceEvent | None], number: int) -> TraceEvent | None:
-        """That of an entry; `now` finds those of entries that came behind what was there then."""
+        """Return the event of a record's type `number`: the earlier kernel's, else what `now` finds.
+
+        Records of the running kernel may follow those of the earlier one, so `now` looks up the current
+        events.
+        """
         return self.events.get(number) or now(number)
 
 
 @dataclass(frozen=True)
 class CombinedTaskNames(TaskNames):
-    """Names of then, and of now for tasks that weren't known then."""
+    """Task names of the earlier kernel; for tasks that it did not know, names of the running kernel."""
 
     then: SavedCmdlines
     now: SavedCmdlines
@@ -39,16 +43,19 @@ class CombinedTaskNames(TaskNames):
 
 @dataclass(frozen=True)
 class PreviousBootRecords:
-    """What a trace array had in its buffers, one a CPU; whoever takes them has them alone."""
+    """The content of a trace array's buffers, one buffer per CPU.
+
+    The trace array that takes them owns them.
+    """
 
     buffers: list[RingBuffer]
     aside: list[RingBuffer]
-    """The snapshot's."""
+    """The snapshot's buffers, one per CPU."""
     has_snapshot: bool
     time_start: int = 0
     max_latency_ns: int = 0
     names: PreviousBootNames | None = None
-    """Those that the records are printed with, where the array's kernel has others."""
+    """Names to print the records with, if the running kernel has other ones."""
 
     def __len__(self) -> int:
-        return sum(map(len, (*self.buffers, *self.aside)))
+        return sum(len(buffer) for buffer in (*self.buffers, *self.aside))

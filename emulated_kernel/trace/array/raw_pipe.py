@@ -1,4 +1,4 @@
-"""trace_pipe_raw and snapshot_raw: a reader that takes a CPU's events out of its buffer as binary pages."""
+"""trace_pipe_raw and snapshot_raw: readers that consume a CPU's events as binary pages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class RawPipe(PipeReader):
-    """An open trace_pipe_raw of a CPU; several may be open, each event goes to one of them.
+    """An open trace_pipe_raw of one CPU. Several may be open; each event goes to only one of them.
 
-    The pages are as page.py says.
+    ring/buffer_page.py describes the format of the pages.
     """
 
     def __init__(self, array: TraceArray, cpu: int, *, snapshot: bool = False) -> None:
-        """`snapshot`: of the events set aside."""
+        """Open the buffer of a CPU: the snapshot's if `snapshot`, else the trace array's."""
         super().__init__(array, cpu)
         self._cpu_number = cpu
         self._snapshot = snapshot
@@ -29,9 +29,10 @@ class RawPipe(PipeReader):
         return self._array.snapshot.buffers if self._snapshot else self._array.buffers
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
-        """What is left of the page that was begun, or a new one; b"" only for size 0 or once closed.
+        """Return the rest of the page that was begun, or a new page.
 
-        Raises: WouldBlock (while there is nothing).
+        The result is b"" only if `size` is 0 or the pipe is closed.
+        Raises: WouldBlock (there is no event).
         Deviates: Linux fills a page only with the events that fit into `size`, and pads it.
         Mirrors: kernel/trace/trace.c:tracing_buffers_read (v6.1)
         """
@@ -49,14 +50,14 @@ class RawPipe(PipeReader):
         return data
 
     def splice_page(self) -> bytes:
-        """A sub-buffer that is full, as one page of splice(2).
+        """Return a full sub-buffer, as one page of splice(2).
 
-        Raises: KernelError EAGAIN (while there is none), EINVAL (while a read(2) has left a part of a page).
-        Deviates: Linux waits for one unless it is told not to.
+        Raises: KernelError EAGAIN (no sub-buffer is full), EINVAL (a read(2) has left a part of a page).
+        Deviates: Linux waits for a full one unless the call is non-blocking.
         Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1)
         """
         if self._page:
-            raise KernelError(errno.EINVAL, "the position is inside of a page")
+            raise KernelError(errno.EINVAL, "trace_pipe_raw: a page is half read; read(2) its rest first")
         page = None if self._closed else self._buffers[self._cpu_number].read_page(full=True)
         if page is None:
             raise KernelError(errno.EAGAIN)

@@ -1,4 +1,4 @@
-"""What all trace arrays of a kernel share, and what each of them can have as its tracer."""
+"""The services that all trace arrays of a kernel share, and the base class of tracers."""
 
 from __future__ import annotations
 
@@ -19,54 +19,59 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass
 
 NOP_TRACER = "nop"
+"""Name of the tracer that records nothing."""
 FUNCTION_TRACER = "function"
+"""Name of the tracer that records calls of functions."""
 RELEASE = "6.1.0"
-"""Of the kernel that ours is measured by."""
+"""Release of the Linux kernel that the emulated kernel is compared with."""
 
 
 @dataclass(eq=False)
 class TracingServices:
-    """What all trace arrays of a kernel share."""
+    """Services that all trace arrays of a kernel share."""
 
     lock: ControlLock
     cpus: int
     now_ns: Callable[[], int]
-    """The machine's nanoseconds since boot."""
+    """Returns the machine's nanoseconds since boot."""
     events: EventRegistry
     symbols: KernelSymbols
     arch: Arch
     tasks: Tasks
     stack: CallStack
     current_ctx: ProbeHit
-    """The current task and its context, for entries that no probe writes: markers, tracers, printk."""
+    """The current task and its context, for records that no probe writes: markers, tracers, printk."""
     memory: GuestRecords
-    """Memory for ring buffers, and how guest code writes to them."""
+    """Allocator of ring buffers, and the way guest code writes to them."""
     markers: PrintEvent
     cmdlines: SavedCmdlines
     printk: Callable[[str], None]
-    """A line of the kernel's log."""
+    """Adds a line to the kernel's log."""
     release: str = RELEASE
     clocks: ClockSource = field(default_factory=ClockSource)
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     is_expanded: bool = False
-    """Whether buffers got their full size: no memory is spent on them before something is traced.
+    """Whether buffers have their full size. They stay small until something is traced.
 
     Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
     """
 
 
 class Tracer:
-    """What fills the buffer while it is the current tracer; this one, nop, fills nothing."""
+    """A tracer of a trace array, which fills its buffers while it is current. This base class is `nop`."""
 
     def start(self) -> None:
-        """Raises: KernelError (it can't)."""
+        """Begin to trace. Raises: KernelError (the tracer cannot start)."""
 
     def stop(self) -> None:
-        """It is another one now."""
+        """Stop tracing: another tracer becomes the current one."""
 
     def option_changed(self, name: str) -> None:
-        """An option was switched while it is the current tracer. Mirrors: trace.h:tracer.set_flag (v6.1)."""
+        """Apply an option that was switched while this tracer is current.
+
+        Mirrors: trace.h:tracer.set_flag (v6.1).
+        """
         del name
 
     def rewired(self) -> None:
-        """Its array's ring_target() differs from now on, or whom its lists of pids name."""
+        """Adapt to a change of the trace array's ring_target(), or of the pids on its lists."""

@@ -1,4 +1,4 @@
-"""snapshot: a second set of buffers, which a trace array's events can be set aside in."""
+"""snapshot: a second set of buffers, into which a trace array's events can be set aside."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ _CPU_HELP = """\
 
 
 class Snapshot:
-    """The snapshot of one trace array; without one it holds buffers of the smallest size.
+    """The snapshot of one trace array. While none is allocated, it has buffers of the smallest size.
 
-    As built without per-CPU swapping. Mirrors: kernel/trace/trace.c:struct trace_array.max_buffer (v6.1).
+    It behaves like a kernel built without per-CPU swapping.
+    Mirrors: kernel/trace/trace.c:struct trace_array.max_buffer (v6.1).
     """
 
     def __init__(self, array: ArrayRings) -> None:
-        """Raises: MemoryError (nothing taken)."""
+        """Allocate the smallest buffers. Raises: MemoryError (nothing stays allocated)."""
         self._array = array
         self.is_allocated = False
         self.condition: object = None
-        """The histogram's action that says when it is taken; nobody else may change it then."""
+        """The histogram action that takes the snapshots. While it is set, writes to `snapshot` fail."""
         self.buffers = array.new_buffers(MIN_PAGES)
         self._mark()
 
     def _mark(self) -> None:
-        """Let the memory itself tell what is set aside."""
+        """Mark in the memory itself which buffers are the snapshot's."""
         for mine, theirs in zip(self.buffers, self._array.buffers, strict=True):
             mine.is_aside = True
             theirs.is_aside = False
 
     def usage(self, tracer: str, cpu: int | None = None) -> str:
-        """What the file says while no events are set aside: how to set some aside."""
+        """Return the text of the snapshot file while it holds no events: the commands that it accepts."""
         state = "allocated" if self.is_allocated else "freed"
         return (
             f"# tracer: {tracer}\n#\n#\n# * Snapshot is {state} *\n#\n# Snapshot commands:\n"
@@ -57,15 +58,17 @@ class Snapshot:
         )
 
     def write(self, number: int, cpu: int | None = None) -> None:
-        """Execute a write: 0 frees, 1 takes a snapshot, any other number clears it.
+        """Execute a write: 0 frees the snapshot, 1 takes one, any other number clears it.
 
         Raises: KernelError EBUSY (it has a condition), EINVAL (0 or 1 for one CPU), ENOMEM.
         Mirrors: kernel/trace/trace.c:tracing_snapshot_write (v6.1).
         """
         if self.condition is not None:
-            raise KernelError(errno.EBUSY, "a histogram takes the snapshots")
+            raise KernelError(
+                errno.EBUSY, "snapshot: a histogram takes the snapshots; remove its trigger first"
+            )
         if number in (0, 1) and cpu is not None:
-            raise KernelError(errno.EINVAL, "not for one CPU alone")
+            raise KernelError(errno.EINVAL, "snapshot: 0 and 1 apply to all CPUs; use the main snapshot file")
         if number == 0:
             self.free()
         elif number == 1:
@@ -75,7 +78,7 @@ class Snapshot:
             self.clear(cpu)
 
     def allocate(self) -> None:
-        """Give the snapshot the sizes that the array's buffers have. Raises: KernelError ENOMEM."""
+        """Give the snapshot's buffers the sizes of the trace array's. Raises: KernelError ENOMEM."""
         sizes = [buffer.nr_pages for buffer in self._array.buffers]
         changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
         try:
@@ -90,9 +93,10 @@ class Snapshot:
         self.is_allocated = True
 
     def take(self) -> None:
-        """Swap the array's buffers with the snapshot's, where one is allocated and tracing is on.
+        """Swap the trace array's buffers with the snapshot's.
 
-        Linux: what was in the snapshot comes back as the buffers' content.
+        Do nothing if no snapshot is allocated or recording is stopped.
+        Linux: the events that the snapshot held become the content of the trace array's buffers.
         Mirrors: kernel/trace/trace.c:update_max_tr (v6.1).
         """
         array = self._array
@@ -105,17 +109,17 @@ class Snapshot:
         array.notify()
 
     def clear(self, cpu: int | None = None) -> None:
-        """Forget what was set aside, of one CPU or of all."""
+        """Forget the events that were set aside, of one CPU or of all."""
         if self.is_allocated:
             for buffer in self.buffers if cpu is None else (self.buffers[cpu],):
                 buffer.reset()
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the snapshot's memory, except buffers of the smallest size."""
         if not self.is_allocated:
             return
         for cpu, buffer in enumerate(self.buffers):
-            # First, so that there is room for the smaller one.
+            # Released first, so that the smaller buffer finds memory.
             buffer.place.release()
             (memory,) = self._array.allocate((MIN_PAGES,))
             self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)

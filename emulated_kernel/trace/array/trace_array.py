@@ -1,4 +1,4 @@
-"""A trace array (tracefs itself, or an instance): ring buffers with options, clock and texts."""
+"""Trace arrays (tracefs itself or an instance): ring buffers, options, a clock and the texts of files."""
 
 from __future__ import annotations
 
@@ -41,24 +41,26 @@ from emulated_kernel.trace.ring.trace_entry import (
 from emulated_kernel.util.errors import KernelError
 
 MARKER_LIMIT = 1024
+"""Bytes of the longest marker that one write(2) records."""
 RAW_MARKER_LIMIT = 3072
+"""Bytes of the longest raw marker that is accepted."""
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
 
 REBOOT_MARK = b"kprobefs: the kernel was booted anew\n"
-"""What stands behind the records of a kernel whose place another one took."""
+"""Marker that follows the records of a kernel that another one has replaced."""
 
 
 class TraceArray(ArrayRings, Recorder):
-    """The ring buffers of all CPUs and everything that shows or controls them.
+    """The ring buffers of all CPUs, and everything that shows or controls them.
 
-    Callers serialise all methods with one lock; `listeners` are called under it.
+    Callers serialise all methods with one lock, and `listeners` are called under it.
     Mirrors: kernel/trace/trace.c:struct trace_array (v6.1)
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool = False) -> None:
-        """`expanded`: with buffers of full size at once, as instances have.
+        """Allocate the buffers, of full size if `expanded`, as instances have them.
 
-        Raises: MemoryError (nothing taken).
+        Raises: MemoryError (nothing stays allocated).
         """
         super().__init__(system, expanded=expanded)
         self.options = TraceOptions(
@@ -72,24 +74,25 @@ class TraceArray(ArrayRings, Recorder):
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
         self._tracers = {NOP_TRACER: Tracer()}
-        """By name; Linux lists the latest first."""
+        """Name -> tracer. Linux lists the tracer that was registered last first."""
         self.buffer_percent = 50
+        """Percentage of a CPU's buffer that must be full before poll(2) reports its pipe as ready."""
         self.piped: set[int | None] = set()
-        """CPUs whose trace_pipe is open; None: that of all."""
+        """CPUs whose trace_pipe is open; None stands for the trace_pipe of all CPUs."""
         self.open_pipes = 0
-        """Of all kinds; while there are any the tracer stays."""
+        """Number of open pipes of all kinds; while it is not 0, the tracer cannot be changed."""
         self._recorded: dict[TraceEvent, None] = {}
-        """The events that are enabled here."""
+        """The events that are enabled in this trace array, as keys in order."""
         self.pids = EventPids(self._pids_changed)
         self._has_pids = False
         self.max_latency_ns = 0
-        """The longest latency so far, or what was written to tracing_max_latency."""
+        """The longest latency so far, or the value written to tracing_max_latency."""
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._records_comm = True
         self._records_tgid = False
         self._past: PreviousBootNames | None = None
-        """Of records that another run has made."""
+        """Names for records of an earlier kernel; None if the buffers hold no such records."""
         try:
             self.snapshot = Snapshot(self)
         except MemoryError:
@@ -101,7 +104,7 @@ class TraceArray(ArrayRings, Recorder):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """See Recorder; what set_event_pid leaves out isn't written."""
+        """Write an event's entry for a hit, unless set_event_pid excludes the event (see Recorder)."""
         pids = self.pids
         if pids.is_active and pids.leaves_out(event, payload, self.system.tasks.pid()):
             return
@@ -109,7 +112,10 @@ class TraceArray(ArrayRings, Recorder):
             self._record_stacks(hit, place)
 
     def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
-        """Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)."""
+        """Record the call chains that the options ask for.
+
+        Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)
+        """
         system = self.system
         flags = self.options.flags
         if TraceOption.STACKTRACE in flags:
@@ -121,7 +127,7 @@ class TraceArray(ArrayRings, Recorder):
             self.record_at(EntryType.USER_STACK, user_stack_entry(tasks.pid(), callers, word), hit, place)
 
     def record_at(self, kind: int, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /) -> bool:
-        """As record(), of any type of entry; False where it wasn't taken."""
+        """Write a record of type `kind` for a hit, as record() does; return False if it was not written."""
         flags, preempt_count = hit.context
         system = self.system
         return self.append(
@@ -149,9 +155,10 @@ class TraceArray(ArrayRings, Recorder):
         timestamp_ns: int,
         place: RingBuffer | None = None,
     ) -> bool:
-        """Append a record to the buffer of `cpu`, or to `place`; False if tracing is off or there is no room.
+        """Append a record to the buffer of `cpu`, or to `place`.
 
-        `payload` is what follows the trace_entry; `comm`, where known, is remembered for `pid`.
+        Return False if tracing is off or there is no room.
+        `payload` is the data after the trace_entry. If `comm` is given, it is saved as the name of `pid`.
         """
         stamp = self._stamp
         header = TRACE_ENTRY.pack(kind, flags, preempt_count, pid)
@@ -162,60 +169,67 @@ class TraceArray(ArrayRings, Recorder):
         if comm is not None and self._records_comm:
             self.system.cmdlines.save(pid, comm)
         if comm is not None and self._records_tgid:
-            # Each task of the guest is a thread group.
+            # Each task of the guest is a thread group of its own.
             self.system.cmdlines.save_tgid(pid, pid)
         if self.listeners:
             self.notify()
         return True
 
     def notify_rewired(self) -> None:
-        """Other buffers take the place of those so far, or a clock, an option or a list of pids changed.
+        """Announce that buffers, the clock, an option or a list of pids changed.
 
-        Guest code writes to the old ones until this is called.
+        Until then guest code writes to the buffers that it was compiled for.
         """
         for event in self._recorded:
             event.changed()
         self.rewire_tracer()
 
     def _pids_changed(self) -> None:
-        """Guest code doesn't know who is on the lists, but whether there is anybody."""
+        """Recompile guest code if the lists of pids became empty or non-empty.
+
+        Guest code does not know the lists' members.
+        """
         if self.pids.is_active is not self._has_pids:
             self._has_pids = self.pids.is_active
             self.notify_rewired()
 
     def rewire_tracer(self) -> None:
-        """The same for the tracer alone."""
+        """Announce the change only to the current tracer, not to events."""
         self._tracers[self.current_tracer].rewired()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
-        """See Recorder."""
+        """Return the entry that record() would write, for filters and triggers (see Recorder)."""
         tasks = self.system.tasks
         header = TRACE_ENTRY.pack(event.id, *hit.context, tasks.pid())
         return RawEntry(header + payload, tasks.cpu(), hit.comm, partial(self._string_at, hit))
 
     def _string_at(self, hit: ProbeHit, address: int, is_user: bool) -> bytes | None:
-        """Mirrors: strncpy_from_user_nofault, strncpy_from_kernel_nofault (v6.1)."""
+        """Read the string at a user or kernel address.
+
+        Mirrors: strncpy_from_user_nofault, strncpy_from_kernel_nofault (v6.1).
+        """
         if (address < self.system.arch.task_size) is not is_user:
             return None
         return read_string(hit.read, address, POINTED_STRING_MAX)
 
     def reserve(self) -> RingBuffer | None:
-        """See Recorder."""
+        """Return the current CPU's buffer, or None while it does not accept records (see Recorder)."""
         buffer = self.buffers[self.system.tasks.cpu()]
         return None if buffer.disabled else buffer
 
     def target(self) -> RecordTarget | None:
-        """Where guest code records to; None where that takes more than writing to the buffer.
+        """Return the buffers that guest code may record an event to.
 
-        That is so as for ring_target(), with options that add call chains to a record, and lists of pids.
+        Return None if the host must write the record. It must do so in the cases of ring_target(), for
+        options that add call chains, and with lists of pids.
         """
         return None if self.options.flags & _STACKS or self.pids.is_active else self.ring_target()
 
     def ring_target(self) -> RecordTarget | None:
-        """The buffers, for what append() writes; None where that takes more than writing to them.
+        """Return the buffers for guest code that does what append() does.
 
-        That is so with clocks that don't count the guest's nanoseconds, or that the host sets, and with the
-        option that has thread groups saved.
+        Return None if the host must do it: if the clock does not count the guest's nanoseconds, if the host
+        sets the time, or if option record-tgid is on.
         """
         memory = self.system.memory
         if not self.clock.in_ns or self._records_tgid or not memory.can_tell_time:
@@ -224,7 +238,7 @@ class TraceArray(ArrayRings, Recorder):
         return RecordTarget(buffers[0].place.control_at, self._records_comm, memory.room_maker(buffers))
 
     def callers(self, hit: ProbeHit) -> Sequence[int]:
-        """The call chain of a hit: its place, then return addresses, innermost first."""
+        """Return the call chain of a hit: its address, then return addresses, innermost first."""
         if hit.chain is not None:
             return hit.chain
         chain = self.system.stack.callers(hit.regs)
@@ -238,7 +252,7 @@ class TraceArray(ArrayRings, Recorder):
         self.record_at(EntryType.STACK, entry, hit, place)
 
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """See Recorder."""
+        """Take notice that an event was enabled or disabled in this trace array (see Recorder)."""
         self.system.cmdlines.recorders += 1 if enabled else -1
         if enabled:
             self._recorded[event] = None
@@ -246,34 +260,36 @@ class TraceArray(ArrayRings, Recorder):
             self._recorded.pop(event, None)
 
     def event_removed(self, event: TraceEvent, /) -> None:
-        """Its entries can't be printed any more: empty the buffers."""
+        """Empty the buffers: entries of a removed event cannot be printed any more."""
         self._recorded.pop(event, None)
         self.snapshot.clear()
         self.clear_trace()
 
     def past(self) -> PreviousBootRecords:
-        """The records, for another kernel's array to take."""
-        aside = self.snapshot
+        """Return the records, for another kernel's trace array to take."""
         return PreviousBootRecords(
             self.buffers,
-            aside.buffers,
-            aside.is_allocated,
+            self.snapshot.buffers,
+            self.snapshot.is_allocated,
             self._time_start,
             self.max_latency_ns,
             self._past,
         )
 
     def memory_for(self, past: PreviousBootRecords) -> list[RingMemory]:
-        """Where take_records() moves those buffers to. Raises: MemoryError."""
+        """Allocate the memory that take_records() moves the buffers of `past` to. Raises: MemoryError."""
         return self.allocate([buffer.nr_pages for buffer in (*past.buffers, *past.aside)])
 
     def take_records(self, past: PreviousBootRecords, memory: list[RingMemory]) -> None:
-        """Have the buffers of another kernel's array, with what is in them."""
-        rooms = iter(memory)
+        """Replace the buffers by those of another kernel's trace array, with their records.
+
+        `memory` comes from memory_for().
+        """
+        unused = iter(memory)
         for mine, theirs in ((self.buffers, past.buffers), (self.snapshot.buffers, past.aside)):
             for cpu, buffer in enumerate(theirs):
                 place = mine[cpu].place
-                buffer.resize(place.moved_to(next(rooms)), buffer.nr_pages)
+                buffer.resize(place.moved_to(next(unused)), buffer.nr_pages)
                 place.release()
                 mine[cpu] = buffer
         self.snapshot.is_allocated = past.has_snapshot
@@ -284,17 +300,18 @@ class TraceArray(ArrayRings, Recorder):
         self.notify_rewired()
 
     def mark_reboot(self) -> None:
-        """Say behind records of another kernel where those of this one would begin."""
+        """Append REBOOT_MARK to another kernel's records, if there are any."""
         if self.written:
-            # Whatever is switched off.
+            # The mark is written even if recording is switched off.
             self.buffers[0].disabled = False
             entry = TRACE_ENTRY.pack(EntryType.PRINT, 0, 0, 0)
             self.buffers[0].write(entry + print_entry(REBOOT_MARK, self.system.arch.word_size), self.now())
             self.apply_switches()
 
     def write_marker(self, data: bytes) -> int:
-        """Execute one write(2) to trace_marker: a PRINT record of the current task; bytes taken.
+        """Execute one write(2) to trace_marker and return the bytes taken.
 
+        It records a PRINT entry of the current task.
         Raises: KernelError EINVAL (option markers is off), EBADF (tracing is off).
         Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
         """
@@ -310,26 +327,27 @@ class TraceArray(ArrayRings, Recorder):
         return len(text)
 
     def write_raw_marker(self, data: bytes) -> int:
-        """Execute one write(2) to trace_marker_raw: a u32 of the writer's choice and bytes; bytes taken.
+        """Execute one write(2) to trace_marker_raw and return the bytes taken.
 
+        `data` is a u32 of the writer's choice and further bytes.
         Raises: KernelError EINVAL (option markers is off, size), EBADF (tracing is off).
         Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
         """
         self._check_markers()
         if not 4 <= len(data) <= RAW_MARKER_LIMIT:
-            raise KernelError(errno.EINVAL, "a raw marker has 4 to 3072 bytes")
-        # Linux: longer ones than those of trace_marker are no error, but taken in part.
+            raise KernelError(errno.EINVAL, f"raw marker: {len(data)} bytes; write 4 to {RAW_MARKER_LIMIT}")
+        # Linux: data longer than MARKER_LIMIT is accepted, but only its beginning is recorded.
         data = data[:MARKER_LIMIT]
         self._write_mark(EntryType.RAW_DATA, raw_data_entry(data))
         return len(data)
 
     def _check_markers(self) -> None:
         if not self.options.flags & TraceOption.MARKERS:
-            raise KernelError(errno.EINVAL, "markers are switched off")
+            raise KernelError(errno.EINVAL, "trace_marker: option markers is off; switch it on")
 
     def _write_mark(self, kind: EntryType, body: bytes) -> None:
         task = self.system.tasks.context()
-        # Linux: names are saved when tasks are switched, and that alone while somebody records.
+        # Linux: names are saved at task switches, and only while an event is enabled or a tracer runs.
         is_named = self.system.cmdlines.recorders or self.current_tracer != NOP_TRACER
         written = self.append(
             kind,
@@ -340,21 +358,21 @@ class TraceArray(ArrayRings, Recorder):
             timestamp_ns=self.system.now_ns(),
         )
         if not written:
-            raise KernelError(errno.EBADF, "tracing is off")
+            raise KernelError(errno.EBADF, "trace_marker: tracing is off; write 1 to tracing_on")
 
     # -- the trace file
 
     def trace_text(self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None) -> str:
-        """The trace file, of one CPU or of all in the order of time; nothing is consumed.
+        """Return the trace file of one CPU, or of all in the order of time; nothing is consumed.
 
-        The header tells of all CPUs in either case. `buffers` are the array's own where not given.
+        The header counts the events of all CPUs in either case. `buffers` defaults to the trace array's own.
         """
         buffers = self.buffers if buffers is None else buffers
         flags = self.options.flags
         stats = [buffer.stats() for buffer in buffers]
-        entries = sum(s.entries for s in stats)
-        overruns = sum(s.overrun for s in stats)
-        facts = TraceHeader(
+        entries = sum(counters.entries for counters in stats)
+        overruns = sum(counters.overrun for counters in stats)
+        header = TraceHeader(
             tracer=self.current_tracer,
             entries=entries,
             total=entries + overruns,
@@ -364,23 +382,23 @@ class TraceArray(ArrayRings, Recorder):
         )
         records = timed_records(buffers, self._cpus(cpu))
         lines = trace_lines(records, self.formatter(), self.graph_printer(), annotate=overruns > 0)
-        return header_text(facts, flags) + "".join(lines)
+        return header_text(header, flags) + "".join(lines)
 
     def snapshot_text(self, cpu: int | None = None) -> str:
-        """The snapshot file: the events set aside, or how to set some aside."""
-        aside = self.snapshot.buffers
-        if any(len(aside[number]) for number in self._cpus(cpu)):
-            return self.trace_text(cpu, aside)
+        """Return the snapshot file: the events that were set aside, or a text on how to set some aside."""
+        buffers = self.snapshot.buffers
+        if any(len(buffers[number]) for number in self._cpus(cpu)):
+            return self.trace_text(cpu, buffers)
         return self.snapshot.usage(self.current_tracer, cpu)
 
     def graph_printer(self) -> GraphPrinter | None:
-        """What prints the records while the tracer is function_graph."""
+        """Return the printer of call graphs while the tracer is function_graph, else None."""
         if self.current_tracer != graph_output.NAME:
             return None
         return GraphPrinter(self.system.cpus, self.system.tracer_options)
 
     def formatter(self) -> LineFormatter:
-        """A printer of records under the options as they are now."""
+        """Return a printer of records under the current options."""
         system = self.system
         flags = self.options.flags
         past = self._past
@@ -401,7 +419,7 @@ class TraceArray(ArrayRings, Recorder):
         )
 
     def clear_trace(self, cpu: int | None = None) -> None:
-        """Forget the events of one CPU or of all: what O_TRUNC does to a trace file opened for writing.
+        """Forget the events of one CPU or of all, as O_TRUNC does on a trace file opened for writing.
 
         Mirrors: kernel/trace/trace.c:tracing_reset_cpu, tracing_reset_online_cpus (v6.1)
         """
@@ -409,11 +427,11 @@ class TraceArray(ArrayRings, Recorder):
             self.buffers[number].reset()
         if cpu is None:
             self._time_start = self.now()
-            if not any(map(len, self.snapshot.buffers)):
+            if not any(len(buffer) for buffer in self.snapshot.buffers):
                 self._past = None
 
     def stats_text(self, cpu: int) -> str:
-        """per_cpu/cpuN/stats. Mirrors: kernel/trace/trace.c:tracing_stats_read (v6.1)."""
+        """Return the text of per_cpu/cpuN/stats. Mirrors: kernel/trace/trace.c:tracing_stats_read (v6.1)."""
         stats = self.buffers[cpu].stats()
         return (
             f"entries: {stats.entries}\n"
@@ -433,7 +451,7 @@ class TraceArray(ArrayRings, Recorder):
         return f"{seconds:5d}.{usecs:06d}"
 
     def now(self) -> int:
-        """The time as the clock counts it."""
+        """Return the current time in the units of the trace clock."""
         now = self.system.now_ns()
         return now if self._stamp is None else self._stamp(now)
 
@@ -441,34 +459,34 @@ class TraceArray(ArrayRings, Recorder):
 
     @property
     def pauses_for_readers(self) -> bool:
-        """Option pause-on-trace."""
+        """Whether option pause-on-trace is on."""
         return TraceOption.PAUSE_ON_TRACE in self.options.flags
 
     def tracers(self) -> Collection[str]:
-        """Names that current_tracer takes."""
+        """Return the names that current_tracer accepts."""
         return tuple(reversed(self._tracers))
 
     def register_tracer(self, name: str, tracer: Tracer) -> None:
-        """Let current_tracer take it. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
+        """Let current_tracer accept `name`. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
         self._tracers[name] = tracer
 
     def _tracer_option_changed(self, name: str) -> None:
         self._tracers[self.current_tracer].option_changed(name)
 
     def set_tracer(self, name: str) -> None:
-        """Use another tracer and expand the buffers, which lose what the one before has written.
+        """Switch to another tracer and expand the buffers. The records of the previous tracer are lost.
 
-        Raises: KernelError EINVAL (an unknown one), EBUSY (while a pipe is open).
+        Raises: KernelError EINVAL (an unknown tracer), EBUSY (a pipe is open).
         Mirrors: kernel/trace/trace.c:tracing_set_tracer (v6.1).
         """
         self.system.lock.assert_held()
         self.expand()
         if name not in self._tracers:
-            raise KernelError(errno.EINVAL, f"no tracer {name!r}")
+            raise KernelError(errno.EINVAL, f"{name!r}: no such tracer; see available_tracers")
         if name == self.current_tracer:
             return
         if self.open_pipes:
-            raise KernelError(errno.EBUSY, "a pipe is open")
+            raise KernelError(errno.EBUSY, "current_tracer: a trace_pipe is open; close it first")
         self._tracers[self.current_tracer].stop()
         self.current_tracer = NOP_TRACER
         self.clear_trace()
@@ -476,13 +494,13 @@ class TraceArray(ArrayRings, Recorder):
         self.current_tracer = name
 
     def set_clock(self, name: str) -> None:
-        """Count time with another clock; the buffers are cleared, as old times don't compare.
+        """Switch to another clock and clear the buffers: times of different clocks cannot be compared.
 
-        Raises: KernelError EINVAL (an unknown one). Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1)
+        Raises: KernelError EINVAL (an unknown clock). Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1)
         """
         clock = find_clock(name)
         if clock is None:
-            raise KernelError(errno.EINVAL, f"no clock {name!r}")
+            raise KernelError(errno.EINVAL, f"{name!r}: no such clock; see trace_clock")
         self.clock = clock
         self._stamp = self.system.clocks.converter(clock)
         self.snapshot.clear()
@@ -490,17 +508,20 @@ class TraceArray(ArrayRings, Recorder):
         self.notify_rewired()
 
     def clock_text(self) -> str:
-        """The trace_clock file."""
+        """Return the text of the trace_clock file."""
         return clocks_text(self.clock)
 
     def set_buffer_percent(self, percent: int) -> None:
-        """How full a buffer has to be for poll(2) on its CPU's pipe. Raises: KernelError EINVAL."""
+        """Set how full a buffer must be before poll(2) reports its CPU's pipe as ready.
+
+        Raises: KernelError EINVAL (more than 100).
+        """
         if percent > 100:
-            raise KernelError(errno.EINVAL, "more than 100 percent")
+            raise KernelError(errno.EINVAL, f"buffer_percent: {percent} is more than 100")
         self.buffer_percent = percent
 
     def take_over(self, flags: TraceOption) -> None:
-        """Have these options, which are another trace array's."""
+        """Set the options to `flags`, which come from another trace array."""
         self.options.flags = flags
         self._options_changed()
 
@@ -513,7 +534,10 @@ class TraceArray(ArrayRings, Recorder):
         self.notify_rewired()
 
     def free_buffer(self) -> None:
-        """What closing free_buffer does. Mirrors: kernel/trace/trace.c:tracing_free_buffer_release (v6.1)."""
+        """Shrink the buffers, as closing free_buffer does.
+
+        Mirrors: kernel/trace/trace.c:tracing_free_buffer_release (v6.1).
+        """
         if self.options.flags & TraceOption.STOP_ON_FREE:
             self.set_tracing_on(False)
         self._resize(0, None)

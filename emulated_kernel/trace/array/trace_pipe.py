@@ -1,4 +1,4 @@
-"""trace_pipe: readers that take events out of the buffers; as text, and what all of them share."""
+"""trace_pipe: readers that take events out of the buffers as text, and the base class of all such readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class PipeReader:
-    """The waiting half of a consuming reader of all CPUs, or of one."""
+    """Base class of consuming readers of one CPU or of all: a reader waits for events and is woken."""
 
     def __init__(self, array: TraceArray, cpu: int | None) -> None:
         self._array = array
@@ -38,16 +38,17 @@ class PipeReader:
 
     @property
     def _buffers(self) -> Sequence[RingBuffer]:
-        """What is read; a snapshot may have put other buffers in the place of those."""
+        """The buffers to read. They are looked up each time, because a snapshot swaps them."""
         return self._array.buffers
 
     def _is_empty(self) -> bool:
         return not any(len(self._buffers[cpu]) for cpu in self._cpus)
 
     def ready(self) -> bool:
-        """Whether poll(2) says that read() gives something.
+        """Return True if poll(2) reports that read() has data.
 
-        One CPU's pipe is ready only once buffer_percent of its buffer is full; with option block all are.
+        One CPU's pipe is ready only if buffer_percent of its buffer is full. With option block every pipe is
+        ready.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_poll_wait, full_hit (v6.1)
         """
         if self._array.options.flags & TraceOption.BLOCK:
@@ -61,14 +62,14 @@ class PipeReader:
         return bool(len(buffer)) and (buffer.dirty_pages + 1) * 100 >= percent * buffer.nr_pages
 
     def wait(self, timeout: float) -> None:
-        """Return once read() may give something else than the last time, or after `timeout` seconds.
+        """Wait until read() may return something new, or for `timeout` seconds.
 
-        Call it without the lock that serialises the trace array.
+        Call this without the lock that serialises the trace array.
         """
         self._changed.wait(timeout)
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once, when the pipe is ready or closed; now, if it is already."""
+        """Call `notify` once, as soon as the pipe is ready or closed. If it is already, call `notify` now."""
         if self.ready() or self._closed:
             notify()
         else:
@@ -77,35 +78,36 @@ class PipeReader:
     def _wake(self) -> None:
         self._changed.set()
         if self._subscribers and (self.ready() or not self._array.tracing_on):
-            self._tell()
+            self._notify_subscribers()
 
-    def _tell(self) -> None:
+    def _notify_subscribers(self) -> None:
         subscribers = self._subscribers
         self._subscribers = []
         for notify in subscribers:
             notify()
 
     def close(self) -> None:
-        """Wake all who wait; nothing comes any more."""
+        """Close the pipe and wake all tasks that wait for it."""
         if self._closed:
             return
         self._closed = True
         self._array.open_pipes -= 1
         self._array.listeners.remove(self._wake)
         self._changed.set()
-        self._tell()
+        self._notify_subscribers()
 
 
 class TracePipe(PipeReader):
     """An open trace_pipe of all CPUs, or of one."""
 
     def __init__(self, array: TraceArray, cpu: int | None = None) -> None:
-        """Raises: KernelError EBUSY (while the CPU has a reader, or one of all has it).
+        """Open the pipe.
 
+        Raises: KernelError EBUSY (a pipe of this CPU or of all CPUs is open already).
         Mirrors: kernel/trace/trace.c:open_pipe_on_cpu, close_pipe_on_cpu (v6.1)
         """
         if None in array.piped or (array.piped if cpu is None else cpu in array.piped):
-            raise KernelError(errno.EBUSY, "trace_pipe is open already")
+            raise KernelError(errno.EBUSY, "trace_pipe: another reader has it open; close that one first")
         array.piped.add(cpu)
         super().__init__(array, cpu)
         self._tail = b""
@@ -113,17 +115,18 @@ class TracePipe(PipeReader):
         self._graph: GraphPrinter | None = None
 
     def close(self) -> None:
-        """Let go of the CPUs and wake all who wait."""
+        """Give up the CPUs and wake all tasks that wait for the pipe."""
         if not self._closed:
             self._array.piped.discard(self._cpu)
         super().close()
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
-        """Text of the oldest events, which are consumed: whole lines where `size` allows; b"" is the end.
+        """Consume the oldest events and return their text, in whole lines if `size` allows; b"" is the end.
 
-        A read gives 4095 bytes at most. What `size` cuts off comes with the next read.
-        Raises: WouldBlock (while there is nothing). A blocking reader that has read something is at the
-        end as soon as tracing is off, and so is every reader once the pipe is closed.
+        A read returns 4095 bytes at most. Text that exceeds `size` is returned by the next read.
+        If tracing is off, a blocking reader that has read something is at the end. After close() every reader
+        is.
+        Raises: WouldBlock (there is no event).
         Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1)
         """
         if self._closed:
@@ -162,13 +165,15 @@ class TracePipe(PipeReader):
         if self._array.current_tracer != graph_output.NAME:
             self._graph = None
             return formatter.line(entry, entry.time_stamp, index)
-        # It stays from one read to the next: a call's end may come in another one.
-        graph = self._graph = self._graph or self._array.graph_printer()
+        # The printer is kept between reads: a call may begin in one read and return in another.
+        if self._graph is None:
+            self._graph = self._array.graph_printer()
+        graph = self._graph
         assert graph is not None
         if not graph.prints(entry.record):
             return formatter.line(entry, entry.time_stamp, index)
-        behind = next(islice(self._buffers[entry.cpu], 1, None), None)
-        return graph.line(entry, None if behind is None else behind[1], formatter)
+        following = next(islice(self._buffers[entry.cpu], 1, None), None)
+        return graph.line(entry, None if following is None else following[1], formatter)
 
     def _next_entry(self) -> tuple[TimedRecord, int] | None:
         best: tuple[TimedRecord, int] | None = None

@@ -1,5 +1,6 @@
-"""Events as guest code: handler programs for fetching, filtering and recording, and where these write.
+"""Events as guest code: handler programs that fetch, filter and record, and the memory that they write to.
 
-From outside: handler.py and graph.py, which make programs, GuestRecords, and places.py, which says where
-they write. Programs are made under the control lock; what they do runs in the guest, which holds none.
+Other subpackages use handler.py and graph.py, which make programs, and GuestRecords. GuestAddresses has the
+addresses that programs use. Programs are made under the control lock. They run in the guest, which holds no
+lock.
 """

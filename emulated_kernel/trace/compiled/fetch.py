@@ -1,4 +1,4 @@
-"""Fetch arguments as guest code: what each fetch type does at a hit, in ops of a handler program."""
+"""Fetch arguments as guest code: emits the ops by which a handler program fetches each type."""
 
 from __future__ import annotations
 
@@ -38,24 +38,33 @@ from emulated_kernel.trace.fetch.fetch_types import (
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 
-BASE, VALUE, TEMP, OTHER, POSITION, LIMIT, HIGH = range(7)
-"""Virtual registers: address of the entry (or of its room), the value being fetched, two temporaries, address
-behind the strings stored so far, address that a string being copied may reach, upper half of a u64 where a
-word has 4 bytes.
-
-TEMP, OTHER and HIGH are free wherever an argument begins; numbers leave POSITION and LIMIT alone.
-"""
+# Virtual registers. TEMP, OTHER and HIGH are free at the beginning of an argument; numbers do not change
+# POSITION and LIMIT.
+BASE = 0
+"""Virtual register: address of the entry, or of the event's space."""
+VALUE = 1
+"""Virtual register: the value that is being fetched."""
+TEMP = 2
+"""Virtual register: temporary."""
+OTHER = 3
+"""Virtual register: second temporary."""
+POSITION = 4
+"""Virtual register: address after the strings that were stored so far."""
+LIMIT = 5
+"""Virtual register: maximal address that a string being copied may reach."""
+HIGH = 6
+"""Virtual register: upper half of a u64 if a word has 4 bytes."""
 MAX_ELEMENTS = 256
-"""Of all arguments of an event; more would be too much code."""
+"""Maximal number of elements of all arguments of an event. More elements would be too much code."""
 
 
 def fits_displacement(value: int) -> bool:
-    """Whether a number is one of 32 bits with sign."""
+    """Return True if the number fits into 32 bits with sign."""
     return -(1 << 31) <= value < 1 << 31
 
 
 def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
-    """Whether guest code can fetch the arguments; `registers` are those that it can read."""
+    """Return True if guest code can fetch the arguments. `registers` are the registers that it can read."""
     if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS:
         return False
     return all(
@@ -66,7 +75,7 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
 
 
 class FetchEmitter:
-    """Emits the fetching of one event's arguments at one probed address."""
+    """Emits code that fetches one event's arguments at one probed address."""
 
     def __init__(
         self, builder: ProgramBuilder, arch: Arch, places: GuestAddresses, address: int, way: EntryKind
@@ -80,18 +89,19 @@ class FetchEmitter:
         self._is_return = way is EntryKind.RETURN
         pushes = way in (EntryKind.CALL, EntryKind.RETURN) and arch.registers.link is None
         self._below = self._word if pushes else 0
-        """Bytes on the stack that the probed code doesn't know of."""
+        """Bytes that the hook, and not the probed code, has pushed onto the stack."""
 
     def store(self, args: Sequence[ProbeArg], start: int, too_large: Label) -> None:
-        """Store all arguments from BASE + start on, the strings at POSITION, which they move on.
+        """Emit code that stores all arguments from BASE + start on.
 
-        Goes to `too_large` when the entry at BASE gets larger than any ring buffer takes.
+        Strings are stored at POSITION, which advances. If the entry at BASE gets larger than a ring buffer
+        can hold, the code jumps to `too_large`.
         """
         for arg in args:
             _EMITTERS[type(arg.type)](self, arg, start + arg.offset, too_large)
 
     def store_return_address(self, at: int) -> None:
-        """At BASE + at, of a function that returns."""
+        """Emit code that stores, at BASE + at, the address that a returning function returns to."""
         self._return_address()
         self._emit(Store(BASE, at, VALUE, self._word))
 
@@ -99,7 +109,7 @@ class FetchEmitter:
         arch = self._arch
         self._emit(GetRegister(VALUE, arch.registers.sp), Load(VALUE, VALUE, arch.returned_at, self._word))
 
-    # Stages 1 and 2: VALUE
+    # Stages 1 and 2, which compute VALUE
 
     def _load(self, insn: FetchInsn) -> None:
         match insn.op:
@@ -117,7 +127,7 @@ class FetchEmitter:
         if name == "ip" and self._is_return:
             self._return_address()
         elif name == "ip":
-            # As a breakpoint leaves it.
+            # The ip is what a hit by a breakpoint has.
             self._emit(SetImmediate(VALUE, self._address + self._arch.seen_ip))
         else:
             self._emit(GetRegister(VALUE, name))
@@ -125,7 +135,7 @@ class FetchEmitter:
                 self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._below))
 
     def _stack_word(self, number: int) -> None:
-        """0 outside the kernel stack."""
+        """Emit code that sets VALUE to a word of the kernel stack, or to 0 if it is outside of the stack."""
         builder = self._builder
         done = builder.label()
         with builder.out_of_line() as outside:
@@ -146,7 +156,10 @@ class FetchEmitter:
             self._read(VALUE, insn.value, self._word, insn.op is FetchOp.UDEREF, fault)
 
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
-        """dst = memory at VALUE + offset; OTHER is overwritten if one load instruction doesn't do."""
+        """Emit code that loads dst from VALUE + offset.
+
+        If one instruction is not enough, it overwrites OTHER.
+        """
         base = VALUE
         if user or not fits_displacement(offset):
             base = OTHER
@@ -162,10 +175,10 @@ class FetchEmitter:
             Branch(Condition.ABOVE_EQ, address, TEMP, fault),
         )
 
-    # Stages 3 to 5, of numbers
+    # Stages 3 to 5 for numbers
 
     def numbers(self, arg: ProbeArg, at: int, _too_large: Label) -> None:
-        """Store the numbers of an argument from BASE + at on; 0 for those that can't be read."""
+        """Emit code that stores the numbers of an argument from BASE + at on. Unreadable numbers are 0."""
         stages = arg.stages
         builder = self._builder
         size = stages.store.size
@@ -200,7 +213,7 @@ class FetchEmitter:
         self._emit(Store(BASE, place, TEMP, size))
 
     def _long_element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
-        """One of two words."""
+        """Emit code that stores an element that consists of two words."""
         builder = self._builder
         emit = self._emit
         word = self._word
@@ -218,7 +231,7 @@ class FetchEmitter:
         emit(Store(BASE, place, TEMP, word), Store(BASE, place + word, HIGH, word))
 
     def _read_long(self, offset: int, user: bool, fault: Label) -> None:
-        """TEMP and HIGH = the two words at VALUE + offset."""
+        """Emit code that loads TEMP and HIGH from the two words at VALUE + offset."""
         word = self._word
         self._emit(SetImmediate(OTHER, offset), Compute(Arithmetic.ADD, OTHER, VALUE))
         if user:
@@ -226,17 +239,20 @@ class FetchEmitter:
         self._emit(Load(TEMP, OTHER, 0, word, on_fault=fault), Load(HIGH, OTHER, word, word, on_fault=fault))
 
     def _shift(self, bitfield: FetchInsn) -> None:
-        """Cut at the element's size on the left: so shift left as far as a word's end, and back."""
+        """Emit the shifts of a bitfield.
+
+        An element may be shorter than a word. So it is shifted left to the word's end, and then right again.
+        """
         unused = 8 * (self._word - bitfield.size)
         self._emit(
             ComputeImmediate(Arithmetic.SHL, TEMP, bitfield.lshift + unused),
             ComputeImmediate(Arithmetic.SHR, TEMP, bitfield.rshift + unused),
         )
 
-    # Stages 3 to 5, of strings
+    # Stages 3 to 5 for strings
 
     def strings(self, arg: ProbeArg, at: int, too_large: Label) -> None:
-        """Append the strings of an argument, and store their __data_loc from BASE + at on."""
+        """Emit code that appends an argument's strings, and stores their __data_loc from BASE + at on."""
         stages = arg.stages
         builder = self._builder
         for number in range(stages.count or 1):
@@ -263,7 +279,7 @@ class FetchEmitter:
             builder.place(stored)
 
     def _copy_literal(self, data: bytes) -> None:
-        """Store a string that is known now at POSITION; OTHER = behind it."""
+        """Emit code that stores a constant string at POSITION, and sets OTHER to the address after it."""
         text = data.partition(b"\0")[0] + b"\0"
         for start, size in chunks(len(text), 8):
             value = int.from_bytes(text[start : start + size], "little")
@@ -271,9 +287,10 @@ class FetchEmitter:
         self._emit(Move(OTHER, POSITION), ComputeImmediate(Arithmetic.ADD, OTHER, len(text)))
 
     def _copy(self, insn: FetchInsn, fault: Label) -> None:
-        """Copy from VALUE to POSITION up to the NUL, or as much as a string may be; OTHER = behind it.
+        """Emit code that copies a string from VALUE to POSITION, up to its NUL or the maximal size.
 
-        An empty string of user memory goes on at `fault`, as String._string_at() has it.
+        It sets OTHER to the address after the copy. An empty string in user memory jumps to `fault`, as
+        String._string_at() requires.
         """
         builder = self._builder
         emit = self._emit
@@ -298,7 +315,7 @@ class FetchEmitter:
             ComputeImmediate(Arithmetic.ADD, OTHER, 1),
             BranchImmediate(Condition.EQ, TEMP, 0, done),
             Branch(Condition.BELOW, OTHER, LIMIT, again),
-            # The last byte makes room for the NUL, but must be there.
+            # The NUL replaces the last byte, which has to be readable nevertheless.
             Load(TEMP, VALUE, 0, 1, on_fault=fault),
             StoreImmediate(OTHER, 0, 0, 1),
             ComputeImmediate(Arithmetic.ADD, OTHER, 1),
@@ -312,7 +329,11 @@ class FetchEmitter:
         builder.place(stored)
 
     def _location(self, place: int, *, is_fault: bool) -> None:
-        """Store the __data_loc of the string from POSITION to OTHER, and move POSITION behind it."""
+        """Emit code that stores a string's __data_loc, and advances POSITION.
+
+        The string reaches from POSITION to OTHER. If `is_fault`, its length is 0 and POSITION does not
+        change.
+        """
         self._emit(
             Move(VALUE, POSITION),
             Compute(Arithmetic.SUB, VALUE, BASE),
@@ -337,7 +358,7 @@ class FetchEmitter:
 
 
 def chunks(size: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Start and size of pieces of `largest`, 4, 2 and 1 bytes that make up `size` bytes."""
+    """Divide `size` bytes into pieces of `largest`, 4, 2 and 1 bytes; yield start and size of each."""
     start = 0
     for piece in (largest, 4, 2, 1):
         while size - start >= piece:
@@ -352,4 +373,4 @@ _EMITTERS: dict[type[FetchType], Callable[[FetchEmitter, ProbeArg, int, Label], 
     String: FetchEmitter.strings,
     UserString: FetchEmitter.strings,
 }
-"""By the kind of type; the host fetches the others."""
+"""Type class -> method that emits its fetching. The host fetches all other types."""

@@ -1,4 +1,4 @@
-"""Event filters as guest code: the predicates on numbers, in ops of a handler program."""
+"""Event filters as guest code: emits predicates on numbers as ops of a handler program."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _CONDITIONS = {
     FilterOp.GE: (Condition.ABOVE_EQ, Condition.GREATER_EQ),
     FilterOp.BAND: (Condition.ANY_BIT, Condition.ANY_BIT),
 }
-"""For fields without sign, and with one."""
+"""Operator -> conditions for unsigned and for signed fields."""
 
 
 def can_filter(program: FilterProgram) -> bool:
-    """Whether guest code can test it: numbers only."""
+    """Return True if guest code can run the filter, which may test only numbers."""
     return not any(isinstance(step.predicate, StringPredicate) for step in program.steps)
 
 
 def emit_filter(
     builder: ProgramBuilder, program: FilterProgram, cpu_number: int, word_size: int, reject: Label
 ) -> None:
-    """Test the entry at BASE: go on behind, or at `reject`.
+    """Emit code that tests the entry at BASE, and jumps to `reject` if the filter does not accept it.
 
-    `cpu_number`: offset in the CPU's own data of what filters of the CPU compare.
+    `cpu_number` is the per-CPU offset of the number that filters of the CPU compare.
     """
     accept = builder.label()
     labels = [builder.label() for _ in program.steps]

@@ -1,4 +1,4 @@
-"""The function graph as guest code: which calls are awaited, and the records of their begin and end."""
+"""The function graph as guest code: decides which calls are traced, and records their begin and end."""
 
 from __future__ import annotations
 
@@ -36,64 +36,69 @@ from emulated_kernel.trace.ring.trace_entry import EntryType
 from emulated_kernel.util.fast_dataclass import dataclass
 
 FRAME = Struct("<QQiI")
-"""What a task's array keeps of a call: the function, when it was called (ns), its depth, and a CallFlag."""
+"""A call in the task's return stack: function, start time (ns), depth, and CallFlag."""
 CALLED = 8
-"""Where all users of the function graph keep that time; bytes."""
+"""Offset of the start time in all frames of function graph users, in bytes."""
 _FUNC = 0
 _DEPTH = 16
 _FLAGS = 20
-_CALL, _CALL_DEPTH, _CALL_FLAGS = POSITION, LIMIT, HIGH
-"""Virtual registers while a call begins or ends; HIGH takes parts of times when the flags are stored."""
+# Virtual registers while a call begins or ends.
+_CALL = POSITION
+"""Virtual register: address of the call's frame."""
+_CALL_DEPTH = LIMIT
+"""Virtual register: depth of the call."""
+_CALL_FLAGS = HIGH
+"""Virtual register: CallFlag of the call. After it is stored, HIGH holds upper halves of times."""
 _CELL = 8
 _HALF = 4
 _INT_MAX = (1 << 31) - 1
 MAX_PIDS = 64
-"""In lists of tasks; more would be too much code."""
+"""Maximal number of pids in lists of tasks. More pids would be too much code."""
 
 
 class CallFlag(IntFlag):
-    """What else is kept of a call."""
+    """Flags of a call."""
 
     HIDDEN = 1
-    """In set_graph_notrace: neither it nor what it calls is recorded."""
+    """The function is in set_graph_notrace. Neither it nor the functions that it calls are recorded."""
     IN_IRQ = 2
-    """Called in a hard interrupt."""
+    """The call was made in a hard interrupt."""
 
 
 class CallKind(Enum):
-    """What a function is to the tracer; there is code for each kind."""
+    """How the tracer treats a function. Each kind has its own code."""
 
     PLAIN = auto()
     CHOSEN = auto()
-    """In set_graph_function."""
+    """The function is in set_graph_function."""
     HIDDEN = auto()
-    """In set_graph_notrace."""
+    """The function is in set_graph_notrace."""
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """What guest code does at calls and their ends: all that it depends on."""
+    """The settings of the tracer on which its guest code depends."""
 
     target: RecordTarget
     entry_count: int
-    """What guards the hook against recursion adds to the preempt count of a call's entry."""
+    """Number that the hook's guard against recursion adds to the preempt count of a call's entry."""
     chosen: frozenset[int]
-    """Sites in set_graph_function, as `hidden` are in set_graph_notrace."""
+    """Sites in set_graph_function; `hidden` has those in set_graph_notrace."""
     hidden: frozenset[int]
     max_depth: int
     threshold_ns: int
     takes_irqs: bool
     traced: frozenset[int]
-    """Pids in set_ftrace_pid, as `untraced` are in set_ftrace_notrace_pid."""
+    """Pids in set_ftrace_pid; `untraced` has those in set_ftrace_notrace_pid."""
     untraced: frozenset[int]
 
     @property
     def fits(self) -> bool:
-        """Whether it isn't too much code."""
+        """Whether the code is small enough."""
         return len(self.traced) + len(self.untraced) <= MAX_PIDS
 
     def by_kind(self, sites: Collection[int]) -> Mapping[CallKind, Collection[int]]:
-        """Those of each kind that there are."""
+        """Return a map kind -> its sites. Kinds without sites are left out."""
         every = frozenset(sites)
         hidden = every & self.hidden
         chosen = every & self.chosen - hidden
@@ -106,7 +111,7 @@ class CompiledGraph:
 
 
 class GraphEmitter:
-    """Emits what is done where calls that `hook` awaits begin or end: what GraphTracer does in Python."""
+    """Emits code for the begin and end of traced calls, which does the same as GraphTracer."""
 
     def __init__(
         self,
@@ -128,7 +133,7 @@ class GraphEmitter:
     # Entries
 
     def entry(self, kind: CallKind) -> None:
-        """A call begins. Mirrors: function_graph_enter, trace_graph_entry (v6.1)."""
+        """Emit code for a call's begin. Mirrors: function_graph_enter, trace_graph_entry (v6.1)."""
         self._native.emit_graph_entry(self._builder, self._hook, lambda unwanted: self._keep(kind, unwanted))
 
     def _keep(self, kind: CallKind, unwanted: Label) -> None:
@@ -173,7 +178,7 @@ class GraphEmitter:
             self._record(record, EntryType.GRAPH_ENT, self._word + 4)
 
     def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
-        """Depth and flags by the newest call that is awaited, be it by way of others."""
+        """Emit code that computes depth and flags from the newest traced call, which is a caller."""
         builder = self._builder
         emit = self._emit
         none = unwanted if kind is CallKind.PLAIN and self._compiled.chosen else builder.label()
@@ -189,7 +194,7 @@ class GraphEmitter:
             builder.place(none)
 
     def _check_task(self, unwanted: Label) -> None:
-        """Mirrors: ftrace_trace_task (v6.1)."""
+        """Emit code that checks the lists of pids. Mirrors: ftrace_trace_task (v6.1)."""
         compiled = self._compiled
         emit = self._emit
         if not compiled.traced and not compiled.untraced:
@@ -205,11 +210,14 @@ class GraphEmitter:
     # Returns
 
     def ends(self) -> None:
-        """A call that was awaited ends. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
+        """Emit code for a traced call's end.
+
+        Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
+        """
         builder = self._builder
         emit = self._emit
         done = builder.label()
-        # Taken off the array, its words are still those of the call: no other begins before this ends.
+        # The frame was popped, but is still intact, because no other call begins before this one ends.
         emit(
             Move(_CALL, NODE),
             Load(TEMP, _CALL, _FLAGS, 4),
@@ -223,7 +231,10 @@ class GraphEmitter:
         builder.place(done)
 
     def _check_duration(self, shorter: Label) -> None:
-        """VALUE and HIGH are the time."""
+        """Emit a jump to `shorter` if the call's duration is below the threshold.
+
+        VALUE and HIGH are the time.
+        """
         builder = self._builder
         emit = self._emit
         threshold = self._compiled.threshold_ns
@@ -252,7 +263,10 @@ class GraphEmitter:
     # Records
 
     def _record(self, record: RecordEmitter, kind: EntryType, size: int) -> None:
-        """An entry of the call, `size` bytes behind the common fields, at the time in VALUE and HIGH."""
+        """Emit code that records an entry at the time in VALUE and HIGH.
+
+        The entry has `size` bytes after its common fields.
+        """
         builder = self._builder
         emit = self._emit
         word = self._word
@@ -271,7 +285,7 @@ class GraphEmitter:
             at += word + 8
             for part in range(0, _CELL, word):
                 emit(Load(TEMP, _CALL, CALLED + part, word), Store(BASE, at + part, TEMP, word))
-                # The buffer's latest time is this event's.
+                # The latest time of the buffer is that of this event.
                 stamp = target.control_at + WRITE_STAMP + part
                 emit(LoadPerCpu(TEMP, stamp, word), Store(BASE, at + _CELL + part, TEMP, word))
         record.commit(BASE, space.length, target)

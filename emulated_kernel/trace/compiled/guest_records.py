@@ -1,4 +1,4 @@
-"""Records made by guest code: the pages and per-CPU memory that it writes to, and what it asks the host."""
+"""Memory for records that guest code makes: pages and per-CPU memory, and host calls of compiled handlers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_PID = 0xFFFFFFFF
 
 
 class GuestRecords(TaskObserver):
-    """Gives out the memory, and answers the calls of compiled handlers."""
+    """Allocates the memory of compiled handlers, and answers their host calls."""
 
     def __init__(self, cells: RecordMemory, tasks: Tasks, cmdlines: SavedCmdlines, clock: GuestClock) -> None:
         self._cells = cells
@@ -32,7 +32,7 @@ class GuestRecords(TaskObserver):
         self._cmdlines = cmdlines
         self._request_at = cells.alloc_percpu(2 * _CELL)
         self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, 2 * _CELL)]
-        """Of each CPU."""
+        """CPU -> time and length of the event for which room is requested."""
         self._last_pid_at = cells.alloc_percpu(_CELL)
         self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
         self._scratch_at = cells.alloc_percpu(SCRATCH_SIZE)
@@ -41,11 +41,14 @@ class GuestRecords(TaskObserver):
 
     @property
     def can_tell_time(self) -> bool:
-        """Whether the guest's clock moves while it runs: a real one, which is set between runs, doesn't."""
+        """Whether the guest's clock advances while the guest runs.
+
+        A real clock does not, as it is set between runs.
+        """
         return self._clock.is_virtual
 
     def allocate(self, size: int) -> RingMemory:
-        """Pages for a ring buffer. Raises: MemoryError."""
+        """Allocate pages for a ring buffer. Raises: MemoryError."""
         cells = self._cells
         try:
             pages = cells.alloc_pages(size)
@@ -54,7 +57,7 @@ class GuestRecords(TaskObserver):
         return RingMemory(cells.view(pages, size), pages, release=lambda: cells.free_pages(pages))
 
     def allocate_controls(self, cpus: int) -> RingControls:
-        """Control blocks for the ring buffers of that many CPUs. Raises: MemoryError."""
+        """Allocate control blocks for the ring buffers of `cpus` CPUs. Raises: MemoryError."""
         cells = self._cells
         try:
             offset = cells.alloc_percpu(CONTROL_SIZE)
@@ -64,7 +67,7 @@ class GuestRecords(TaskObserver):
         return RingControls(blocks, offset, lambda: cells.free_percpu(offset))
 
     def new_counter(self) -> HitCounter | None:
-        """A counter at 0; None if the per-CPU memory is used up."""
+        """Return a counter with value 0, or None if the per-CPU memory is used up."""
         cells = self._cells
         try:
             offset = cells.alloc_percpu(_CELL)
@@ -79,7 +82,7 @@ class GuestRecords(TaskObserver):
         breakpoint_context: tuple[int, int],
         resched: NeedResched,
     ) -> GuestAddresses:
-        """All that compiled handlers need to know of this guest."""
+        """Return the addresses that compiled handlers of this guest use."""
         return GuestAddresses(
             clock=abi["host_clock"],
             time=self._clock,
@@ -103,12 +106,18 @@ class GuestRecords(TaskObserver):
         )
 
     def call_begins(self) -> None:
-        """A task's name may have changed, or its saved one be gone: the next record saves it anew."""
+        """Make the next record save its task's name again.
+
+        The name may have changed, or the saved one may have been dropped.
+        """
         for cell in self._last_pids:
             cell[0] = _NO_PID
 
     def renamed(self, pid: int, comm: str) -> None:
-        """Linux saves the name when the task is switched from: what has made a record has the new one."""
+        """Save the new name of a task that has made a record.
+
+        Linux: the name is saved when the CPU switches to another task, so the records get the new name.
+        """
         if any(cell[0] == pid for cell in self._last_pids):
             self._cmdlines.save(pid, comm)
 
@@ -119,7 +128,7 @@ class GuestRecords(TaskObserver):
         return True
 
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
-        """RingBuffer.make_room of the CPU's buffer, called for the event that a handler asks for."""
+        """Return a host call that makes room for an event in the buffer of its CPU (RingBuffer.make_room)."""
 
         def make_room() -> bool:
             cpu = self.tasks.cpu()

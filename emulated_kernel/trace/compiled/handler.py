@@ -1,4 +1,4 @@
-"""Handlers of trace events as guest code: which can be, and how they are put together."""
+"""Handlers of trace events as guest code: decides which events can have them, and emits them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorder of an event: its buffer, and the filter that it has for the event."""
+    """A recorder of an event: its buffer, and its filter for the event."""
 
     target: RecordTarget
     filter: FilterProgram | None
@@ -28,7 +28,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class CompiledEvent:
-    """What guest code does at the hits of an event's probe, as far as it doesn't depend on how they come."""
+    """The work of guest code at the hits of an event's probe, for every EntryKind."""
 
     event_id: int
     args: tuple[ProbeArg, ...]
@@ -38,12 +38,11 @@ class CompiledEvent:
 def compiled_event(
     event: TraceEvent, is_return: bool, args: tuple[ProbeArg, ...], arch: Arch
 ) -> CompiledEvent | None:
-    """The event as guest code handles it; None where the host has to: this is the one place that decides.
+    """Return the event for guest code, or None if the host has to handle it. Only this function decides that.
 
-    The host handles `symstr`, registers that aren't general ones, or that functions overwrite when they
-    return, too many array elements,
-    filters on strings, events that something else than recording is done for, and recorders that can't be
-    written to by guest code (Recorder.target).
+    The host handles the type `symstr`, too many array elements, and filters on strings. It handles registers
+    that are not general ones, or that returning functions overwrite. It also handles events with triggers,
+    and recorders that guest code cannot write to (Recorder.target).
     """
     registers = arch.kept_at_return if is_return else arch.general_registers
     if event.needs_entry or not can_fetch(args, registers):
@@ -60,7 +59,7 @@ def compiled_event(
 
 
 class EventEmitter:
-    """Emits what is done at a hit of the probe at `address`, besides counting it."""
+    """Emits code that handles a hit of the probe at `address`, except for counting it."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class EventEmitter:
         self._is_dynamic = any(arg.type.is_dynamic for arg in compiled.args)
 
     def emit(self) -> None:
-        """An entry for each recording."""
+        """Emit code that makes an entry for each recording."""
         recordings = self._compiled.recordings
         if len(recordings) == 1 and not recordings[0].filter and not self._is_dynamic:
             self._record_in_place(recordings[0].target)
@@ -92,7 +91,7 @@ class EventEmitter:
             self._record_copies(recordings)
 
     def _record_in_place(self, target: RecordTarget) -> None:
-        """An entry of known size that nobody may reject is made where it stays."""
+        """Emit code that makes an entry of known size, which no filter may reject, directly in the buffer."""
         builder = self._builder
         record = self._record
         space = EventSpace(self._fixed)
@@ -105,7 +104,7 @@ class EventEmitter:
         builder.place(done)
 
     def _record_copies(self, recordings: Sequence[Recording]) -> None:
-        """The entry is made in scratch memory, and copied to each recorder whose filter takes it."""
+        """Emit code that makes the entry in scratch memory, and copies it to recorders that accept it."""
         builder = self._builder
         record = self._record
         done = builder.label()
@@ -123,7 +122,7 @@ class EventEmitter:
         builder.place(done)
 
     def _fields(self, at: int, too_large: Label) -> None:
-        """The event's own fields, of the entry at BASE + at."""
+        """Emit code that stores the event's own fields of the entry at BASE + at."""
         at += ENTRY_HEADER_SIZE
         self._builder.emit(StoreImmediate(BASE, at, self._address, self._word))
         at += self._word

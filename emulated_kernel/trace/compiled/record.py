@@ -1,4 +1,4 @@
-"""Records as guest code: an entry's common fields, and its way into a ring buffer (ring_layout.py)."""
+"""Records as guest code: emits an entry's common fields and its way into a ring buffer (ring_layout.py)."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ _PID_AT = 4
 _SOFTIRQ_SERVED = 1 << 8
 _COUNT_MASK = 0xFF
 _LENGTH = LIMIT
-"""Of an event whose size isn't known before; free when the strings are complete."""
+"""Virtual register with the length of an event of variable size; free after the strings are complete."""
 
 
 @dataclass(frozen=True)
 class EventSpace:
-    """Where an entry of known size stands on a page, from the event's start on; bytes."""
+    """The space of an entry of known size on a page, from the start of the event. All sizes are in bytes."""
 
     size: int
 
     @property
     def length(self) -> int:
-        """Of the whole event."""
+        """Size of the whole event, in bytes."""
         return event_size(self.size)
 
     @property
     def header(self) -> int:
-        """Of what describes it."""
+        """Size of the event's header, in bytes."""
         return 4 if self.size <= MAX_SMALL_DATA else 8
 
 
 class RecordEmitter:
-    """Emits the common fields and the writing of one event's records."""
+    """Emits code that stores the common fields of one event's entries, and writes entries to ring buffers."""
 
     def __init__(
         self, builder: ProgramBuilder, places: GuestAddresses, way: EntryKind, word_size: int
@@ -85,7 +85,7 @@ class RecordEmitter:
         self._high = HIGH if word_size < _CELL else None
 
     def scratch(self) -> None:
-        """BASE = the CPU's room for entries."""
+        """Emit code that sets BASE to the address of the CPU's scratch memory for entries."""
         self._emit(
             LoadPerCpu(BASE, self._places.this_cpu_off, self._word),
             ComputeImmediate(Arithmetic.ADD, BASE, self._places.scratch),
@@ -94,9 +94,10 @@ class RecordEmitter:
     # Common fields
 
     def common_fields(self, at: int, event_id: int, target: RecordTarget | None, more_count: int = 0) -> None:
-        """Store the 8 bytes at BASE + at. With a `target` the event will be recorded there for certain.
+        """Emit code that stores the 8 bytes of common fields at BASE + at.
 
-        `more_count` is added to the preempt count, but at a breakpoint.
+        If `target` is given, the event is certain to be recorded there. `more_count` is added to the preempt
+        count, except at a breakpoint.
         """
         places = self._places
         emit = self._emit
@@ -113,7 +114,7 @@ class RecordEmitter:
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
-        """Of the task whose pid VALUE is."""
+        """Emit code that saves the name of the task whose pid is in VALUE, unless it was saved last."""
         builder = self._builder
         places = self._places
         known = builder.label()
@@ -127,7 +128,10 @@ class RecordEmitter:
         builder.place(known)
 
     def _context(self) -> None:
-        """Put flags and count into VALUE, as hit_context.py. Mirrors: tracing_gen_ctx_irq_test (v6.1)."""
+        """Emit code that adds flags and preempt count to VALUE, as HitContext does.
+
+        Mirrors: tracing_gen_ctx_irq_test (v6.1).
+        """
         builder = self._builder
         emit = self._emit
         places = self._places
@@ -156,7 +160,10 @@ class RecordEmitter:
         builder.place(known)
 
     def _add_resched_flags(self) -> None:
-        """Mirrors: HitContext.resched_flags, and LinuxContext's."""
+        """Emit code that adds the flags of rescheduling to VALUE.
+
+        Mirrors: HitContext.resched_flags and LinuxContext's.
+        """
         emit = self._emit
         places = self._places
         resched = self._places.resched
@@ -173,7 +180,7 @@ class RecordEmitter:
         self._emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, offset, 4))
 
     def _branch_unless_zero(self, label: Label) -> None:
-        """Go to `label` if preempt_count or need_resched says anything."""
+        """Emit a jump to `label` if preempt_count or need_resched is not in its usual state."""
         resched = self._places.resched
         for offset, size in self._count_loads():
             self._emit(LoadPerCpu(TEMP, offset, size))
@@ -186,14 +193,14 @@ class RecordEmitter:
             self._emit(BranchImmediate(Condition.ANY_BIT, TEMP, bit, label))
 
     def _count_loads(self) -> list[tuple[int, int]]:
-        """Offset and size of the loads that see both."""
+        """Return offset and size of the loads that cover preempt_count and need_resched."""
         first, second = sorted((self._places.preempt_count, self._places.need_resched))
         if first == second:
             return [(first, 4)]
         return [(first, 8)] if second == first + 4 and self._word == 8 else [(first, 4), (second, 4)]
 
     def _add_flag(self, condition: Condition, value: int, flags: EntryFlag) -> None:
-        """Set flags in VALUE if TEMP compares so."""
+        """Emit code that sets flags in VALUE if the comparison of TEMP with `value` holds."""
         builder = self._builder
         skip = builder.label()
         add = builder.label()
@@ -205,20 +212,24 @@ class RecordEmitter:
     # Writing
 
     def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        """Read the clock, get room, count the event's time: `pointer` = its place, VALUE = its delta.
+        """Emit code that reads the clock and reserves space for an event.
 
-        Without `length` it is in _LENGTH. Overwrites TEMP.
+        It sets `pointer` to the address of the event, and VALUE to its time delta. If `length` is None, the
+        length is in _LENGTH. Overwrites TEMP.
         """
         self.read_clock()
         self.reserve_then(pointer, length, target, dropped)
 
     def read_clock(self) -> None:
-        """VALUE = the time, its upper half in HIGH where a word has 4 bytes."""
+        """Emit code that sets VALUE to the time.
+
+        If a word has 4 bytes, HIGH is set to the time's upper half.
+        """
         places = self._places
         self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        """As reserve(), for an event of the time that was read."""
+        """Emit the same code as reserve() for an event whose time has already been read."""
         builder = self._builder
         emit = self._emit
         stamp = target.control_at + WRITE_STAMP
@@ -270,7 +281,7 @@ class RecordEmitter:
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:
-        """Store what describes an event of known size; VALUE is its delta."""
+        """Emit code that stores the header of an event of known size. VALUE is its time delta."""
         emit = self._emit
         emit(ComputeImmediate(Arithmetic.SHL, VALUE, 5))
         if space.header == 4:
@@ -282,7 +293,7 @@ class RecordEmitter:
             emit(StoreImmediate(pointer, space.length - 4, 0, 4))
 
     def commit(self, pointer: int, length: int | None, target: RecordTarget) -> None:
-        """The event is complete."""
+        """Emit code that commits the event."""
         control = target.control_at
         self._emit(AddToPerCpu(control + TAIL_ENTRIES, 1, _CELL))
         if length is None:
@@ -291,10 +302,13 @@ class RecordEmitter:
             self._emit(ComputeImmediate(Arithmetic.ADD, pointer, length))
         self._emit(StorePerCpu(control + WRITE_PTR, pointer, self._word))
 
-    # Entries that were put together elsewhere
+    # Entries that were assembled in scratch memory
 
     def copy(self, fixed: int, *, dynamic: bool, target: RecordTarget, dropped: Label) -> None:
-        """Record the entry at BASE: its first `fixed` bytes, or if `dynamic` all up to POSITION."""
+        """Emit code that records the entry at BASE.
+
+        It consists of the first `fixed` bytes, or of all bytes up to POSITION if `dynamic` is set.
+        """
         space = EventSpace(fixed)
         length = None if dynamic else space.length
         if dynamic:
@@ -312,7 +326,10 @@ class RecordEmitter:
         self.commit(OTHER, length, target)
 
     def _measure(self) -> None:
-        """_LENGTH = bytes of the event; the entry is padded by zeros. Mirrors: event_size."""
+        """Emit code that sets _LENGTH to the event's bytes, and pads the entry with zeros.
+
+        Mirrors: event_size.
+        """
         builder = self._builder
         emit = self._emit
         small = builder.label()
@@ -330,7 +347,10 @@ class RecordEmitter:
         )
 
     def _dynamic_header(self) -> None:
-        """Store what describes the event at OTHER; VALUE is its delta, and its data's place afterwards."""
+        """Emit code that stores an event's header at OTHER.
+
+        VALUE is its time delta, and the address of its data afterwards.
+        """
         builder = self._builder
         emit = self._emit
         small = builder.label()
@@ -357,7 +377,10 @@ class RecordEmitter:
         builder.place(done)
 
     def _copy_all(self, fixed: int) -> None:
-        """From BASE, which moves, to VALUE: the fixed part straight, the strings in a loop."""
+        """Emit code that copies from BASE to VALUE: the fixed part by straight code, the strings in a loop.
+
+        The loop changes BASE, which is restored at the end.
+        """
         builder = self._builder
         emit = self._emit
         again = builder.label()

@@ -1,4 +1,4 @@
-"""The hit being handled: its registers and memory, the task, the context flags, the call chain.
+"""The context of a hit: registers and memory, the task, the context flags and the call chain.
 
-One ProbeHit object serves all hits of a backend and is valid during the handler's call only.
+One ProbeHit object serves all hits of a backend. It is valid only during the call of a handler.
 """

@@ -1,4 +1,4 @@
-"""Call chains of the guest: the one unwinder, right at any instruction."""
+"""Call chains of the guest: an unwinder that works at any instruction."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ from emulated_kernel.trace.context.function_frames import FrameTables
 from emulated_kernel.trace.symbols import KernelSymbols
 
 MAX_CALLERS = 1024
-"""Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1)."""
+"""Addresses in the longest call chain. Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1)."""
 _RECORDING = ("host_trace_commit", "trace_event_raw_event_", "__traceiter_")
-"""What the functions' names begin with that run when a tracepoint is hit."""
+"""Prefixes of the names of functions that run when a tracepoint is hit."""
 
 
 class Caller(NamedTuple):
-    """A place that a call returns to, or that was interrupted."""
+    """A frame of a call chain: a function that made a call or was interrupted."""
 
     address: int
+    """Address at which the function continues."""
     slot: int
-    """Where it lies on the stack; the stack pointer, if it is in a register."""
+    """Address of the stack slot that holds it; the stack pointer if a register holds it."""
 
 
 class _CallSite(NamedTuple):
+    """A position in the call chain: registers and instruction address of a function."""
+
     regs: Mapping[str, int]
-    """What is known of the registers, as pt_regs names them."""
+    """Known registers by their names in pt_regs."""
     ip: int
     is_behind_call: bool
+    """Whether `ip` is a return address, so that the call is the instruction before it."""
 
 
 class _Left(NamedTuple):
-    """A function has returned."""
+    """The state after a function has returned."""
 
     regs: Mapping[str, int]
     cfa: int
     slot: int
-    """Where the address that it returned to lay on the stack."""
+    """Address of the stack slot that held the return address."""
 
 
 class CallStack:
-    """Finds callers by what each function keeps in its stack frame."""
+    """Finds callers by the contents of each function's stack frame."""
 
     def __init__(
         self,
@@ -70,16 +74,17 @@ class CallStack:
         self._registers = tuple(arch.entry_frame(by_interrupt=True).regs)
 
     def caller(self, regs: Any) -> int:
-        """Return address of the function whose first instruction is next."""
+        """Return the return address of a function, before its first instruction runs."""
         link = self._arch.registers.link
         if link is not None:
             return int(getattr(regs, link))
         return self._memory.read_word(getattr(regs, self._arch.registers.sp))
 
     def callers(self, regs: Any) -> list[int]:
-        """The place of `regs`, then where its callers go on, innermost first.
+        """Return the address of `regs`, and the addresses at which the callers continue, innermost first.
 
-        The code that fills a static event's record in is left out. Linux: skips so many frames.
+        Functions that fill in the record of a static event are omitted. Linux: a fixed number of frames is
+        skipped.
         """
         place = getattr(regs, self._arch.registers.ip)
         addresses = chain((place,), (caller.address for caller in self.returns(place, regs)))
@@ -90,9 +95,9 @@ class CallStack:
         return found is not None and found.symbol.name.startswith(_RECORDING)
 
     def user_callers(self, task: int) -> list[int]:
-        """Where the task has left user mode; nothing for a kernel thread.
+        """Return the address at which the task left user mode, as a list; empty for a kernel thread.
 
-        Linux goes on by frame pointers, of which the guest's user mode has none.
+        Linux continues by frame pointers, which the guest's user mode does not have.
         Mirrors: arch/x86/kernel/stacktrace.c:arch_stack_walk_user (v6.1).
         """
         abi = self._abi
@@ -103,7 +108,7 @@ class CallStack:
         return [ip] if 0 < ip < arch.task_size else []
 
     def returns(self, ip: int, regs: Any) -> Iterator[Caller]:
-        """Where the calls that led to `ip` return to, innermost first; `regs` has the other registers."""
+        """Yield the callers that led to `ip`, innermost first; `regs` has the other registers."""
         known = ((name, getattr(regs, name, None)) for name in self._registers)
         place = _CallSite({name: value for name, value in known if value is not None}, ip, False)
         with suppress(MemoryFault):
@@ -112,7 +117,7 @@ class CallStack:
                 yield caller
 
     def _step(self, place: _CallSite) -> tuple[Caller, _CallSite] | None:
-        """One frame up; None where the chain ends."""
+        """Return the caller and its position, or None at the end of the chain."""
         address = place.ip - place.is_behind_call
         arch = self._arch
         where = self._symbols.lookup(address)
@@ -125,23 +130,23 @@ class CallStack:
         hooked = cfa if arch.registers.link is not None else cfa - arch.word_size
         above = _CallSite(regs, self._real(hooked, regs.pop(IP)), not frames.by_interrupt)
         if above.is_behind_call:
-            above = above._replace(regs={n: v for n, v in regs.items() if n in self._kept})
+            above = above._replace(regs={name: value for name, value in regs.items() if name in self._kept})
         else:
             above = self._probed(above)
         if self._symbols.lookup(above.ip) is None:
-            # The host has called the function.
+            # The host has called this function: there is no caller in the guest.
             return None
         return Caller(above.ip, found.slot), above
 
     def _probed(self, place: _CallSite) -> _CallSite:
-        """Who runs a copy of a probed instruction, or stands in a detour, is where the probe is."""
+        """Map a position inside an instruction slot or detour back to the probed address."""
         address = place.ip - place.is_behind_call
         if self._symbols.lookup(address) is not None:
             return place
-        stands_for = self._kprobes.resolve_probed_address(address)
-        if stands_for is None:
+        resolved = self._kprobes.resolve_probed_address(address)
+        if resolved is None:
             return place
-        probed, detour = stands_for
+        probed, detour = resolved
         if detour is not None:
             found = self._left(self._tables.of_detour(*detour), place, address)
             if found is None:
@@ -150,7 +155,7 @@ class CallStack:
         return place._replace(ip=probed + place.is_behind_call)
 
     def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
-        """The function's end, from any place in it."""
+        """Return the state after the function has returned, from any position in it, or None."""
         frame = frames.at(address)
         bases = {} if frame is None else self._bases(frame, place.regs)
         if frame is None or CFA not in bases:
@@ -174,10 +179,10 @@ class CallStack:
     def _restored(
         self, frame: Frame, bases: Mapping[str, int], regs: Mapping[str, int]
     ) -> tuple[dict[str, int], int]:
-        """The registers at the function's return, and the slot of the return address.
+        """Return the registers after the function's return, and the slot of the return address.
 
-        A slot goes before the register that it was saved from: somebody may have changed it for when it is
-        restored. Of several slots that is the lowest.
+        The value in a slot has priority over the register that it was saved from, because the slot may have
+        been changed. If several slots hold a register, the lowest one counts.
         """
         found: dict[str, int] = {}
         slot = regs.get(self._arch.registers.sp, 0)

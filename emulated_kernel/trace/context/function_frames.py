@@ -1,7 +1,7 @@
-"""What each function keeps on its stack at each of its instructions, found by reading its code, once.
+"""Stack frames of each function at each of its instructions, found once by analysing its code.
 
-Mirrors: arch/x86/kernel/unwind_orc.c (v6.1), whose tables come from the kernel's build. Deviates: modules and
-other kernels have them as well; and code that the host has added, such as trampolines.
+Mirrors: arch/x86/kernel/unwind_orc.c (v6.1), whose tables are made when the kernel is built.
+Deviates: modules, other kernels, and code that the host has added (such as trampolines) have frames too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.trace.symbols import FTRACE_TRAMPOLINE, KernelSymbols
 
 _MOST = 2000
-"""Functions whose frames are kept: some 8 kB each, found in 4 ms."""
+"""Number of functions whose frames are kept. Each takes about 8 kB, and 4 ms to analyse."""
 
 
 class FrameTables:
-    """The frames of functions by their symbols; forgotten when symbols change."""
+    """Symbol -> frames of the function. All are forgotten when symbols change."""
 
     def __init__(
         self, text: Text, image: ProbedTables, symbols: KernelSymbols, arch: Arch, hook_sets: HookSets
@@ -38,10 +38,10 @@ class FrameTables:
         self._version = -1
         self._found: dict[Symbol, FunctionFrames | None] = {}
         self._dice = Random(1)
-        """Which one goes: whichever was the oldest would be wanted next where calls go round."""
+        """Chooses the function to evict. Evicting the oldest would be worst if calls repeat in a cycle."""
 
     def of(self, symbol: Symbol) -> FunctionFrames | None:
-        """None for what nobody calls, and for data."""
+        """Return the frames of a function; None for data and for code that nothing calls."""
         if self._version != self._symbols.version:
             self._version = self._symbols.version
             self._found = {}
@@ -54,7 +54,7 @@ class FrameTables:
         return self._found[symbol]
 
     def of_detour(self, entry: int, span: range) -> FunctionFrames:
-        """Of a detour or a stub, which goes on as if nothing had been."""
+        """Return the frames of a detour or stub, which ends with all registers as at its entry."""
         code = self._text.current(span.start, len(span))
         return self._solve(span.start, code, {entry: self._arch.detour_entry()}, True)
 
@@ -100,10 +100,10 @@ class FrameTables:
         return find_frames(insns, entries, self._ways, self._arch.registers.sp, by_interrupt)
 
     def _of_trampoline(self, trampoline: Trampoline) -> FunctionFrames:
-        """A return trampoline, where nobody has called: the address to go on at is the shadow stack's.
+        """Return the frames of a return trampoline, which nothing calls.
 
-        On the stack or in the link register is its own address instead, until a handler has put the real one
-        to where it is taken from.
+        The real return address is on the shadow stack. The stack or the link register holds the trampoline's
+        own address, until a handler stores the real one in the place that the trampoline returns by.
         """
         arch = self._arch
         in_register = arch.registers.link is not None
@@ -120,7 +120,10 @@ class FrameTables:
         return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
 
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
-        """What a symbol may be part of: a function whose cold part it is, or one that runs on at a label."""
+        """Return functions that may contain the symbol.
+
+        A cold part belongs to its function. A label in assembly belongs to the function before it.
+        """
         cold = COLD_PART.search(symbol.name)
         if cold is not None:
             return self._image.kallsyms.by_name(symbol.name[: cold.start()])
@@ -131,7 +134,7 @@ class FrameTables:
 
     @cached_property
     def _ways(self) -> Mapping[int, Sequence[int]]:
-        """Where instructions lead besides: by a jump label that is on, by a fixup."""
+        """Instruction -> targets in addition to those of its code: of enabled jump labels, and fixups."""
         ways: dict[int, list[int]] = {}
         for code, target, _ in self._image.jump_labels:
             ways.setdefault(code, []).append(target)
@@ -141,13 +144,14 @@ class FrameTables:
 
     @cached_property
     def _entry_text(self) -> range:
-        """Assembly with labels inside its functions."""
+        """Addresses of assembly that has labels inside its functions."""
         names = ("__entry_text_start", "__entry_text_end")
         start, end = (self._image.kallsyms.lookup_name(name) for name in names)
         return range(start or 0, end or 0)
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
+    """Apply `effect` to the frame; afterwards only `slot` holds the return address."""
     effect(frame)
     frame.regs = {name: value for name, value in frame.regs.items() if value[0] != IP}
     frame.slots = {at: value for at, value in frame.slots.items() if value[0] != IP}

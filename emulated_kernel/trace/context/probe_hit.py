@@ -1,4 +1,4 @@
-"""A hit as an event's handler sees it, and the task that made it."""
+"""A hit as an event's handler sees it, and the task that was running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class TaskContext:
-    """Who does something, for records made on a task's behalf."""
+    """The task for which a record is made, and its CPU."""
 
     pid: int = 0
     comm: str = "swapper/0"
@@ -22,7 +22,7 @@ class TaskContext:
 
 
 class Tasks:
-    """Reads the current task of the guest: pid and name, for records and $comm."""
+    """Reads the guest's current task: pid and name, for records and $comm."""
 
     def __init__(self, machine: ProbedMachine, abi: Mapping[str, int]) -> None:
         memory = machine.memory
@@ -35,28 +35,28 @@ class Tasks:
         self._comm = abi["task_struct.comm"]
 
     def cpu(self) -> int:
-        """The number of the CPU that runs."""
+        """Return the number of the current CPU."""
         return self._machine.cpu
 
     def current(self) -> int:
-        """The address of the task_struct that runs on it."""
+        """Return the address of the current task's task_struct."""
         return int(self._currents[self._machine.cpu][0])
 
     def pid(self) -> int:
-        """Of the current task."""
+        """Return the current task's pid."""
         return int.from_bytes(self._memory.read(self.current() + self._pid, 4), "little", signed=True)
 
     def comm(self) -> bytes:
-        """The name without its padding, 15 bytes at most."""
+        """Return the current task's name without padding, 15 bytes at most."""
         return self._memory.read(self.current() + self._comm, 16).split(b"\0", 1)[0]
 
     def context(self) -> TaskContext:
-        """For records that no probe makes."""
+        """Return the current task and CPU, for records that no probe makes."""
         return TaskContext(self.pid(), self.comm().decode("utf-8", "surrogateescape"), self.cpu())
 
 
 class ProbeHit:
-    """The hit being handled; one object, valid during the call."""
+    """The hit that is being handled. One object serves all hits and is valid during the call of a handler."""
 
     def __init__(
         self,
@@ -65,29 +65,29 @@ class ProbeHit:
         context: Callable[[Any], tuple[int, int]],
         regs: Any = None,
     ) -> None:
-        """`context` gives common_flags and common_preempt_count of a hit with these registers.
+        """Keep `context`, which returns common_flags and common_preempt_count for given registers.
 
-        `regs`: of what no hit makes; whoever takes hits puts each one's there.
+        `regs` are the registers of records that no hit makes. Otherwise the caller sets `regs` at each hit.
         """
         self.return_address = 0
-        """Of a return probe: where the function returns to."""
+        """Address that the function returns to, if this is the hit of a return probe."""
         self._memory = memory
         self._tasks = tasks
         self._context = context
         self.regs = regs
-        """The registers at the hit, attributes as in Arch.registers."""
+        """The registers at the hit; their names are those in Arch.registers."""
         self.chain: Sequence[int] | None = None
-        """Its call chain, where several ask for it and one has."""
+        """The call chain of the hit, if it was computed and several users may need it."""
         self.has_several = False
-        """Whether more than one may handle it."""
+        """Whether several users may handle the hit."""
         self.handler_preempt_count = 0
-        """What Linux's own handler adds to the count, and leaves in the entry."""
+        """Amount that Linux's own handler adds to preempt_count and that appears in the entry."""
         self.entry_waits = False
-        """An entry that may yet be rejected waits outside of the buffer, in the one page for such."""
+        """Whether the entry may still be rejected; it is built in a separate page and not in the buffer."""
 
     @property
     def context(self) -> tuple[int, int]:
-        """common_flags and common_preempt_count of its entry."""
+        """common_flags and common_preempt_count of the hit's entry."""
         flags, count = self._context(self.regs)
         return flags, count + self.handler_preempt_count
 
@@ -97,7 +97,7 @@ class ProbeHit:
         return self._tasks.comm()
 
     def read(self, address: int, size: int) -> bytes | None:
-        """Guest memory; None where a byte of it faults."""
+        """Return guest memory, or None if a byte of it faults."""
         try:
             return self._memory.read(address, size)
         except MemoryFault:
@@ -106,7 +106,10 @@ class ProbeHit:
 
 @contextmanager
 def within_another(hit: ProbeHit, *, preempt_count: int) -> Iterator[None]:
-    """Entries made meanwhile have so much more of the count: another one is being written."""
+    """Add `preempt_count` to the count of entries that are made inside the `with` block.
+
+    Such entries are written while another entry is still open.
+    """
     hit.handler_preempt_count += preempt_count
     try:
         yield

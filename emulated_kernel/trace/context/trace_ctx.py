@@ -1,4 +1,4 @@
-"""The context that a probe's record shows: interrupts, preemption, and how the probe was entered."""
+"""The context in a probe's record: interrupts, preemption, and the way the probe was entered."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
 SOFTIRQ_SERVED = 1 << 8
-"""SOFTIRQ_OFFSET: one level of serving; each disabling counts two."""
+"""SOFTIRQ_OFFSET: added while a softirq is served. Each local_bh_disable() adds two of it."""
 _COUNT_MASK = 0xFF
 
 
 class HitContext:
-    """Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
+    """Computes common_flags and common_preempt_count.
 
-    A breakpoint is entered as an NMI with interrupts off. A kernel with preemption takes one from the whole
-    context for its handlers' own preempt_disable(), which a breakpoint's doesn't do: the borrow takes the
-    interrupt flag and leaves both counts at their top.
+    Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
+    A breakpoint is entered as an NMI with interrupts off. With preemption, Linux subtracts one from the whole
+    context for the handler's own preempt_disable(), but a breakpoint's handler does not call that.
+    The borrow clears the interrupt flag and sets both counts to their maximum.
     """
 
     def __init__(
@@ -32,7 +33,11 @@ class HitContext:
         *,
         preemption: bool,
     ) -> None:
-        """`interrupt_flag`: register and bit that tell whether interrupts are on; `areas`: per-CPU areas."""
+        """Map the per-CPU variables.
+
+        `interrupt_flag` is the register and the bit that is set if interrupts are on. `areas` are the
+        addresses of the per-CPU areas.
+        """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
         self._variables = [
@@ -41,27 +46,28 @@ class HitContext:
         ]
         self.switch_to(0)
         self.disabled_once = int(preemption)
-        """What a preempt_disable() adds to the count: nothing where there is no preemption to count for."""
-        self._hardirq, self._softirq = abi["preempt.hardirq_mask"], abi["preempt.softirq_mask"]
+        """Amount that preempt_disable() adds to the count: 0 in a kernel without preemption."""
+        self._hardirq = abi["preempt.hardirq_mask"]
+        self._softirq = abi["preempt.softirq_mask"]
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
         self.breakpoint_trace_ctx = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
 
     def switch_to(self, cpu: int) -> None:
-        """Another CPU is current."""
+        """Make another CPU the current one."""
         self._count, self._need_resched = self._variables[cpu]
 
     def hit_trace_ctx(self, regs: Any) -> tuple[int, int]:
-        """common_flags and common_preempt_count of the probe's hit with these registers."""
+        """Return common_flags and common_preempt_count of a probe's hit with these registers."""
         if self._ctlblk.by_breakpoint:
             return self.breakpoint_trace_ctx
         return self.trace_ctx(regs)
 
     def resched_flags(self) -> int:
-        """Whether the current task is asked to give the CPU up."""
+        """Return the flags for a pending reschedule of the current task, or 0."""
         return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if self._need_resched[0] else 0
 
     def trace_ctx(self, regs: Any) -> tuple[int, int]:
-        """The same for the current context, with no probe's hit to account for."""
+        """Return common_flags and common_preempt_count of the current context, without a probe's hit."""
         count = int(self._count[0])
         flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)
         flags |= self.resched_flags()

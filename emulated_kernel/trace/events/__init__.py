@@ -1,5 +1,6 @@
-"""Events: what they are called, how they are laid out and switched; static, syscall and marker events.
+"""Trace events: their names, record layouts and switches; static, system call and marker events.
 
-From outside: EventRegistry, TraceEvent and, of a trace array, ArrayEvents. Under the control lock: events
-are added, removed and switched while the guest stands still; TraceEvent.record() is what a hit calls.
+Other subpackages use EventRegistry, TraceEvent and ArrayEvents, which holds one trace array's events. All
+calls are made under the control lock: events are added, removed and switched while the guest is stopped. A
+hit calls TraceEvent.record().
 """

@@ -1,4 +1,4 @@
-"""The events of one trace array: switched one by one, in groups, and by lines of set_event."""
+"""The events of one trace array: enabling them one by one, in groups, and through set_event."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ANY = ("", "*")
 
 
 class ArrayEvents:
-    """What one trace array has enabled; `recorder` stands for it.
+    """Switches events on and off in one trace array, which is `recorder`.
 
-    `expand` is called before anything is enabled. Callers serialise: Linux holds event_mutex.
+    `expand` is called before an event is enabled. Callers serialize; Linux holds event_mutex.
     Mirrors: kernel/trace/trace_events.c (v6.1).
     """
 
@@ -29,18 +29,18 @@ class ArrayEvents:
         self._older = registry.registered
 
     def is_enabled(self, event: TraceEvent) -> bool:
-        """Whether this array has the event's hits come."""
+        """Return True if hits of the event are taken for this trace array."""
         return self.recorder in event.recorders
 
     def enabled_text(self, event: TraceEvent) -> str:
-        """An event's `enable` file, without its newline. Raises: KernelError ENODEV."""
+        """Return the text of an event's `enable` file, without its newline. Raises: KernelError ENODEV."""
         event.check_alive()
         return event.file(self.recorder).enabled_text()
 
     def set_enabled(self, event: TraceEvent, enabled: bool) -> None:
-        """Record the event or not; either makes the buffers grow.
+        """Enable or disable the recording of an event. In both cases the ring buffers are first expanded.
 
-        Raises: KernelError ENODEV (the event was removed), what starting it raises.
+        Raises: KernelError ENODEV (the event was removed), any error of starting the event.
         """
         event.check_alive()
         self.expand()
@@ -50,9 +50,9 @@ class ArrayEvents:
             event.file(self.recorder).disable()
 
     def set_all(self, events: Iterable[TraceEvent], enabled: bool) -> None:
-        """Switch all of `events`. Linux: one that fails doesn't keep the others from it.
+        """Enable or disable all of `events`. Linux: if one of them fails, the others are still switched.
 
-        Raises: KernelError (of the first that failed).
+        Raises: KernelError (of the first event that failed).
         """
         failure: KernelError | None = None
         for event in list(events):
@@ -64,24 +64,29 @@ class ArrayEvents:
             raise failure
 
     def switchable(self, among: Iterable[TraceEvent] | None = None) -> Iterable[TraceEvent]:
-        """Events that can be enabled at all: those that came after the array, newest first; then the others.
+        """Return the events that can be enabled, in the order in which this trace array lists them.
 
+        Events that were registered after the array come first, newest first; then the others follow.
         Mirrors: kernel/trace/trace_events.c:__trace_add_event_dirs, trace_create_new_event (v6.1).
         """
         return (event for event in self.registry.listed(self._older, among) if event.is_switchable)
 
     def set_enabled_text(self, events: Iterable[TraceEvent]) -> str:
-        """ "0", "1", "X" (some are enabled) or "?" (none can be).
+        """Return the state of a group: "0", "1", "X" (some are enabled) or "?" (none can be enabled).
 
         Mirrors: kernel/trace/trace_events.c:system_enable_read (v6.1).
         """
         states = {self.is_enabled(event) for event in events if event.is_switchable}
-        return "?" if not states else "X" if len(states) > 1 else f"{states.pop():d}"
+        if not states:
+            return "?"
+        if len(states) > 1:
+            return "X"
+        return f"{states.pop():d}"
 
     # The set_event file
 
     def records(self) -> list[str]:
-        """The events whose hits come, a line each; trace_marker's while it has a trigger."""
+        """Return a line for each enabled event. trace_marker's event is listed if it has a trigger."""
         return [f"{e.group}:{e.name}\n" for e in self.registry.listed(self._older) if self._is_listed(e)]
 
     def _is_listed(self, event: TraceEvent) -> bool:
@@ -91,9 +96,10 @@ class ArrayEvents:
         return file is not None and bool(file.triggers)
 
     def write(self, data: bytes) -> int:
-        """One write(2) to set_event: its first word, "!" before it disables; bytes taken, which may be fewer.
+        """Handle one write to set_event, and return the number of bytes taken.
 
-        Raises: KernelError EINVAL (no such event), what switching one raises.
+        Only the first word is taken; a leading "!" disables.
+        Raises: KernelError EINVAL (no such event), any error of switching one.
         Mirrors: kernel/trace/trace_events.c:ftrace_event_write (v6.1).
         """
         self.expand()
@@ -104,8 +110,9 @@ class ArrayEvents:
         return size
 
     def _choose(self, word: str, enabled: bool) -> None:
-        """`GROUP:EVENT`, where `*` or nothing is any; or the name of a group or of events.
+        """Switch the events that a word names: `GROUP:EVENT`, or the name of a group or of events.
 
+        In `GROUP:EVENT` each part may be `*` or empty, which matches anything.
         Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).
         """
         group, colon, name = word.partition(":")
@@ -121,13 +128,13 @@ class ArrayEvents:
         self.set_all(chosen, enabled)
 
     def clear(self) -> None:
-        """Disable all: opening set_event with O_TRUNC."""
+        """Disable all events, as opening set_event with O_TRUNC does."""
         for event in self.switchable():
             if self.recorder in event.recorders:
                 event.file(self.recorder).disable()
 
     def forget(self) -> None:
-        """The trace array goes: nothing of it is kept with the events."""
+        """Disable all events and drop their state, because the trace array is being removed."""
         self.clear()
         for event in self.registry:
             event.forget(self.recorder)
@@ -143,6 +150,6 @@ class EventPidsFile:
         self._pids = pids
 
     def write(self, data: bytes) -> int:
-        """See PidList.write(); the buffers grow before."""
+        """Expand the ring buffers, then handle the write as PidList.write() does."""
         self._events.expand()
         return self._pids.write(data)

@@ -19,19 +19,22 @@ from emulated_kernel.util.errors import KernelError
 
 _V = TypeVar("_V")
 _NONE: Mapping[Any, Any] = {}
-"""The filters and the files of an event that has none."""
+"""Shared empty mapping for the filters and the files of an event that has none."""
 
 
 class Recorder(ABC):
-    """What an event is recorded in: a trace array, which stands above the events that it prints."""
+    """A trace array as its events see it: the place where their entries are recorded.
+
+    Trace arrays belong to a higher layer, because they print events.
+    """
 
     @abstractmethod
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
-        """The entry that record() would write; nothing is written."""
+        """Return the entry that record() would write, without writing it."""
 
     @abstractmethod
     def reserve(self) -> RingBuffer | None:
-        """Where an entry would be written now; None while none is taken.
+        """Return the buffer that an entry would be written to now, or None if recording is off.
 
         Mirrors: kernel/trace/trace.c:trace_event_buffer_lock_reserve (v6.1).
         """
@@ -40,29 +43,33 @@ class Recorder(ABC):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """Write an entry to where reserve() said: `payload` is what follows the 8 bytes of common fields."""
+        """Write an entry to `place`, a buffer that reserve() returned, or by default to that of the CPU.
+
+        `payload` is the entry without its 8 bytes of common fields.
+        """
 
     @abstractmethod
     def target(self) -> RecordTarget | None:
-        """Its buffer for guest code to write to, as it is now; None where record() has to be called."""
+        """Return the buffer that guest code may write to directly, or None if record() has to be called."""
 
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """An event's hits come here from now on, or don't any more."""
+        """Handle the enabling or disabling of an event in this trace array."""
 
     @abstractmethod
     def event_removed(self, event: TraceEvent, /) -> None:
-        """An event that was once enabled here is gone; its entries can't be printed any more.
+        """Handle the removal of an event that was once enabled in this trace array.
 
-        Linux empties the buffer then. Mirrors: kernel/trace/trace.c:tracing_reset_all_online_cpus (v6.1).
+        Its entries cannot be printed any more, so Linux empties the buffer.
+        Mirrors: kernel/trace/trace.c:tracing_reset_all_online_cpus (v6.1).
         """
 
 
 class TraceEvent(ABC):
-    """An event: `id` stands in its entries as common_type, 0 before it is registered.
+    """A trace event; its entries carry `id` as common_type. The id is 0 before the event is registered.
 
-    There may be thousands that nobody has enabled. So their collections are never changed but replaced, and
-    the empty ones are shared by all.
+    There may be thousands of events that nobody has enabled. Therefore their collections are never changed in
+    place but replaced, and all events share the empty ones.
     """
 
     __slots__ = (
@@ -79,9 +86,9 @@ class TraceEvent(ABC):
     )
 
     is_switchable = True
-    """Whether it can be enabled; others are there for their format alone."""
+    """Whether the event can be enabled. Other events exist only for their `format` file."""
     is_registrable = True
-    """Whether perf could count it: its directory has an `id` then."""
+    """Whether perf could count the event. If so, its directory has an `id` file."""
 
     def __init__(self, group: str, name: str, fields: Iterable[EventField] = (), print_fmt: str = "") -> None:
         self.group = group
@@ -90,44 +97,53 @@ class TraceEvent(ABC):
         self._fields = tuple(fields)
         self._print_fmt = print_fmt
         self.references = 0
-        """Users such as hist triggers and event probes; while there are any, it can't be removed."""
+        """Number of users such as hist triggers and event probes.
+
+        The event cannot be removed while it is positive.
+        """
         self.filters: Mapping[Recorder, EventFilter] = _NONE
-        """Of each trace array that has one for this event."""
+        """Trace array -> its filter for this event."""
         self.recorders: tuple[Recorder, ...] = ()
-        """Those that have it enabled."""
+        """Trace arrays that have the event enabled."""
         self.seen_by: tuple[Recorder, ...] = ()
-        """Those that ever had it enabled, and may hold entries of it."""
+        """Trace arrays that ever had the event enabled, and may hold entries of it."""
         self.files: Mapping[Recorder, EventFile] = _NONE
-        """Triggers and soft mode, of each trace array where there ever were any."""
+        """Trace array -> triggers and soft mode of the event; has only arrays that ever asked for them."""
 
     @property
     def fields(self) -> tuple[EventField, ...]:
-        """Those of its own, in the order of `format`."""
+        """The event's own fields, in the order of the `format` file."""
         return self._fields
 
     @property
     def print_fmt(self) -> str:
-        """As in the `format` file."""
+        """The print format as in the `format` file."""
         return self._print_fmt
 
     def hold(self) -> None:
-        """One user more. Raises: KernelError EBUSY. Mirrors: trace_event_try_get_ref (v6.1)."""
+        """Add a user of the event.
+
+        Raises: KernelError EBUSY. Mirrors: trace_event_try_get_ref (v6.1).
+        """
         self.references += 1
 
     def let_go(self) -> None:
-        """One user less. Mirrors: trace_event_put_ref (v6.1)."""
+        """Remove a user of the event. Mirrors: trace_event_put_ref (v6.1)."""
         self.references -= 1
 
-    def changed(self) -> None:  # noqa: B027 - most events ask at each hit
-        """What is done at its hits differs from now on: recorders, their target(), filters, triggers."""
+    def changed(self) -> None:  # noqa: B027 - most events read their state at each hit
+        """Handle a change of recorders, their target(), filters or triggers.
+
+        Hits from now on have to be handled according to the new state.
+        """
 
     @property
     def needs_entry(self) -> bool:
-        """Whether a hit is more than a record where the filter accepts it: triggers, or soft mode."""
+        """Whether a hit needs more than a record and a filter, because of triggers or soft mode."""
         return any(file.is_special for file in self.files.values())
 
     def file(self, recorder: Recorder) -> EventFile:
-        """The event in that trace array: its triggers and soft mode."""
+        """Return the event's file in a trace array: its triggers and soft mode. Create it if necessary."""
         found = self.files.get(recorder)
         if found is None:
             found = EventFile(self, recorder)
@@ -135,7 +151,7 @@ class TraceEvent(ABC):
         return found
 
     def set_filter(self, recorder: Recorder, event_filter: EventFilter | None) -> None:
-        """Let only what the filter accepts be recorded in `recorder`; all with None."""
+        """Set the filter that decides which hits are recorded in `recorder`. None removes the filter."""
         if event_filter is not None:
             self.filters = {**self.filters, recorder: event_filter}
         elif recorder in self.filters:
@@ -145,25 +161,25 @@ class TraceEvent(ABC):
         self.changed()
 
     def forget(self, recorder: Recorder) -> None:
-        """The trace array goes, and doesn't have the event enabled."""
+        """Drop all state of a trace array that is being removed and does not have the event enabled."""
         self.filters = _without(recorder, self.filters)
         self.files = _without(recorder, self.files)
         self.seen_by = _others(recorder, self.seen_by)
 
     @property
     def is_enabled(self) -> bool:
-        """Whether any recorder has it enabled."""
+        """Whether any trace array has the event enabled."""
         return bool(self.recorders)
 
     @property
     def is_removed(self) -> bool:
-        """Whether it was deleted, though open files may still show it."""
+        """Whether the event was deleted. Open files may still refer to it."""
         return False
 
     def enable(self, recorder: Recorder) -> None:
-        """Record its hits in `recorder`; the first one starts the event.
+        """Record hits in `recorder`. The first recorder starts the event.
 
-        Raises: KernelError ENODEV (the event was removed), what start() raises.
+        Raises: KernelError ENODEV (the event was removed), any error of start().
         """
         self.check_alive()
         if recorder in self.recorders:
@@ -181,7 +197,10 @@ class TraceEvent(ABC):
             self.seen_by += (recorder,)
 
     def disable(self, recorder: Recorder) -> None:
-        """Stop recording in `recorder`; the last one stops the event. Raises: KernelError ENODEV."""
+        """Stop recording in `recorder`. The last recorder to leave stops the event.
+
+        Raises: KernelError ENODEV.
+        """
         self.check_alive()
         if recorder not in self.recorders:
             return
@@ -192,22 +211,22 @@ class TraceEvent(ABC):
             self.stop()
 
     def check_alive(self) -> None:
-        """Raises: KernelError ENODEV (the event was removed)."""
+        """Check that the event was not removed. Raises: KernelError ENODEV."""
         if self.is_removed:
             raise KernelError(errno.ENODEV, f"{self.group}/{self.name} was removed")
 
     @abstractmethod
     def start(self) -> None:
-        """Let hits come: the first recorder has enabled the event. Raises: KernelError."""
+        """Begin to take hits, because a first recorder has enabled the event. Raises: KernelError."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Let no more hits come: the last recorder has disabled the event."""
+        """Stop taking hits, because the last recorder has disabled the event."""
 
     def record(self, payload: bytes, hit: ProbeHit) -> None:
-        """A hit: run the triggers, and write its entry wherever no filter rejects it.
+        """Handle a hit: run the triggers, and write an entry to each recorder whose filter accepts it.
 
-        `payload` is what follows the common fields. Every kind of event has its hits go through here.
+        Hits of every kind of event pass here. `payload` is the entry without its common fields.
         """
         for recorder in self.recorders:
             file = self.files.get(recorder)
@@ -217,30 +236,36 @@ class TraceEvent(ABC):
                 recorder.record(self, payload, hit)
 
     def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
-        """The pid of a second task that a hit is about, for lists of pids; None for most events."""
+        """Return the pid of a second task that a hit concerns, for lists of pids. Most events have none."""
         return None
 
     def passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
-        """Whether the filter in that trace array lets the hit be recorded."""
+        """Return True if the filter in a trace array accepts the hit, or if there is no filter."""
         event_filter = self.filters.get(recorder)
         if event_filter is None or event_filter.program is None:
             return True
         return event_filter.program.accepts(recorder.entry(self, payload, hit))
 
     def format_text(self) -> str:
-        """The `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
+        """Return the text of the `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
         common = "".join(field.format_line() for field in COMMON_FIELDS)
         own = "".join(field.format_line() for field in self.fields)
         return f"name: {self.name}\nID: {self.id}\nformat:\n{common}\n{own}\nprint fmt: {self.print_fmt}\n"
 
     @abstractmethod
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """What `trace` shows after `name: `; `payload` is the entry behind its 8 common bytes."""
+        """Return the text that `trace` shows after `name: `.
+
+        `payload` is the entry without its 8 common bytes.
+        """
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
     ) -> str:
-        """What `trace` shows behind the time; `sym_addr`, `verbose`: with these options."""
+        """Return the text that `trace` shows after the timestamp.
+
+        `sym_addr` and `verbose` are the trace options of these names.
+        """
         del verbose
         return f"{self.name}: {self.print_record(payload, symbols, sym_addr=sym_addr)}"
 
@@ -254,10 +279,11 @@ def _others(recorder: Recorder, recorders: tuple[Recorder, ...]) -> tuple[Record
 
 
 class EventFile:
-    """Mirrors: include/linux/trace_events.h:struct trace_event_file (v6.1).
+    """An event in one trace array: its triggers, and its soft mode.
 
-    The event counts as enabled in soft mode too: its hits come, for triggers to see them, and are
-    recorded unless it is soft-disabled. Callers serialize: Linux holds event_mutex.
+    In soft mode the event counts as enabled: its hits come, so that triggers see them. They are recorded
+    unless the event is soft-disabled. Callers serialize; Linux holds event_mutex.
+    Mirrors: include/linux/trace_events.h:struct trace_event_file (v6.1).
     """
 
     def __init__(self, event: TraceEvent, recorder: Recorder) -> None:
@@ -266,25 +292,28 @@ class EventFile:
         self.triggers: list[Trigger] = []
         self.soft_disabled = False
         self.is_special = False
-        """Whether a hit has to go through fire(); cached, since each hit reads it."""
+        """Whether a hit has to go through fire(). The value is cached because each hit reads it."""
         self._soft_references = 0
 
     @property
     def soft_mode(self) -> bool:
-        """Whether triggers, here or elsewhere, need it to be on."""
+        """Whether triggers of this or another event need the hits of this event."""
         return self._soft_references > 0
 
     @property
     def enabled(self) -> bool:
-        """Whether hits come at all."""
+        """Whether hits are taken at all."""
         return self.recorder in self.event.recorders
 
     def enabled_text(self) -> str:
-        """The enable file, without its newline. Mirrors: kernel/trace/trace_events.c:event_enable_read."""
+        """Return the text of the `enable` file, without its newline.
+
+        Mirrors: kernel/trace/trace_events.c:event_enable_read.
+        """
         records = self.enabled and not self.soft_disabled
         return f"{records:d}{'*' if self.soft_disabled or self.soft_mode else ''}"
 
-    # Enabling; mirrors kernel/trace/trace_events.c:__ftrace_event_enable_disable (v6.1)
+    # Enabling. Mirrors: kernel/trace/trace_events.c:__ftrace_event_enable_disable (v6.1).
 
     def enable(self) -> None:
         """Record hits. Raises: KernelError (of the event)."""
@@ -292,13 +321,13 @@ class EventFile:
         self.event.enable(self.recorder)
 
     def disable(self) -> None:
-        """Record no hits; in soft mode they still come."""
+        """Stop recording hits. In soft mode they are still taken."""
         if not self.soft_mode:
             self.event.disable(self.recorder)
         self.soft_disabled = self.soft_mode
 
     def enable_soft(self) -> None:
-        """One user more for whom hits have to come. Raises: KernelError (of the event)."""
+        """Add a user that needs the event's hits, such as a trigger. Raises: KernelError (of the event)."""
         self._soft_references += 1
         if self._soft_references > 1:
             return
@@ -313,7 +342,7 @@ class EventFile:
         self._changed()
 
     def disable_soft(self) -> None:
-        """One user less."""
+        """Remove a user that enable_soft() added."""
         self._soft_references -= 1
         if self._soft_references:
             return
@@ -323,7 +352,10 @@ class EventFile:
         self._changed()
 
     def hold(self) -> None:
-        """Have its hits come for who switches it, and keep the event. Raises: KernelError (of the event)."""
+        """Take hits for a trigger that switches this event, and prevent the event's removal.
+
+        Raises: KernelError (of the event).
+        """
         self.event.hold()
         try:
             self.enable_soft()
@@ -332,17 +364,17 @@ class EventFile:
             raise
 
     def let_go(self) -> None:
-        """The other half of hold()."""
+        """Undo hold()."""
         self.disable_soft()
         self.event.let_go()
 
     # Triggers
 
     def add(self, trigger: Trigger, *, last: bool = False) -> None:
-        """Put a trigger on the list, before the others or behind them. Raises: KernelError (of the event).
+        """Add a trigger before the others, or after them if `last`. Raises: KernelError (of the event).
 
-        Mirrors: kernel/trace/trace_events_trigger.c:register_trigger,
-        trace_event_trigger_enable_disable (v6.1).
+        Mirrors: kernel/trace/trace_events_trigger.c:register_trigger, trace_event_trigger_enable_disable
+        (v6.1).
         """
         if not self.triggers:
             self.enable_soft()
@@ -350,7 +382,7 @@ class EventFile:
         self._changed()
 
     def remove(self, trigger: Trigger) -> None:
-        """Take a trigger off the list, and let go of what it holds."""
+        """Remove a trigger, and release its resources."""
         self.triggers.remove(trigger)
         if not self.triggers:
             self.disable_soft()
@@ -371,24 +403,26 @@ class EventFile:
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
         """Run the triggers and record the hit, unless it is soft-disabled or the filter rejects it.
 
-        Entries that triggers make stand behind it, unless it waits in the page for what may be rejected.
-        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
-        __event_trigger_test_discard (v6.1).
+        Entries that triggers make follow the entry of the hit. They precede it if the hit may still be
+        rejected, because it then waits in the page for such entries.
+        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled, __event_trigger_test_discard
+        (v6.1).
         """
         recorder = self.recorder
         deferred: list[Trigger] = []
         if self.needs_entry:
-            # What triggers do to the buffers doesn't move the entry that they have seen.
+            # The triggers may switch buffers, but the entry that they have seen stays in this one.
             place = recorder.reserve()
             entry = recorder.entry(self.event, payload, hit)
             if len(entry.data) > MAX_DATA_SIZE:
-                # No page takes it, so nobody sees it.
+                # The entry fits into no page, so no trigger sees it.
                 return
             others_wait = hit.entry_waits
             waits = self._may_wait() and not hit.entry_waits
             is_first = place is not None and not waits and self._is_recorded(payload, hit)
             if is_first and not any(trigger.kind is TriggerKind.EVENT_ENABLE for trigger in self.triggers):
-                # Linux: what a trigger disables meanwhile is discarded. So that isn't written first here.
+                # Linux discards an entry if a trigger disables the event meanwhile. Such entries are not
+                # written early.
                 recorder.record(self.event, payload, hit, place)
                 place = None
             hit.entry_waits = others_wait or waits
@@ -402,7 +436,7 @@ class EventFile:
                 if not trigger.paused:
                     trigger.fire(hit, None)
             if was_disabled:
-                # Though one of them may have enabled it.
+                # The hit is not recorded, even if one of the triggers has enabled the event.
                 return
             place = recorder.reserve()
         if place is not None and self._is_recorded(payload, hit):
@@ -413,12 +447,12 @@ class EventFile:
         return not self.soft_disabled and self.event.passes_filter(self.recorder, payload, hit)
 
     def _may_wait(self) -> bool:
-        """Whether its entry isn't written to the buffer at once: it may yet be rejected."""
+        """Return True if the entry may still be rejected, so that it is not written to the buffer at once."""
         event_filter = self.event.filters.get(self.recorder)
         return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 
     def run_on_entry(self, entry: RawEntry, hit: ProbeHit) -> list[Trigger]:
-        """Run those whose filter accepts the entry; returns those that wait for it to be written.
+        """Run the triggers whose filters accept the entry. Return the triggers that run after it is written.
 
         Mirrors: event_triggers_call (v6.1).
         """
@@ -434,7 +468,7 @@ class EventFile:
 
     @staticmethod
     def run_deferred(deferred: Iterable[Trigger], hit: ProbeHit) -> None:
-        """The entry is written. Mirrors: event_triggers_post_call (v6.1)."""
+        """Run triggers that waited until the entry was written. Mirrors: event_triggers_post_call (v6.1)."""
         for trigger in deferred:
             if not trigger.paused:
                 trigger.fire(hit, None)

@@ -1,4 +1,4 @@
-"""The filter files of events and groups: set, cleared and shown, errors included."""
+"""The filter files of events and groups: writing, clearing and reading, including parse errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP_FILTER_TEXT = """\
 # Only events with the given fields will be affected.
 # If no events are modified, an error message will be displayed here
 """
-"""What a group's filter file shows. Linux: the message that its last line speaks of never comes."""
+"""Contents of a group's filter file. Linux: the error message that its last line promises never appears."""
 
 _LOCATION = "event filter parse error"
 _NO_FILTER = "none\n"
@@ -28,9 +28,10 @@ _CLEAR = "0"
 
 
 class EventFilters:
-    """The filters of a trace array's events; they are kept with the events, and go with them.
+    """The filters of one trace array's events.
 
-    `recorder` stands for the trace array. Callers serialize: Linux holds event_mutex.
+    The events hold them, so a removed event takes its filter along.
+    `recorder` is the trace array. Callers serialize; Linux holds event_mutex.
     Mirrors: kernel/trace/trace_events_filter.c (v6.1).
     """
 
@@ -39,16 +40,18 @@ class EventFilters:
         self._error_log = error_log
 
     def text(self, event: TraceEvent) -> str:
-        """What the event's filter file shows. Linux: nothing, if that doesn't fit into a page.
+        """Return the contents of an event's filter file.
 
+        Linux: they are empty if they do not fit into a page.
         Mirrors: print_event_filter (v6.1).
         """
         event_filter = event.filters.get(self._recorder)
         return to_text(_within_page([f"{event_filter.text}\n"])) if event_filter else _NO_FILTER
 
     def write(self, event: TraceEvent, data: bytes) -> None:
-        """Set the event's filter; "0" clears it, as does one that is wrong, whose error is shown then.
+        """Set the event's filter. "0" clears it.
 
+        A filter that cannot be parsed clears it too, and the file shows the error then.
         Raises: KernelError EINVAL (a page or more), FilterParseError (as parse_filter does).
         Mirrors: apply_event_filter (v6.1).
         """
@@ -62,9 +65,10 @@ class EventFilters:
             raise failure
 
     def write_group(self, events: Sequence[TraceEvent], data: bytes) -> None:
-        """Set the filter of all these events, in order of registration; "0" clears them.
+        """Set the filter of all these events, in order of registration. "0" clears the filters.
 
-        Linux: no event's error is the write's; the newest event is first in error_log.
+        Linux: the write succeeds even if the filter is wrong for some events; the newest event is first in
+        error_log.
         Raises: KernelError EINVAL (a page or more), ENODEV (there are no events).
         Mirrors: apply_subsystem_event_filter (v6.1).
         """
@@ -90,21 +94,21 @@ class EventFilters:
         return None
 
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
-        """Mirrors: append_filter_err (v6.1)."""
+        """Log a parse error, and show it in the event's filter file. Mirrors: append_filter_err (v6.1)."""
         log_filter_error(self._error_log, text, failure)
         event.set_filter(self._recorder, EventFilter(_error_text(text, failure), None))
 
 
 def log_filter_error(error_log: ErrorLog, text: str, failure: FilterParseError) -> None:
-    """Tell of a filter that can't be parsed."""
+    """Write a filter's parse error to error_log."""
     error = failure.error or FilterError.ERRNO
     error_log.add(_LOCATION, text, error.value, failure.column)
 
 
 def _written(data: bytes) -> str:
-    """The text of a write, without what follows a NUL, and without blanks at its end."""
+    """Return the written text up to a NUL, without trailing blanks."""
     if len(data) >= PAGE_SIZE:
-        raise KernelError(errno.EINVAL, "a filter is shorter than a page")
+        raise KernelError(errno.EINVAL, "event filter: the text is too long; write less than a page")
     return decode_command(data.partition(b"\0")[0]).rstrip(SPACES)
 
 
@@ -113,7 +117,7 @@ def _is_clear(text: str) -> bool:
 
 
 def _error_text(text: str, failure: FilterParseError) -> str:
-    """The filter, and below it the error; its caret stays within the text."""
+    """Return the filter followed by the error, whose caret stays within the text."""
     if failure.error is None:
         return _within_page([text, "\nError: (0)\n"])
     column = min(failure.column, len(text))
@@ -122,7 +126,7 @@ def _error_text(text: str, failure: FilterParseError) -> str:
 
 
 def _within_page(parts: Iterable[str]) -> str:
-    """The first parts that fit into a page with a NUL. Mirrors: kernel/trace/trace_seq.c (v6.1)."""
+    """Join the first parts that fit into a page with a NUL. Mirrors: kernel/trace/trace_seq.c (v6.1)."""
     text = ""
     for part in parts:
         if len(text) + len(part) >= PAGE_SIZE:

@@ -1,4 +1,4 @@
-"""set_event_pid and set_event_notrace_pid: which tasks' events a trace array records."""
+"""set_event_pid and set_event_notrace_pid: lists of the tasks whose events a trace array records."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.util.errors import KernelError
 
 PID_LIMIT = 1 << 30
-"""Pids are below. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""
+"""Upper bound of pids, which are smaller. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""
 _PID_MASK = (1 << 32) - 1
 _SWITCH = "sched_switch"
 
 
 class PidList:
-    """A list of pids as files show and take it; an empty one filters nothing."""
+    """A list of pids that is read and written through a file. An empty list filters nothing."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """`changed` is called when it has others."""
+        """Create an empty list. `changed` is called after each change."""
         self.pids: frozenset[int] = frozenset()
         self._changed = changed
 
@@ -30,9 +30,10 @@ class PidList:
             self._changed()
 
     def write(self, data: bytes) -> int:
-        """Add the pids of one write(2), or none of them if one is wrong; bytes taken.
+        """Add the pids of one written text, and return the number of bytes taken.
 
-        Raises: KernelError EINVAL (no number), EPERM (too big). Mirrors: trace_pid_write (v6.1).
+        If one is invalid, add none.
+        Raises: KernelError EINVAL (not a number), EPERM (too big). Mirrors: trace_pid_write (v6.1).
         """
         pids = set(self.pids)
         done = 0
@@ -46,47 +47,51 @@ class PidList:
         return done
 
     def clear(self) -> None:
-        """Opening for writing with O_TRUNC."""
+        """Remove all pids, as opening the file with O_TRUNC does."""
         self._set(frozenset())
 
     def records(self) -> list[str]:
-        """The lines of the file."""
+        """Return the lines of the file."""
         return [f"{pid}\n" for pid in sorted(self.pids)]
 
     def follow(self, parent: int, child: int) -> None:
-        """The child of a task on the list is on it too."""
+        """Add a new child if its parent is on the list."""
         if parent in self.pids:
             self._set(self.pids | {child})
 
     def forget(self, pid: int) -> None:
-        """A task that ended leaves the list."""
+        """Remove a task that has ended."""
         if pid in self.pids:
             self._set(self.pids - {pid})
 
 
 class EventPids:
-    """The two lists of a trace array. Mirrors: kernel/trace/trace_events.c:ignore_task_cpu (v6.1)."""
+    """The two pid lists of a trace array. Mirrors: kernel/trace/trace_events.c:ignore_task_cpu (v6.1)."""
 
     def __init__(self, changed: Callable[[], None], kind: type[PidList] = PidList) -> None:
-        """`changed` is called when what `ignores` says may have changed; `kind`: of the lists."""
+        """Create two empty lists of class `kind`.
+
+        `changed` is called when answers of ignores() may have changed.
+        """
         self.traced = kind(changed)
-        """Only these tasks' events are recorded, if there are any."""
+        """If the list is not empty, only events of these tasks are recorded."""
         self.untraced = kind(changed)
-        """These tasks' events are not."""
+        """Events of these tasks are not recorded."""
 
     @property
     def is_active(self) -> bool:
-        """Whether there is anything to ask for."""
+        """Whether at least one of the lists has a pid."""
         return bool(self.traced.pids or self.untraced.pids)
 
     def ignores(self, pid: int) -> bool:
-        """Whether events of this task are left out. Mirrors: trace_ignore_this_task (v6.1)."""
+        """Return True if events of this task are not recorded. Mirrors: trace_ignore_this_task (v6.1)."""
         traced = self.traced.pids
         return (bool(traced) and pid not in traced) or pid in self.untraced.pids
 
     def ignores_switch(self, before: int, after: int) -> bool:
-        """Whether a switch between two tasks is left out: only if both are, on the same list's account.
+        """Return True if a switch between two tasks is not recorded.
 
+        That is so only if one list excludes both tasks.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
         """
         traced = self.traced.pids
@@ -95,9 +100,10 @@ class EventPids:
         return (bool(traced) and not both & traced) or both <= untraced
 
     def leaves_out(self, event: TraceEvent, payload: bytes, pid: int) -> bool:
-        """Whether an event that task `pid` made isn't recorded; `payload` follows the common fields.
+        """Return True if an event of task `pid` is not recorded.
 
-        The scheduler's events count for the other task too: who is switched to, and who is woken up.
+        `payload` is the entry without its common fields.
+        The scheduler's events also count for a second task: the one that is switched to or woken up.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_wakeup_probe_pre (v6.1).
         """
         other = event.other_task(payload)
@@ -108,12 +114,12 @@ class EventPids:
         return self.ignores(pid) and self.ignores(other)
 
     def follow(self, parent: int, child: int) -> None:
-        """A fork, where option event-fork is on."""
+        """Handle a fork while the option event-fork is on."""
         self.traced.follow(parent, child)
         self.untraced.follow(parent, child)
 
     def forget(self, pid: int) -> None:
-        """A task's end, where option event-fork is on."""
+        """Handle a task's exit while the option event-fork is on."""
         self.traced.forget(pid)
         self.untraced.forget(pid)
 
@@ -122,7 +128,7 @@ def _pid(word: bytes) -> int:
     try:
         pid = kstrtoul(word.decode("latin-1")) & _PID_MASK
     except KernelError as error:
-        raise KernelError(errno.EINVAL, "not a pid") from error
+        raise KernelError(errno.EINVAL, "pid list: not a number") from error
     if pid >= PID_LIMIT:
-        raise KernelError(errno.EPERM, "no such pid can be")
+        raise KernelError(errno.EPERM, f"pid list: pid {pid} is too big; pids are less than {PID_LIMIT}")
     return pid

@@ -1,4 +1,4 @@
-"""The order in which Linux 6.1 has its static events linked, and so lists them."""
+"""The order in which Linux 6.1 links its static events, which is the order of its lists."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ _LINKED = """
     net_dev_xmit_timeout net_dev_xmit net_dev_start_xmit skb: skb_copy_datagram_iovec consume_skb
     kfree_skb
 """
-"""Names behind those of their groups; of a system call the exit comes first, then the entry.
+"""Names of events, each group's after the group's name. A system call's exit event precedes its entry event.
 
 Mirrors: available_events of a distribution's 6.1, for the groups that a kernel without drivers can have.
 """
 
 
 def linux_events() -> Iterator[tuple[str, str]]:
-    """Group and name of each, in that order."""
+    """Yield group and name of each event, in link order."""
     group = ""
     for word in _LINKED.split():
         if word.endswith(":"):
@@ -121,5 +121,5 @@ _RANKS = {event: rank for rank, event in enumerate(linux_events())}
 
 
 def link_rank(group: str, name: str) -> int:
-    """The place of a static event in that order; those that Linux doesn't have are behind all others."""
+    """Return the position of a static event in link order. Events that Linux does not have come last."""
     return _RANKS.get((group, name), len(_RANKS))

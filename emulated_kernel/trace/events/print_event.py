@@ -1,4 +1,4 @@
-"""Events of tracing's own entries: they can't be enabled; that of trace_marker's can have triggers."""
+"""Events of tracing's own entries. They cannot be enabled, but trace_marker's event can have triggers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FTRACE_SYSTEM = "ftrace"
 
 
 class FtraceEntryEvent(TraceEvent):
-    """An event of tracing's own entries: nobody enables it, and it is there for its format."""
+    """An event of tracing's own entries. It cannot be enabled, and exists for its format."""
 
     is_switchable = False
 
@@ -33,19 +33,19 @@ class FtraceEntryEvent(TraceEvent):
         self._word_size = word_size
 
     def start(self) -> None:
-        """Nothing: its entries are written when somebody writes them."""
+        """Do nothing: the entries are written when tracing needs them."""
 
     def stop(self) -> None:
-        """Nothing."""
+        """Do nothing, as start() does."""
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """As without an event, less the newline."""
+        """Return the same text as for an entry without an event, except for the newline."""
         style = AddressStyle(symbols, self._word_size, sym_addr=sym_addr)
         return ENTRY_PRINTERS[self.id](payload, style).removesuffix("\n")
 
 
 class PrintEvent(FtraceEntryEvent):
-    """ftrace:print. Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1)."""
+    """Event ftrace:print. Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1)."""
 
     def __init__(self, word_size: int) -> None:
         fields = (
@@ -56,9 +56,11 @@ class PrintEvent(FtraceEntryEvent):
         super().__init__(EntryType.PRINT, "print", fields, print_fmt, word_size)
 
     def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
-        """Run the triggers of a trace array for a marker that is about to be recorded there.
+        """Run the triggers of a trace array before a marker is recorded there.
 
-        What is returned runs those that wait until it is. Mirrors: tracing_mark_write (v6.1).
+        Return a function that runs the triggers that wait until the marker is recorded, or None if there are
+        no triggers.
+        Mirrors: tracing_mark_write (v6.1).
         """
         file = self.files.get(recorder)
         if file is None or not file.triggers:

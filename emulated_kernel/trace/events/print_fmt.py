@@ -1,6 +1,6 @@
-"""Runs a static event's print format: the C expressions that its `format` file shows, on a record.
+"""Compiler for print formats: the C expressions in a static event's `format` file, run on a record.
 
-Numbers are Python's; a cast, a comparison or a conversion wraps them to the width that C has there.
+Numbers are Python's. A cast, a comparison or a conversion wraps them to the width that C uses there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class PrintContext:
-    """What printing a record needs: the entry behind its common fields, and names of addresses."""
+    """The data for printing one record: the entry without its common fields, and the names of addresses."""
 
     payload: bytes
     symbols: KernelSymbols
@@ -29,7 +29,7 @@ class PrintContext:
         return int.from_bytes(self.payload[at : at + size], "little", signed=signed)
 
     def text(self, offset: int, size: int) -> str:
-        """A string of at most `size` bytes."""
+        """Return the string of at most `size` bytes at an offset of the entry."""
         at = offset - COMMON_SIZE
         return bytes_to_text(self.payload[at : at + size].partition(b"\0")[0])
 
@@ -39,20 +39,20 @@ Expression = Callable[[PrintContext], Value]
 
 @dataclass(frozen=True)
 class KernelNames:
-    """What of its kernel a format refers to."""
+    """The kernel's names that a print format may use."""
 
     variables: Mapping[str, Callable[[], int]]
     constants: Mapping[str, int]
     """Enumerators."""
     sizes: Mapping[str, int]
-    """Bytes of a struct, by its name: what a pointer to one counts in."""
+    """Name of a struct -> its size in bytes, for pointer arithmetic."""
     functions: Mapping[str, Callable[[int], int]]
-    """Its own functions, of one number each."""
+    """Functions of the kernel with one number as argument."""
 
 
 @dataclass(frozen=True)
 class _Pointer:
-    """An expression whose value is an address of things of so many bytes."""
+    """An expression whose value is a pointer; `size` is the size in bytes of the object pointed to."""
 
     value: Expression
     size: int
@@ -95,14 +95,17 @@ _TYPE_WORDS = (
 )
 _SAME = {f"{level}_val" for level in ("pgd", "p4d", "pud", "pmd", "pte")}
 _SAME |= {f"native_make_{level}" for level in ("pgd", "p4d", "pud", "pmd", "pte")}
-"""Functions of page table entries: numbers, where no hypervisor has them translated."""
+"""Functions of page table entries. Without a paravirtualizing hypervisor, they return their argument."""
 _ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 
 
 def compile_print_fmt(
     text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
 ) -> Callable[[PrintContext], str]:
-    """A function that prints records as `text` says. Raises: ValueError (what isn't understood)."""
+    """Compile a print format into a function that prints records.
+
+    Raises: ValueError (syntax, unknown name).
+    """
     parser = _FmtParser(text, fields, word_size, names)
     layout, arguments = parser.whole()
     render = compile_format(layout, word_size)
@@ -126,7 +129,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _FmtParser:
-    """Recursive descent over C's expressions, as far as print formats use them."""
+    """Recursive descent parser for the C expressions that print formats use."""
 
     def __init__(
         self, text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
@@ -138,7 +141,7 @@ class _FmtParser:
         self._names = names
 
     def whole(self) -> tuple[str, list[Expression]]:
-        """The format string and its arguments."""
+        """Parse the whole text, and return the format string and its arguments."""
         layout = self._string()
         arguments = []
         while self._accept(","):
@@ -172,7 +175,7 @@ class _FmtParser:
         return re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), token.text[1:-1])
 
     def expression(self) -> Expression:
-        """Up to a comma or a closing bracket."""
+        """Parse an expression up to a comma or a closing bracket."""
         condition = self._binary(0)
         if not self._accept("?"):
             return condition
@@ -195,7 +198,8 @@ class _FmtParser:
         token = self._peek()
         if token.kind == "op" and token.text in _UNARY:
             self._at += 1
-            operation, operand = _UNARY[token.text], self._unary()
+            operation = _UNARY[token.text]
+            operand = self._unary()
             return lambda context: operation(int(operand(context)))
         if self._accept("("):
             if self._peek().text in _TYPE_WORDS:
@@ -278,7 +282,7 @@ class _FmtParser:
         return self._function(name, arguments)
 
     def _function(self, name: str, arguments: Sequence[Expression]) -> Expression:
-        """A function that is called with expressions."""
+        """Compile a call of a function that takes expressions."""
         match name, arguments:
             case "__builtin_expect", (value, _):
                 return value
@@ -295,7 +299,7 @@ class _FmtParser:
         raise ValueError(f"print fmt: no function {name!r}")
 
     def _table(self, *, flags: bool) -> Expression:
-        """The rest of __print_flags() or __print_symbolic()."""
+        """Parse the rest of __print_flags() or __print_symbolic()."""
         value = self.expression()
         self._expect(",")
         delimiter = ""
@@ -310,7 +314,7 @@ class _FmtParser:
             if self._peek().kind == "string":
                 names.append((mask, self._string()))
             else:
-                # A null pointer, which is the table's end.
+                # This is the null pointer at the table's end.
                 self.expression()
             self._expect("}")
             self._accept(",")
@@ -318,7 +322,7 @@ class _FmtParser:
 
 
 def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Expression, str]]) -> Expression:
-    """Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1)."""
+    """Compile __print_flags(). Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1)."""
 
     def text(context: PrintContext) -> str:
         rest = unsigned(value(context))
@@ -336,7 +340,7 @@ def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Express
 
 
 def _symbol_name(value: Expression, names: Sequence[tuple[Expression, str]]) -> Expression:
-    """Mirrors: kernel/trace/trace_output.c:trace_print_symbols_seq (v6.1)."""
+    """Compile __print_symbolic(). Mirrors: kernel/trace/trace_output.c:trace_print_symbols_seq (v6.1)."""
 
     def text(context: PrintContext) -> str:
         number = unsigned(value(context))
@@ -355,13 +359,13 @@ def _apply(
 
 
 def _location(context: PrintContext, field: EventField) -> tuple[int, int]:
-    """Offset in the entry and size of a dynamic array."""
+    """Return the offset in the entry, and the size, of a dynamic array."""
     location = context.number(field.offset, 4, signed=False)
     return location & 0xFFFF, location >> 16
 
 
 def _dynamic_array(field: EventField) -> Expression:
-    """Its bytes as a number, as those of any array."""
+    """Compile the bytes of a dynamic array into one number, which is how arrays are represented here."""
     return lambda context: context.number(*_location(context, field), signed=False)
 
 
@@ -370,7 +374,7 @@ def _dynamic_length(field: EventField) -> Expression:
 
 
 def _bitmask(field: EventField) -> Expression:
-    """Mirrors: kernel/trace/trace_output.c:trace_print_bitmask_seq (v6.1)."""
+    """Compile __get_bitmask(). Mirrors: kernel/trace/trace_output.c:trace_print_bitmask_seq (v6.1)."""
 
     def text(context: PrintContext) -> str:
         offset, size = _location(context, field)
@@ -389,20 +393,23 @@ _OF_ARRAYS: Mapping[str, Callable[[EventField], Expression]] = {
 
 
 def _bytes_of(value: Value, size: int) -> bytes:
-    """The first ones of an array, whose size may be anything in a record; no line has more than a page."""
+    """Return the first `size` bytes of an array that is represented as a number.
+
+    The size comes from a record, so it may be anything. It is limited to a page, since no line is longer.
+    """
     size = max(0, min(size, PAGE_SIZE))
     return unsigned(value, 8 * size).to_bytes(size, "little")
 
 
 def _array(value: Value, count: int, size: int) -> str:
-    """Mirrors: kernel/trace/trace_output.c:trace_print_array_seq (v6.1)."""
+    """Print an array's elements. Mirrors: kernel/trace/trace_output.c:trace_print_array_seq (v6.1)."""
     data = _bytes_of(value, count * size)
     words = (int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size or 1))
     return "{" + ",".join(f"{word:#x}" for word in words) + "}"
 
 
 def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:
-    """Bits and signedness of a cast's type."""
+    """Return the bits and the signedness of a cast's type."""
     if "*" in words:
         return word_bits, False
     if "long" in words or "size_t" in words:

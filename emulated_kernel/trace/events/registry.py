@@ -1,4 +1,4 @@
-"""All trace events of a kernel, by name and by id."""
+"""The registry of all trace events of a kernel, by name and by id."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 FIRST_EVENT_ID = 1 << 15
-"""Lower ids are tracing's own entries, and the host's events, which perf_event_open(2) takes by number alone.
+"""The first id of a registered event.
 
-Deviates: Linux's begin at __TRACE_LAST_TYPE.
+Lower ids belong to tracing's own entries and to the host's events. perf_event_open(2) takes the latter by
+number only.
+Deviates: Linux's ids begin at __TRACE_LAST_TYPE.
 """
 LAST_EVENT_ID = 0xFFFF
 
 
 class EventWatcher(ABC):
-    """Told of events that come and go."""
+    """Interface of objects that are notified when events are added or removed."""
 
     @abstractmethod
     def event_added(self, event: TraceEvent) -> None:
-        """It was registered."""
+        """Handle the registration of an event."""
 
     @abstractmethod
     def event_removed(self, event: TraceEvent) -> None:
-        """It is registered no more."""
+        """Handle the removal of an event."""
 
 
 @dataclass(frozen=True)
 class EventIds:
-    """Which ids events had in a kernel."""
+    """The ids of events in a former kernel, so that a new one can use the same ids."""
 
     next_id: int
     names: Mapping[int, tuple[str, str]]
-    """Group and name by id."""
+    """Id -> group and name."""
 
 
 class EventRegistry:
@@ -50,47 +52,49 @@ class EventRegistry:
         self._next_id = first_id
         self._by_id: dict[int, TraceEvent] = {}
         self._free_ids: list[int] = []
-        """A heap of those that were given back."""
+        """Heap of ids that were given back."""
         self._kept_ids: dict[tuple[str, str], int] = {}
         self._groups: dict[str, dict[str, TraceEvent]] = {}
         self._watchers: list[EventWatcher] = []
         self.registered = 0
-        """How many there ever were."""
+        """Number of events that were ever registered."""
         self._numbers: dict[TraceEvent, int] = {}
-        """Which of them each is, in that order."""
+        """Event -> value of `registered` when it was added; in order of registration."""
 
     def watch(self, watcher: EventWatcher) -> None:
-        """Tell this one of changes from now on."""
+        """Notify the watcher of later changes."""
         self._watchers.append(watcher)
 
     def __iter__(self) -> Iterator[TraceEvent]:
-        """In order of registration."""
+        """Iterate over the events in order of registration."""
         return iter(self._numbers)
 
     def find(self, group: str, name: str) -> TraceEvent | None:
-        """The event of that name."""
+        """Return the event of that name, or None."""
         return self.in_group(group).get(name)
 
     def by_id(self, event_id: int) -> TraceEvent | None:
-        """The event whose entries have this common_type."""
+        """Return the event whose entries have this common_type, or None."""
         return self._by_id.get(event_id)
 
     def has_group(self, group: str) -> bool:
-        """Whether the group has an event."""
+        """Return True if the group has an event."""
         return group in self._groups
 
     def groups(self) -> Collection[str]:
-        """Names of the groups that have events."""
+        """Return the names of the groups that have events."""
         return self._groups.keys()
 
     def in_group(self, group: str) -> Mapping[str, TraceEvent]:
-        """The events of a group by name, in order of registration."""
+        """Return a map name -> event of a group, in order of registration."""
         return self._groups.get(group, {})
 
     def listed(self, older: int, among: Iterable[TraceEvent] | None = None) -> Iterator[TraceEvent]:
-        """As a trace array lists them, or those `among` them, that was made when so many had been registered.
+        """Iterate over events in the order in which a trace array lists them.
 
-        Later ones come first, the newest of them before all; then the older ones as they came.
+        `older` is the number of events that were registered before the trace array was made. Later events
+        come first, newest first; then the older ones follow in order of registration. `among` restricts the
+        list to these events.
         """
         events = [*(self if among is None else among)]
         newer = 0
@@ -99,7 +103,7 @@ class EventRegistry:
         return chain(reversed(events[len(events) - newer :]), events[: len(events) - newer])
 
     def add(self, event: TraceEvent) -> None:
-        """Give the event its id; ids run on, and are used again only when there are no new ones.
+        """Register the event and give it an id. Ids are reused only after all of them were used once.
 
         Raises: KernelError EEXIST (name in use), ENODEV (no id left).
         Mirrors: kernel/trace/trace_output.c:register_trace_event (v6.1).
@@ -112,24 +116,27 @@ class EventRegistry:
         self.add_own(event)
 
     def ids(self) -> EventIds:
-        """Those that are in use, and where they go on."""
+        """Return the ids that are in use, and the next new one."""
         return EventIds(self._next_id, {event_id: (e.group, e.name) for event_id, e in self._by_id.items()})
 
     @contextmanager
     def keeping(self, former: EventIds) -> Iterator[None]:
-        """Events that come within have the ids that those of their names had."""
+        """Give events that are added in this context the ids that their names had in `former`."""
         self._next_id = max(self._next_id, former.next_id)
         self._kept_ids = {name: event_id for event_id, name in former.names.items()}
         try:
             yield
         finally:
             self._kept_ids = {}
-            # Ids that nobody has are used again, once there are no new ones.
+            # Unused ids are given out again after there are no new ones.
             used = self._by_id.keys()
             self._free_ids = [each for each in range(self._first_id, self._next_id) if each not in used]
 
     def add_own(self, event: TraceEvent) -> None:
-        """Name an event of tracing's own entries, which has its id and is printed without its help."""
+        """Register an event of tracing's own entries.
+
+        Its id is fixed, and it is printed without the registry.
+        """
         self._numbers[event] = self.registered
         self.registered += 1
         self._groups.setdefault(event.group, {})[event.name] = event
@@ -137,7 +144,7 @@ class EventRegistry:
             watcher.event_added(event)
 
     def remove(self, event: TraceEvent) -> None:
-        """Forget a registered event."""
+        """Unregister an event."""
         del self._by_id[event.id], self._numbers[event]
         heappush(self._free_ids, event.id)
         group = self._groups[event.group]

@@ -1,4 +1,4 @@
-"""Static events: those that the image itself has, at its tracepoints."""
+"""Static events: events of the tracepoints in the kernel image."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _OTHER_TASKS = {
 }
 
 RecordHandler = Callable[[bytes, ProbeHit], None]
-"""Takes a record of a tracepoint: what follows the common fields, and the hit."""
+"""Function that takes a tracepoint's record without its common fields, and the hit."""
 
 
 class Tracepoint:
-    """A place in the kernel that makes records while its event is enabled."""
+    """A tracepoint: a place in the kernel that makes records while its event is enabled."""
 
     def __init__(self, switch: Callable[[bool], None]) -> None:
         self._switch = switch
         self.handlers: tuple[RecordHandler, ...] = ()
 
     def subscribe(self, handler: RecordHandler, /) -> None:
-        """Hand each record to `handler`; the first one makes the tracepoint live."""
+        """Pass each record to `handler`. The first subscriber switches the tracepoint on."""
         if not self.handlers:
             self._switch(True)
         self.handlers += (handler,)
 
     def unsubscribe(self, handler: RecordHandler, /) -> None:
-        """No more; without handlers the tracepoint costs nothing."""
+        """Stop passing records to `handler`. Without handlers the tracepoint is off and costs nothing."""
         self.handlers = tuple(each for each in self.handlers if each != handler)
         if not self.handlers:
             self._switch(False)
 
 
 def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField]:
-    """Fields with their offsets. Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1)."""
+    """Yield fields with their offsets. Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1)."""
     offset = COMMON_SIZE
     for each in definitions:
         offset += -offset % each.align
@@ -53,7 +53,7 @@ def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField
 
 
 class StaticEvent(TraceEvent):
-    """An event whose records the guest fills in at a tracepoint of its own."""
+    """An event whose records are filled in by the guest at a tracepoint."""
 
     def __init__(
         self,
@@ -65,14 +65,18 @@ class StaticEvent(TraceEvent):
         names: Callable[[], KernelNames],
         word_size: int,
     ) -> None:
-        """`names`: those of the kernel that the print format may refer to, asked for with the first line."""
+        """Create the event of a tracepoint.
+
+        `names` returns the kernel's names that the print format may use; it is called when the first line is
+        printed.
+        """
         super().__init__(group, name, fields, print_fmt)
         self.tracepoint = tracepoint
         self._names = names
         self._word_size = word_size
 
     def other_task(self, payload: bytes) -> int | None:
-        """The task that is switched to or woken.
+        """Return the pid of the task that is switched to or woken up.
 
         Mirrors: kernel/trace/trace_events.c:register_pid_events (v6.1).
         """
@@ -83,11 +87,11 @@ class StaticEvent(TraceEvent):
         return int.from_bytes(payload[at : at + 4], "little")
 
     def start(self) -> None:
-        """Make the tracepoint live."""
+        """Subscribe to the tracepoint, which switches it on."""
         self.tracepoint.subscribe(self.record)
 
     def stop(self) -> None:
-        """Take it back."""
+        """Unsubscribe from the tracepoint."""
         self.tracepoint.unsubscribe(self.record)
 
     @cached_property
@@ -96,6 +100,6 @@ class StaticEvent(TraceEvent):
         return compile_print_fmt(self.print_fmt, fields, self._word_size, self._names())
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """What its print format says."""
+        """Return the record formatted by the event's print format."""
         del sym_addr
         return self._print(PrintContext(payload, symbols))

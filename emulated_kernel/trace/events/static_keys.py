@@ -1,4 +1,4 @@
-"""Static keys: their branches are nops in the text, or jumps while the key is switched on."""
+"""Static keys: branches that are nops in the text, or jumps while their key is on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class StaticKeys:
-    """Flips the jump labels of a key. Mirrors: kernel/jump_label.c:__jump_label_update (v6.1)."""
+    """Patches the jump labels of keys. Mirrors: kernel/jump_label.c:__jump_label_update (v6.1)."""
 
     def __init__(
         self, labels: Iterable[JumpLabel], machine: ProbedMachine, poker: TextPoker, arch: Arch
@@ -27,9 +27,9 @@ class StaticKeys:
         self.add(labels)
 
     def add(self, labels: Iterable[JumpLabel]) -> None:
-        """Branches that came with a module: they are jumps if their keys are on.
+        """Add branches of a loaded module. If their keys are on, make them jumps.
 
-        Mirrors: kernel/jump_label.c:jump_label_add_module (v6.1)
+        Mirrors: kernel/jump_label.c:jump_label_add_module (v6.1).
         """
         for label in labels:
             self._labels.setdefault(label.key, []).append(label)
@@ -37,7 +37,7 @@ class StaticKeys:
                 self._flip((label,), True)
 
     def remove(self, labels: Iterable[JumpLabel]) -> None:
-        """Branches whose text goes: they are left as they are."""
+        """Forget branches whose text is being unloaded. The text is not changed."""
         gone: dict[int, set[int]] = {}
         for label in labels:
             gone.setdefault(label.key, set()).add(label.code)
@@ -47,25 +47,26 @@ class StaticKeys:
                 self._labels[key] = left
 
     def switch(self, key: int, on: bool) -> None:
-        """Make all branches of the key jumps, or nops again."""
-        (self._on.add if on else self._on.discard)(key)
+        """Turn all branches of the key into jumps, or back into nops."""
+        if on:
+            self._on.add(key)
+        else:
+            self._on.discard(key)
         self._flip(self._labels.get(key, ()), on)
 
     def _flip(self, labels: Iterable[JumpLabel], on: bool) -> None:
         insns: dict[int, bytes] = {}
         for label in labels:
-            insn = jump = self.jump(label)
-            if not on:
-                insn = self._text.original(label.code, len(jump))
-            insns[label.code] = insn
-            # For a CPU that meets the poker's breakpoint: what the new instruction does.
+            jump = self.jump(label)
+            insns[label.code] = jump if on else self._text.original(label.code, len(jump))
+            # A CPU that runs into the poker's breakpoint continues as the new instruction would.
             self._breakpoints[label.code] = partial(_go, label.target if on else label.code + len(jump))
         self._poker.replace_all(insns)
         for code in insns:
             del self._breakpoints[code]
 
     def jump(self, label: JumpLabel) -> bytes:
-        """What stands there while the key is on."""
+        """Return the jump instruction that the text has while the key is on."""
         return self._arch.relative_jump(label.code, label.target)
 
 

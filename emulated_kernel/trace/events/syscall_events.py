@@ -1,4 +1,4 @@
-"""Events of single system calls: made of the records of raw_syscalls, which every call passes."""
+"""Events of single system calls, made from the raw_syscalls records that every call produces."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ GROUP = "syscalls"
 
 
 class SyscallTracepoint:
-    """The entry or the exit of all system calls: gives each record to the event of its call.
+    """The entry or the exit of all system calls. Passes each record to the event of its system call.
 
     Mirrors: kernel/trace/trace_syscalls.c:ftrace_syscall_enter, ftrace_syscall_exit (v6.1).
     """
 
     def __init__(self, raw: Tracepoint, word_size: int) -> None:
-        """`raw`: that of raw_syscalls:sys_enter or sys_exit, whose records begin with the number."""
+        """Create the dispatcher for entries or exits.
+
+        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit, whose records begin with the call's
+        number.
+        """
         self._raw = raw
         self.word_size = word_size
         self._events: dict[int, SyscallEvent] = {}
 
     def start(self, event: SyscallEvent) -> None:
-        """Let the event have the records of its call."""
+        """Pass the records of the event's system call to the event."""
         if not self._events:
             self._raw.subscribe(self._record)
         self._events[event.syscall.nr] = event
 
     def stop(self, event: SyscallEvent) -> None:
-        """Let it have no more."""
+        """Stop passing records to the event."""
         del self._events[event.syscall.nr]
         if not self._events:
             self._raw.unsubscribe(self._record)
@@ -45,13 +49,13 @@ class SyscallTracepoint:
         if event is None:
             return
         payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :])
-        # Linux: the tracepoint's own preempt_disable_notrace(), which other events take off again.
+        # Linux: the tracepoint's own preempt_disable_notrace() is counted here; other events subtract it.
         with within_another(hit, preempt_count=1):
             event.record(payload, hit)
 
 
 class SyscallEvent(TraceEvent):
-    """What entries and exits have in common: records of `int __syscall_nr`, then words."""
+    """Base of entry and exit events. Their records are `int __syscall_nr`, followed by words."""
 
     def __init__(
         self,
@@ -61,10 +65,11 @@ class SyscallEvent(TraceEvent):
         fields: Sequence[tuple[str, str, bool]],
         print_fmt: str = "",
     ) -> None:
-        """`fields`: type, name and signedness of each word."""
+        """Create an event. `fields` has the type, the name and the signedness of each word."""
         self.syscall = syscall
         self._calls = calls
-        self._word = word = calls.word_size
+        word = calls.word_size
+        self._word = word
         words = (
             EventField(kind, field, COMMON_SIZE + word * (1 + index), word, is_signed)
             for index, (kind, field, is_signed) in enumerate(fields)
@@ -73,21 +78,21 @@ class SyscallEvent(TraceEvent):
         super().__init__(GROUP, name, (number, *words), print_fmt)
 
     def start(self) -> None:
-        """Take the records of this call."""
+        """Subscribe to the records of this system call."""
         self._calls.start(self)
 
     def stop(self) -> None:
-        """Take no more."""
+        """Unsubscribe from the records of this system call."""
         self._calls.stop(self)
 
     @abstractmethod
     def words(self, raw: bytes) -> bytes:
-        """Those of the raw record behind its number that the event records."""
+        """Return the words of a raw record that the event records. `raw` is the record after its number."""
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
     ) -> str:
-        """Linux: a system call's line doesn't begin with the event's name."""
+        """Return the line of `trace`. Linux: it does not begin with the event's name."""
         del verbose
         return self.print_record(payload, symbols, sym_addr=sym_addr)
 
@@ -97,7 +102,7 @@ class SyscallEvent(TraceEvent):
 
 
 class SyscallEnter(SyscallEvent):
-    """sys_enter_NAME: a word for each argument."""
+    """Event sys_enter_NAME, which has a word for each argument."""
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
         fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
@@ -106,7 +111,10 @@ class SyscallEnter(SyscallEvent):
 
     @property
     def print_fmt(self) -> str:
-        """Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1)."""
+        """The print format as in the `format` file.
+
+        Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1).
+        """
         args = self.syscall.args
         formats = ", ".join(f"{name}: 0x%0{self._word}lx" for name in args)
         return f'"{formats}"' + "".join(f", ((unsigned long)(REC->{name}))" for name in args)
@@ -115,14 +123,17 @@ class SyscallEnter(SyscallEvent):
         return raw[: self._word * len(self.syscall.args)]
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1)."""
+        """Return the call with its arguments.
+
+        Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1).
+        """
         del symbols, sym_addr
         return self._call(payload, self.syscall.args)
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
     ) -> str:
-        """With the types too, under the option verbose."""
+        """Return the line of `trace`. With the option verbose it has the types of the arguments."""
         del symbols, sym_addr
         pairs = zip(self.syscall.types, self.syscall.args, strict=True)
         return self._call(
@@ -135,7 +146,7 @@ class SyscallEnter(SyscallEvent):
 
 
 class SyscallExit(SyscallEvent):
-    """sys_exit_NAME: the result."""
+    """Event sys_exit_NAME, which has the result."""
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
         name = syscall.name.replace("sys_", "sys_exit_", 1)
@@ -145,6 +156,9 @@ class SyscallExit(SyscallEvent):
         return raw[: self._word]
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Mirrors: kernel/trace/trace_syscalls.c:print_syscall_exit (v6.1)."""
+        """Return the call with its result.
+
+        Mirrors: kernel/trace/trace_syscalls.c:print_syscall_exit (v6.1).
+        """
         del symbols, sym_addr
         return f"{self.syscall.name} -> {self._word_at(payload, 0):#x}"

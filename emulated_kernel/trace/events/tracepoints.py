@@ -1,4 +1,4 @@
-"""The image's tracepoints: switched by static keys, and read where the guest hands a record over."""
+"""The image's tracepoints. Static keys switch them; the host reads the records that the guest commits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENUM = "enum."
 
 
 class Tracepoints:
-    """All tracepoints of an image, and the events that they are of."""
+    """All tracepoints of an image, and their events."""
 
     def __init__(
         self,
@@ -39,25 +39,26 @@ class Tracepoints:
         hit: ProbeHit,
         argument_registers: Sequence[str],
     ) -> None:
-        """`hit` is filled in with each record."""
+        """Create an empty table; events() fills it. `hit` is updated with each record."""
         self._image = image
         self._memory = memory
         self._breakpoints = breakpoints
         self._keys = keys
         self._hit = hit
         self._points: dict[int, Tracepoint] = {}
-        """By the address of their struct trace_event_call."""
+        """Address of the struct trace_event_call -> tracepoint."""
         self.by_name: dict[str, Tracepoint] = {}
-        """By GROUP:EVENT."""
+        """GROUP:EVENT -> tracepoint."""
         self.syscalls = tuple(syscall_definitions(image))
         self._word = image.bits // 8
         self._arguments: Callable[[Any], tuple[int, int, int]] = attrgetter(*argument_registers[:3])
-        """Of the function where the guest hands a record over."""
+        """Returns the first three arguments of the function by which the guest commits a record."""
 
     def _commit(self, regs: Any) -> None:
-        """The guest has filled a record in; it goes on behind the breakpoint, where it stands already.
+        """Pass a record that the guest has filled in to the handlers of its tracepoint.
 
-        Anybody may call the function, with any arguments: what is no record is passed by.
+        The guest continues after the breakpoint, where its IP already is. Any guest code may call the
+        function with any arguments, so invalid ones are ignored.
         """
         call, entry, size = self._arguments(regs)
         point = self._points.get(call)
@@ -75,27 +76,28 @@ class Tracepoints:
         return address_of(self._image.kallsyms, name)
 
     def events(self) -> Iterator[TraceEvent]:
-        """An event for each tracepoint, then two for each system call."""
+        """Yield an event for each tracepoint, then two events for each system call."""
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
-            point = self._points[each.address] = Tracepoint(partial(self._keys.switch, each.key))
+            point = Tracepoint(partial(self._keys.switch, each.key))
+            self._points[each.address] = point
             self.by_name[f"{each.system}:{each.name}"] = point
             if each.system == RAW_SYSCALLS:
                 raw[each.name] = point
             fields = layout_fields(each.fields)
             yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, self._names, self._word)
         if self._points:
-            # For good: a CPU may still be on its way there when the last event is disabled.
+            # The breakpoint stays: a CPU may still be on its way there when the last event is disabled.
             self._breakpoints[self._address("host_trace_commit")] = self._commit
         if raw:
-            points = (_named(raw, name) for name in ("sys_enter", "sys_exit"))
-            entry, end = (SyscallTracepoint(point, self._word) for point in points)
+            entry = SyscallTracepoint(_named(raw, "sys_enter"), self._word)
+            end = SyscallTracepoint(_named(raw, "sys_exit"), self._word)
             for syscall in self.syscalls:
                 yield SyscallEnter(syscall, entry)
                 yield SyscallExit(syscall, end)
 
     def _names(self) -> KernelNames:
-        """Those that print formats refer to."""
+        """Return the names that print formats may use."""
         abi = self._image.abi
         variables = {"vmemmap_base": partial(self._variable, "vmemmap_base")}
         constants = {key[len(_ENUM) :]: value for key, value in abi.items() if key.startswith(_ENUM)}

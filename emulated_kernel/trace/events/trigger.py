@@ -1,4 +1,4 @@
-"""What may hang on an event, and does something at its hits."""
+"""The interface of triggers: actions that run at the hits of an event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from emulated_kernel.trace.ring.trace_entry import RawEntry
 
 
 class TriggerKind(Enum):
-    """What excludes each other on an event. Mirrors: include/linux/trace_events.h:event_trigger_type."""
+    """Kinds of triggers. An event has at most one trigger each of TRACE_ONOFF, SNAPSHOT and STACKTRACE.
+
+    Mirrors: include/linux/trace_events.h:event_trigger_type (v6.1).
+    """
 
     TRACE_ONOFF = auto()
     SNAPSHOT = auto()
@@ -24,40 +27,43 @@ class TriggerKind(Enum):
 
 
 class Trigger(ABC):
-    """A trigger on an event. Mirrors: kernel/trace/trace.h:struct event_trigger_data (v6.1)."""
+    """A trigger of an event. Mirrors: kernel/trace/trace.h:struct event_trigger_data (v6.1)."""
 
     kind: ClassVar[TriggerKind]
     is_post: ClassVar[bool] = False
-    """Runs when the entry is written."""
+    """Whether the trigger runs after the entry was written."""
     wants_entry: ClassVar[bool] = False
     is_hidden: ClassVar[bool] = False
-    """Isn't one that a user made through the file."""
+    """Whether the trigger is internal, and not made by a user through the trigger file."""
 
     def __init__(self, filter_: EventFilter | None = None) -> None:
         self.filter = filter_
-        """What follows `if`."""
+        """The filter after `if`, if there is one."""
         self.paused = False
 
     @property
     def needs_entry(self) -> bool:
-        """Whether it can't run before there is an entry."""
+        """Whether the trigger cannot run before the entry exists."""
         return self.filter is not None or self.is_post or self.wants_entry
 
     def accepts(self, entry: RawEntry) -> bool:
-        """Whether its filter does."""
+        """Return True if the trigger's filter accepts the entry, or if it has no filter."""
         return self.filter is None or self.filter.accepts(entry)
 
     @abstractmethod
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
-        """The event was hit; `entry` is None where it isn't needed or was written already."""
+        """Run the trigger at a hit.
+
+        `entry` is None if the trigger does not need it or it is already written.
+        """
 
     @abstractmethod
     def show(self) -> str:
-        """Its line in the trigger file, without a newline."""
+        """Return the trigger's line in the trigger file, without a newline."""
 
     def released(self) -> None:  # noqa: B027
-        """It was taken off its event."""
+        """Release resources after the trigger was removed from its event."""
 
     def filter_text(self) -> str:
-        """As lines of triggers end."""
+        """Return the filter as it is shown at the end of the trigger's line."""
         return f" if {self.filter.text}" if self.filter else ""

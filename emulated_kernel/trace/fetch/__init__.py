@@ -1,5 +1,5 @@
-"""Fetch arguments: types, parsing into a fetch program, and running it at a hit.
+"""Fetch arguments: their types, their compilation to fetch programs, and running these at a hit.
 
-From outside: parsing (fetchargs), a FetchType, and the run of a program, which reads the guest's memory
-alone. Nothing here changes; no lock.
+Other subpackages use the parser (fetchargs), FetchType, and the stages that a hit runs. A run only reads
+guest memory. All objects are immutable, so there is no lock.
 """

@@ -1,6 +1,7 @@
-"""Types of fetch arguments: what each may be written of, its field in a record, how it is fetched and shown.
+"""Types of fetch arguments: their allowed sources, their fields in a record, fetching and printing.
 
-A new kind of type is a class here, and an entry of the table in compiled/fetch.py once guest code fetches it.
+A new kind of type needs a class here. If guest code is to fetch it too, it needs an entry of the table in
+compiled/fetch.py.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STRING_SIZE = 4096
-"""Bytes of a fetched string, its ending NUL included."""
+"""Maximal bytes of a fetched string, including its NUL."""
 _DATA_LOC = struct.Struct("<HH")
-"""Where a string is in its entry, and its bytes."""
+"""__data_loc of a string: its offset in the entry, and its size in bytes."""
 _ADDRESS_SOURCES = frozenset({FetchOp.IMM, FetchOp.COMM, FetchOp.DATA, FetchOp.TP_ARG})
 _STRING_SOURCES = _ADDRESS_SOURCES | {FetchOp.DEREF, FetchOp.UDEREF}
 _SYMSTR_SOURCES = frozenset(
@@ -34,22 +35,22 @@ _SYMSTR_SOURCES = frozenset(
 _NUMBER_STORES = {FetchOp.DEREF: FetchOp.ST_MEM, FetchOp.UDEREF: FetchOp.ST_UMEM}
 
 Elements = Sequence[bytes | None]
-"""A number's bytes, or a string with its NUL, each; None for what can't be read."""
+"""Elements of a value: the bytes of numbers, or strings with their NULs. None means an unreadable element."""
 
 
 class StringArea:
-    """The strings of an entry, behind its fixed part."""
+    """The part of an entry after the fixed part, which holds the strings."""
 
     def __init__(self, position: int, room: int) -> None:
-        """`position`: bytes of the entry before it."""
+        """Reserve `room` bytes that begin at byte `position` of the entry."""
         self.data = bytearray(room)
         self._position = position
         self._used = 0
 
     def add(self, text: bytes | None, *, overlaps: bool = False) -> bytes:
-        """Append a string that was fetched; returns its __data_loc, of length 0 for None.
+        """Append a fetched string and return its __data_loc, which has length 0 if `text` is None.
 
-        `overlaps`: its length counts all that is left, and its NUL's place is the next string's.
+        If `overlaps`, the length is that of all remaining bytes, and the next string overwrites the NUL.
         """
         used = self._used
         room = len(self.data)
@@ -63,41 +64,44 @@ class StringArea:
 
 @dataclass(frozen=True)
 class FetchType(ABC):
-    """A type. Mirrors: kernel/trace/trace_probe.h:struct fetch_type (v6.1)."""
+    """A type of a fetch argument. Mirrors: kernel/trace/trace_probe.h:struct fetch_type (v6.1)."""
 
     name: str
     size: int
-    """Bytes of one element in the fixed part of an entry; of a string its __data_loc."""
+    """Bytes of an element in the fixed part of an entry. A string's element is its __data_loc."""
     is_signed: bool
     print_fmt: str
-    """As in `print fmt:`."""
+    """The conversion specification in `print fmt:`."""
     field_type: str
-    """As in `field:`."""
+    """The type in `field:` lines of the format file."""
     is_dynamic: ClassVar[bool]
-    """Whether elements are stored behind the fixed part, through __data_loc."""
+    """Whether elements are strings that are stored after the fixed part and found through __data_loc."""
 
     @abstractmethod
     def source_error(self, source: FetchOp) -> ProbeError | None:
-        """What is wrong with a program so far that ends with `source`."""
+        """Return an error if a value that the operation `source` loads cannot have this type, else None."""
 
     @abstractmethod
     def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
-        """The program with its store. Mirrors: traceprobe_parse_probe_arg_body (v6.1)."""
+        """Return the program with its store operation added.
+
+        Mirrors: traceprobe_parse_probe_arg_body (v6.1).
+        """
 
     @abstractmethod
     def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
-        """The elements at a hit."""
+        """Return the argument's elements at a hit."""
 
     @abstractmethod
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
-        """The value in the fixed part of an entry."""
+        """Return the value's bytes in the fixed part of an entry, and add strings to `area`."""
 
     @abstractmethod
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        """The element at byte `at` of an entry's payload, as `trace` shows it."""
+        """Return the text that `trace` shows for the element at byte `at` of an entry's payload."""
 
     def print_value(self, element: str) -> str:
-        """The element as an argument of `print fmt:`."""
+        """Return the element as an argument of `print fmt:`."""
         return f"__get_str({element})" if self.is_dynamic else f"REC->{element}"
 
 
@@ -118,9 +122,10 @@ class Number(FetchType):
         return (*code, FetchInsn(FetchOp.ST_RAW, size=self.size))
 
     def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
-        """Deviates: 0 is stored of what can't be read; Linux leaves what was in the buffer.
+        """Return the number, or all numbers of an array.
 
-        A string's address has no number here. Linux: an event probe stores that of a field.
+        Deviates: 0 is stored for unreadable memory; Linux leaves the former contents of the buffer.
+        Deviates: a string's address has no numeric value here; Linux stores the address of an event's field.
         """
         value: Value | None = environment.load(stages.load)
         if stages.derefs:
@@ -151,7 +156,7 @@ class Number(FetchType):
         return b"".join(filter(None, elements))
 
     def value(self, payload: bytes, at: int) -> int:
-        """The number at byte `at`."""
+        """Return the number at byte `at` of a payload."""
         return int.from_bytes(payload[at : at + self.size], "little", signed=self.is_signed)
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
@@ -168,18 +173,18 @@ class Hexadecimal(Number):
 
 
 class SymbolType(Number):
-    """An address, shown as symbol and offset."""
+    """An address that is shown as symbol and offset."""
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         return sprint_symbol(symbols, self.value(payload, at))
 
 
 class String(FetchType):
-    """What the last dereference points to, up to its NUL; of an array each element is a pointer."""
+    """The string that the last dereference points to. An array's elements are pointers to strings."""
 
     is_dynamic = True
     _store_op: ClassVar[FetchOp | None] = None
-    """Where it doesn't depend on the dereference."""
+    """The store operation, if it is the same for kernel and user memory."""
 
     def source_error(self, source: FetchOp) -> ProbeError | None:
         return None if source in _STRING_SOURCES else ProbeError.BAD_STRING
@@ -212,8 +217,9 @@ class String(FetchType):
         )
 
     def _string_at(self, address: int, user: bool, environment: FetchEnvironment) -> bytes | None:
-        """Linux: an empty one of user memory has length 0, which stands for a fault.
+        """Return the string at an address, or None if it cannot be read.
 
+        Linux: an empty string in user memory has length 0, which means a fault.
         Mirrors: mm/maccess.c:strncpy_from_user_nofault, trace_probe_kernel.h:fetch_store_string (v6.1).
         """
         read = environment.read
@@ -224,7 +230,10 @@ class String(FetchType):
         return b"".join([area.add(text) for text in elements])
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        """Linux: of a string's length in __data_loc only 0 counts; it ends at its NUL."""
+        """Return the quoted string, or "(fault)" if its length in __data_loc is 0.
+
+        Linux: any other length is ignored, since the string ends at its NUL.
+        """
         del symbols
         place, length = _DATA_LOC.unpack_from(payload, at)
         if not length:
@@ -234,7 +243,7 @@ class String(FetchType):
 
 
 class UserString(String):
-    """A string in a program's memory."""
+    """A string in user memory."""
 
     _store_op = FetchOp.ST_USTRING
 
@@ -254,7 +263,10 @@ class SymbolString(String):
         return sprint_symbol(environment.symbols, address).encode("utf-8", "surrogateescape") + b"\0"
 
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
-        """Linux: `symstr` before another string prints both. Mirrors: fetch_store_symstring (v6.1)."""
+        """Return the __data_loc of each string. Linux: `symstr` before another string prints both.
+
+        Mirrors: fetch_store_symstring (v6.1).
+        """
         return b"".join([area.add(text, overlaps=True) for text in elements])
 
 
@@ -268,7 +280,7 @@ def _number(prefix: str, bits: int) -> FetchType:
 
 @cache
 def fetch_types(word_size: int) -> dict[str, FetchType]:
-    """All types by name. Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1)."""
+    """Return a map name -> type. Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1)."""
     strings = {"string": String, "ustring": UserString, "symstr": SymbolString}
     types: list[FetchType] = [
         kind(name, 4, True, '\\"%s\\"', "__data_loc char[]") for name, kind in strings.items()
@@ -279,8 +291,9 @@ def fetch_types(word_size: int) -> dict[str, FetchType]:
 
 
 def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
-    """The type of that name, the default one for None; `bN@O/SIZE` is stored as uSIZE.
+    """Return the type of that name, the default type for None, or None if there is no such type.
 
+    The bitfield type `bN@O/SIZE` is stored as uSIZE.
     Mirrors: kernel/trace/trace_probe.c:find_fetch_type (v6.1).
     """
     if name is None:
@@ -294,7 +307,7 @@ def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
 
 
 def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> FetchInsn | None:
-    """What `bN@O/SIZE` does to its container; None for other types.
+    """Return the shift operation of a bitfield type `bN@O/SIZE`, or None for other types.
 
     Raises: ValueError (it is malformed or too wide).
     Mirrors: kernel/trace/trace_probe.c:__parse_bitfield_probe_arg (v6.1).
@@ -306,7 +319,7 @@ def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> Fetch
     first, length = simple_strtoul(rest[1:], word_bits)
     well_formed = width and rest.startswith("@") and length and rest[1 + length :].startswith("/")
     bits = 8 * container.size
-    # Linux: the sum is an unsigned long and wraps.
+    # Linux: the sum is an unsigned long, and wraps.
     used = (width + first) & (1 << word_bits) - 1
     if not well_formed or used > bits:
         raise ValueError(name)

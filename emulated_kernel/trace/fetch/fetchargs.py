@@ -1,4 +1,4 @@
-"""Fetch arguments: NAME=EXPRESSION:TYPE parsed and compiled to a fetch program."""
+"""Parser of fetch arguments: compiles NAME=EXPRESSION:TYPE to a fetch program."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_ARGSTR_LEN = 63
 MAX_ARRAY_LEN = 64
 MAX_PROBE_EVENT_SIZE = 3072
 FETCH_INSN_MAX = 16
-"""Operations of a program, its end included."""
+"""Maximal operations of a program, including its end."""
 PARAM_MAX_STACK = 2048
-"""Words of a kernel stack, on every architecture here; $stackN and $argN may be no higher."""
+"""Words of a kernel stack, on every architecture here. It is the maximal N of $stackN and $argN."""
 
 RESERVED_NAMES = frozenset(
     {
@@ -47,47 +47,48 @@ class ProbeArg:
 
     name: str
     expression: str
-    """As written, type included: what kprobe_events shows."""
+    """The argument as written, including the type, as kprobe_events shows it."""
     type: FetchType
     count: int
-    """Array elements; 0 where it is no array."""
+    """Number of array elements; 0 if the argument is not an array."""
     offset: int
     stages: FetchStages
 
     @property
     def size(self) -> int:
-        """Bytes in the fixed part of an entry."""
+        """Size in the fixed part of an entry, in bytes."""
         return self.type.size * (self.count or 1)
 
     @property
     def field_type(self) -> str:
-        """As in the format file's `field:`."""
+        """The type in the format file's `field:` line."""
         return f"{self.type.field_type}[{self.count}]" if self.count else self.type.field_type
 
 
 @dataclass(frozen=True)
 class FetchContext:
-    """Where the arguments are evaluated, which decides what they may be."""
+    """The kind of probe that evaluates the arguments, which decides which expressions are allowed."""
 
     arch: Arch
     log: TraceProbeLog
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
-    """Whether the kernel is probed; a program has files and no symbols."""
+    """Whether the kernel is probed. Otherwise a program is probed, which has files but no symbols."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
-    """Of an event probe, whose variables are the fields of an event: finds them, after each argument."""
+    """Resolves the variables of an event probe, which are fields of an event, after each argument is parsed.
+    """
 
     @property
     def on_event(self) -> bool:
-        """Whether `$NAME` is a field of an event, and there are no registers."""
+        """Whether `$NAME` is a field of an event. If so, there are no registers."""
         return self.finish is not None
 
 
 def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
-    """All arguments of a command, which start at its third word.
+    """Compile the arguments of a command, which start at its third word.
 
-    Linux: those beyond the 128th are ignored without a word.
+    Linux: arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
     args: list[ProbeArg] = []
@@ -103,12 +104,12 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
 
 @lru_cache(maxsize=256)
 def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
-    """The same object for equal arguments: many events have the same."""
+    """Return the same object for equal arguments, because many events have equal ones."""
     return args
 
 
 def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProbeLog) -> tuple[str, str, int]:
-    """Name, expression, and the expression's offset in the word."""
+    """Return the name, the expression, and the expression's offset in the word."""
     name, equals, body = word.partition("=")
     if not equals:
         name = f"arg{number + 1}"
@@ -125,8 +126,9 @@ def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProb
 
 
 def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> int | None:
-    """Index of the first argument that differs in name or type; of the first one extra, if the counts differ.
+    """Return the index of the first argument that differs in name or type, or None.
 
+    If the counts differ, return the index of the first extra argument.
     Mirrors: kernel/trace/trace_probe.c:trace_probe_compare_arg_type (v6.1).
     """
     if len(args) != len(others):
@@ -138,7 +140,7 @@ def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> in
 
 
 class _ArgParser:
-    """One argument; `offset` is the body's byte offset in its word, for carets."""
+    """Parser of one argument. `offset` is the byte offset of its expression in the word, for carets."""
 
     def __init__(self, context: FetchContext, body: str, offset: int) -> None:
         self._context = context
@@ -148,7 +150,7 @@ class _ArgParser:
         self._bits = 8 * context.arch.word_size
 
     def parse(self, name: str, size: int) -> ProbeArg:
-        """`size`: bytes of the arguments before this one."""
+        """Compile the argument. `size` is the number of bytes of the arguments before it."""
         if len(self._body) > MAX_ARGSTR_LEN:
             raise self._error(0, ProbeError.ARG_TOO_LONG)
         if not self._body:
@@ -166,7 +168,7 @@ class _ArgParser:
         return ProbeArg(name, self._body, fetch_type, count, size, stages)
 
     def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
-        """`column` counts from the body's start."""
+        """Log the error and return the exception to raise. `column` counts from the expression's start."""
         return self._context.log.error(self._offset + column, error, code)
 
     @staticmethod
@@ -176,7 +178,7 @@ class _ArgParser:
     # Type
 
     def _split_type(self) -> tuple[str, str | None, int]:
-        """Expression, type name without an array's brackets, and the array's element count."""
+        """Return the expression, the type's name without an array's brackets, and the array's length."""
         expression, colon, type_name = self._body.partition(":")
         if not colon:
             return expression, None, 0
@@ -212,7 +214,7 @@ class _ArgParser:
             raise self._error(self._type_column(expression, type_name), ProbeError.BAD_TYPE)
         return fetch_type
 
-    # Expression; mirrors kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's column.
+    # Expressions. Mirrors: kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's column.
 
     def _expression(self, text: str, at: int) -> list[FetchInsn]:
         match text[:1]:
@@ -253,7 +255,10 @@ class _ArgParser:
         raise self._error(at, ProbeError.BAD_VAR)
 
     def _argument(self, number: int) -> FetchInsn:
-        """Argument `number`, from 0, of a function at its entry. Mirrors: regs_get_kernel_argument (v6.1)."""
+        """Return the load of argument `number`, counted from 0, at a function's entry.
+
+        Mirrors: regs_get_kernel_argument (v6.1).
+        """
         registers = self._arch.registers
         beyond = number - len(registers.arguments)
         if beyond < 0:
@@ -268,7 +273,7 @@ class _ArgParser:
 
     def _register(self, name: str, at: int) -> FetchInsn:
         if self._context.on_event:
-            # Linux: goes on after the first error, and finds that nothing was fetched.
+            # Linux goes on after the first error, finds that nothing was fetched, and logs a second error.
             self._error(at, ProbeError.BAD_VAR)
             raise self._error(at, ProbeError.BAD_FETCH_ARG)
         attribute = self._arch.registers.names.get(name)
@@ -294,7 +299,10 @@ class _ArgParser:
         return FetchInsn(FetchOp.FOFFS, value=offset)
 
     def _dereference(self, text: str, at: int) -> list[FetchInsn]:
-        """Linux: carets inside `+u0(...)` and `+-8(...)` stand one column early; so do ours."""
+        """Compile an expression that reads memory.
+
+        Linux: the carets inside `+u0(...)` and `+-8(...)` are one column early.
+        """
         op = FetchOp.DEREF
         if text[1:2] == "u":
             op = FetchOp.UDEREF
@@ -324,18 +332,21 @@ class _ArgParser:
         return FetchInsn(FetchOp.IMM, value=value & (1 << self._bits) - 1)
 
     def _logged(self, parse: _NumberParser, text: str, at: int, error: ProbeError) -> int:
-        """A number, or `error` logged with the number's own errno."""
+        """Parse a number. If that fails, log `error` and raise it with the parser's errno."""
         try:
             return parse(text, 0, self._bits)
         except KernelError as failure:
             raise self._error(at, error, failure.errno) from None
 
-    # Behind the store operation; mirrors kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
+    # After the store operation. Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
 
     def _stages(
         self, program: FetchProgram, type_name: str | None, fetch_type: FetchType, count: int, column: int
     ) -> FetchStages:
-        """The program by stages, with what a bitfield and an array add; `column`: of the type."""
+        """Divide the program into stages, and add a bitfield's shift and an array's count.
+
+        `column` is the column of the type.
+        """
         load, *others, store = program
         derefs = [insn for insn in others if insn.op is not FetchOp.IMM]
         length = len(program)
@@ -359,7 +370,7 @@ class _ArgParser:
 
 
 def _str_to_immediate(text: str, base: int, bits: int) -> int:
-    """Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1)."""
+    """Parse the number after a backslash. Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1)."""
     if is_digit(text):
         return kstrtoul(text, base, bits)
     if text[:1] in ("-", "+"):
@@ -368,5 +379,5 @@ def _str_to_immediate(text: str, base: int, bits: int) -> int:
 
 
 def _as_int(offset: int) -> int:
-    """Linux keeps a dereference's offset in an int."""
+    """Return a dereference's offset as Linux keeps it, truncated to a signed 32-bit integer."""
     return ((offset + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

@@ -1,4 +1,4 @@
-"""The first half of a fetch at a hit: values out of registers, the stack and memory."""
+"""The loading stages of a fetch program: values from registers, the stack and memory."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from emulated_kernel.trace.symbols import KernelSymbols
 _PAGE_SIZE = 4096
 
 Value = int | bytes
-"""A loaded value; bytes stand for the address of kernel memory with that content."""
+"""A loaded value. Bytes represent the address of kernel memory with that content."""
 
 
 class EntryAddress(int):
-    """The address of a string in the entry that an event probe looks at, as far as reading goes.
+    """The address of a string in the entry of the event that an event probe is attached to.
 
-    The entry is in no memory of the guest's. Linux: it is in the buffer, or in a page of the CPU's.
+    The address is a placeholder, because the entry is not in guest memory. Only FetchEnvironment.read() uses
+    it.
+    Linux: the entry is in the buffer, or in a page of the CPU.
     """
 
     @staticmethod
     def of(offset: int, mask: int) -> EntryAddress:
-        """`offset`: bytes from the entry's start; the page is that of error pointers, where nothing is."""
+        """Return the address of byte `offset` of the entry.
+
+        It is in the page of error pointers, which is never mapped.
+        """
         return EntryAddress((mask & -_PAGE_SIZE) + offset)
 
 
 def read_string(read: Callable[[int, int], bytes | None], address: int, limit: int) -> bytes | None:
-    """The string at an address and its NUL, `limit` bytes at most; None where it can't be read.
+    """Return the string at an address with its NUL, or None if it cannot be read.
 
-    Reads up to page ends, so that a string that ends before an unmapped page is whole.
+    The result has at most `limit` bytes. Each read ends at a page's end, so that a string that ends before an
+    unmapped page is read completely.
     """
     text = b""
     while len(text) < limit:
@@ -47,7 +53,7 @@ def read_string(read: Callable[[int, int], bytes | None], address: int, limit: i
 
 
 class FetchEnvironment:
-    """The hit that programs run at, and what else they run against."""
+    """The hit at which fetch programs run, with the architecture and symbols that they need."""
 
     __slots__ = ("_arch", "_entry", "_field", "_hit", "_regs", "mask", "symbols", "word_size")
 
@@ -59,7 +65,11 @@ class FetchEnvironment:
         field: Callable[[str], Value] | None = None,
         entry: bytes = b"",
     ) -> None:
-        """`field`: of an event probe, what a field of the `entry` holds; of a string, its EntryAddress."""
+        """Create the environment of a hit.
+
+        Only event probes have `field` and `entry`. `field` returns the value of the entry's field of that
+        name, or the EntryAddress of a string.
+        """
         self._arch = arch
         self._hit = hit
         self._regs = hit.regs
@@ -70,7 +80,7 @@ class FetchEnvironment:
         self.mask = (1 << 8 * arch.word_size) - 1
 
     def load(self, insn: FetchInsn) -> Value:
-        """Stage 1."""
+        """Run stage 1: return the loaded value."""
         match insn.op:
             case FetchOp.REG | FetchOp.STACKP | FetchOp.RETVAL:
                 value: int = getattr(self._regs, insn.name)
@@ -86,7 +96,10 @@ class FetchEnvironment:
         return insn.value & self.mask
 
     def _stack_word(self, number: int) -> int:
-        """0 outside the kernel stack. Mirrors: regs_get_kernel_stack_nth (v6.1)."""
+        """Return a word of the kernel stack, or 0 if it is outside.
+
+        Mirrors: regs_get_kernel_stack_nth (v6.1).
+        """
         arch = self._arch
         top: int = getattr(self._regs, arch.registers.sp) & self.mask
         address = top + number * self.word_size & self.mask
@@ -95,7 +108,7 @@ class FetchEnvironment:
         return int.from_bytes(self._hit.read(address, self.word_size) or b"", "little")
 
     def follow(self, value: Value | None, derefs: FetchProgram) -> Value | None:
-        """Stage 2; None where a pointer can't be read."""
+        """Run stage 2: follow the dereferences. Return None if a pointer cannot be read."""
         for insn in derefs:
             if not isinstance(value, int):
                 return None
@@ -104,11 +117,11 @@ class FetchEnvironment:
         return value
 
     def is_user(self, address: int) -> bool:
-        """Whether an address is a program's."""
+        """Return True if the address is in user space."""
         return address & self.mask < self._arch.task_size
 
     def read(self, address: int, size: int, user: bool) -> bytes | None:
-        """Memory of the kernel or of a program; None where it can't be read."""
+        """Return bytes of kernel or user memory, or None if they cannot be read."""
         address &= self.mask
         if user and not self.is_user(address):
             return None

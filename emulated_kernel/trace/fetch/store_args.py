@@ -1,4 +1,4 @@
-"""A hit's arguments as the bytes of a trace entry."""
+"""Storing the arguments of a hit as the bytes of a trace entry."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 
 def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment) -> bytes:
-    """An entry's payload: `header` (addresses), the arguments, and behind them the strings.
+    """Return an entry's payload: `header` (addresses), the arguments, and the strings after them.
 
-    Deviates: an unreadable string has length 0; Linux leaves what was in the buffer.
+    Deviates: an unreadable string has length 0; Linux leaves the former contents of the buffer.
     Mirrors: kernel/trace/trace_probe_tmpl.h:store_trace_args (v6.1).
     """
     room = 0

@@ -1,5 +1,5 @@
-"""Event filters: parsing, the predicates they compile to, and the filter files.
+"""Event filters: parsing, and the predicates that they compile to.
 
-From outside: build.py, which parses and compiles, and what it gives, a predicate that a hit calls. A filter
-is a value, put into its event under the control lock.
+Other subpackages use parse.py, which parses and compiles a filter, and its result, an EventFilter that hits
+call. A filter is immutable. It is assigned to its event under the control lock.
 """

@@ -1,4 +1,4 @@
-"""The fields that event filters know: an event's own, those of the task and CPU, the common ones."""
+"""The fields that event filters can use: the event's own, the common ones, and those of task and CPU."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ class FilterType(Enum):
     DYN_STRING = auto()
     PTR_STRING = auto()
     USER_STRING = auto()
-    """A string of a program, by its pointer: what `.ustring` makes of a PTR_STRING."""
+    """A string in user space that the field points to: a PTR_STRING with the suffix `.ustring`."""
     COMM = auto()
     CPU = auto()
 
     @property
     def is_string(self) -> bool:
-        """Whether it is compared with strings, not with numbers."""
+        """Whether the field is compared with strings, not with numbers."""
         return self not in (FilterType.OTHER, FilterType.CPU)
 
 
 @dataclass(frozen=True)
 class FilterField:
-    """A field as filters see it."""
+    """A field with the way it is compared."""
 
     type: FilterType
     declared: EventField
-    """Of size 0 where no entry holds it."""
+    """The declaration; its size is 0 if the field is not in the entry."""
 
 
 _GENERIC_FIELDS = {
     name: FilterField(FilterType.CPU, EventField("int", name, 0, 0, True))
     for name in ("CPU", "cpu", "common_cpu")
 } | {name: FilterField(FilterType.COMM, EventField("char *", name, 0, 0, True)) for name in ("COMM", "comm")}
-"""Fields of every event that no entry holds.
+"""Fields that every event has although its entry does not contain them.
 
 Mirrors: kernel/trace/trace_events.c:trace_define_generic_fields (v6.1).
 """
 
 
 def find_event_field(fields: Sequence[EventField], name: str) -> FilterField | None:
-    """The field of that name; an event's own one, out of `fields`, hides the others.
+    """Return the field of that name, or None. The event's own `fields` hide generic and common fields.
 
     Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1).
     """
@@ -63,8 +63,9 @@ def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
 
 
 def filter_type_of(declared: str) -> FilterType:
-    """Linux: an array of numbers counts as one number of the array's size.
+    """Return how a field of this declared type is compared.
 
+    Linux: an array of numbers counts as one number of the array's size.
     Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).
     """
     if declared in ("char *", "const char *"):

@@ -1,4 +1,4 @@
-"""What can be wrong with an event filter: texts, errnos and columns."""
+"""Errors of event filters: texts, errnos and columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from emulated_kernel.util.errors import KernelError
 
 
 class FilterError(Enum):
-    """Texts are interface: tools match them. Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1)."""
+    """Errors of filters. The texts are interface, since tools match them.
+
+    Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1).
+    """
 
     INVALID_OP = "Invalid operator"
     TOO_MANY_OPEN = "Too many '('"
@@ -26,14 +29,14 @@ class FilterError(Enum):
     INVALID_FILTER = "Meaningless filter expression"
     INVALID_VALUE = "Invalid value (did you forget quotes)?"
     ERRNO = "Error"
-    """Stands in error_log where nothing else is known."""
+    """The text in error_log if only an errno is known."""
     NO_FILTER = "No filter found"
 
 
 class FilterParseError(KernelError):
-    """A filter that can't be parsed; `column` is the one that error_log points at.
+    """A filter that cannot be parsed. `column` is the column that error_log points at.
 
-    `error` None means that only the errno tells something.
+    If `error` is None, only the errno has information.
     """
 
     def __init__(self, error: FilterError | None, column: int = 0, code: int = errno.EINVAL) -> None:

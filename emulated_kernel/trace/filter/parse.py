@@ -1,4 +1,4 @@
-"""Parses event filters: predicates, `&&`, `||`, `!` and parentheses, with Linux's errors and columns."""
+"""Parser of event filters: predicates, `&&`, `||`, `!` and parentheses, with Linux's errors and columns."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from emulated_kernel.util.fast_dataclass import dataclass
 FindField = Callable[[str], FilterField | None]
 
 MAX_FILTER_STR_VAL = 256
-"""Bytes of a string operand and its ending NUL."""
+"""Maximal bytes of a string operand, including its NUL."""
 _NUMBER_SIZE = 24
-"""Bytes of a number operand and its ending NUL."""
+"""Maximal bytes of a number operand, including its NUL."""
 _QUOTES = "'\""
 _NUMBER_SIZES = (1, 2, 4, 8)
 _CPU_SIZE = 4
@@ -44,12 +44,12 @@ _NUMBER = re.compile(f"-?[{ALNUM}]*")
 
 
 def parse_event_filter(text: str, fields: Sequence[EventField]) -> EventFilter:
-    """The filter of an event with these fields of its own. Raises: as parse_filter()."""
+    """Parse a filter of an event that has these fields of its own. Raises: as parse_filter()."""
     return EventFilter(text, parse_filter(text, partial(find_event_field, fields)))
 
 
 def parse_filter(text: str, find_field: FindField) -> FilterProgram:
-    """Compile a filter without blanks at its end; `text` has one character a byte.
+    """Compile a filter, which has no trailing blanks. `text` has one character per byte.
 
     Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
@@ -59,8 +59,9 @@ def parse_filter(text: str, find_field: FindField) -> FilterProgram:
 
 
 def _check_nesting(text: str) -> None:
-    """Linux: a first look at the whole text, with errnos that aren't meant as such.
+    """Check parentheses and quotes of the whole text.
 
+    Linux: this first pass has its own errnos, such as ESRCH for a missing quote.
     Mirrors: kernel/trace/trace_events_filter.c:calc_stack (v6.1).
     """
     opened: list[int] = []
@@ -91,17 +92,17 @@ def _check_nesting(text: str) -> None:
 
 @dataclass
 class _Level:
-    """What is known of an expression in parentheses, or of the whole; `&&` binds tighter than `||`."""
+    """State of an expression in parentheses, or of the whole one; `&&` binds tighter than `||`."""
 
     negated: bool
     any_of: Fragment | None = None
     all_of: Fragment | None = None
     wants_operand: bool = False
-    """The last thing was an operator."""
+    """Whether the last token was an operator."""
 
 
 class _FilterParser:
-    """Levels are kept in a list: a filter may nest as deep as it is long."""
+    """Parser with an explicit stack of levels, because a filter may nest as deep as it is long."""
 
     def __init__(self, text: str, find_field: FindField) -> None:
         self._text = text
@@ -112,7 +113,7 @@ class _FilterParser:
         self._at = 0
 
     def parse(self) -> FilterProgram:
-        """Mirrors: kernel/trace/trace_events_filter.c:predicate_parse (v6.1)."""
+        """Parse the whole filter. Mirrors: kernel/trace/trace_events_filter.c:predicate_parse (v6.1)."""
         while self._at < len(self._text):
             char = self._text[self._at]
             if char == "(":
@@ -138,7 +139,7 @@ class _FilterParser:
         return negated
 
     def _after_operand(self) -> None:
-        """Read what may follow one: closing parentheses, then an operator or the end."""
+        """Read what may follow an operand: closing parentheses, then an operator or the end."""
         while self._at < len(self._text):
             char = self._text[self._at]
             if char in "&|" and self._text[self._at + 1 : self._at + 2] == char:
@@ -168,15 +169,15 @@ class _FilterParser:
         level.wants_operand = True
 
     def _close(self, level: _Level) -> Fragment | None:
-        """All that was read at this level; None where that is nothing."""
+        """Return the expression that was read at this level, or None if it is empty."""
         if level.any_of is None or level.all_of is None:
             return level.any_of or level.all_of
         return self._builder.either(level.any_of, level.all_of)
 
-    # `FIELD OP VALUE`; Linux: columns of its errors are one more than the place.
+    # `FIELD OP VALUE`. Linux: columns of its errors are one higher than the position.
 
     def _predicate(self) -> Predicate:
-        """Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.1)."""
+        """Parse a predicate. Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.1)."""
         found = _FIELD_AND_OP.match(self._text, self._at)
         assert found is not None, "it may match nothing"
         if not found["field"]:
@@ -190,7 +191,7 @@ class _FilterParser:
         op = FilterOp(found["op"])
         first = self._text[self._at : self._at + 1]
         if first and first in _QUOTES:
-            # Linux: `.ustring` is without a meaning for other fields, and taken.
+            # Linux: `.ustring` is accepted, but ignored, for fields of other types.
             by_user = found["user"] is not None and field.type is FilterType.PTR_STRING
             return self._string(field, FilterType.USER_STRING if by_user else field.type, op)
         if first == "-" or is_digit(first):
@@ -225,14 +226,19 @@ class _FilterParser:
         self._at = found.end()
         if len(found[0]) >= _NUMBER_SIZE:
             raise _error(FilterError.OPERAND_TOO_LONG, self._at)
+        parse = kstrtol if field.declared.is_signed else kstrtoul
         try:
-            return _compare(field, op, (kstrtol if field.declared.is_signed else kstrtoul)(found[0]))
+            value = parse(found[0])
         except KernelError:
             raise _error(FilterError.ILLEGAL_INTVAL, start) from None
+        return _compare(field, op, value)
 
 
 def _compare(field: FilterField, op: FilterOp, value: int) -> Predicate:
-    """Linux: only the value's low bytes count, as many as the field has."""
+    """Return a comparison with a number.
+
+    Linux: only as many low bytes of the value count as the field has.
+    """
     declared = field.declared
     is_cpu = field.type is FilterType.CPU
     size = _CPU_SIZE if is_cpu else declared.size

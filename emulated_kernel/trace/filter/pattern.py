@@ -1,4 +1,4 @@
-"""String patterns of event filters: whole strings, their ends and middles, and globs."""
+"""String patterns of event filters: whole strings, prefixes, suffixes, substrings, and globs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ANY = frozenset(range(1, 256))
 
 
 class MatchType(Enum):
-    """Mirrors: kernel/trace/trace.h:regex_type (v6.1)."""
+    """How a pattern is matched. Mirrors: kernel/trace/trace.h:regex_type (v6.1)."""
 
     FULL = auto()
     FRONT_ONLY = auto()
@@ -22,18 +22,19 @@ class MatchType(Enum):
 
 @dataclass(frozen=True)
 class StringPattern:
-    """What a string is compared with. `text` has no NUL; `glob` is it compiled, for GLOB only."""
+    """A pattern for strings. `text` has no NUL. `glob` is the compiled text, for GLOB only."""
 
     type: MatchType
     text: bytes
     glob: re.Pattern[bytes] | None = None
 
     def matches(self, data: bytes, length: int) -> bool:
-        """Whether the string at the start of `data` matches; `length` is that of its room, NUL included.
+        """Return True if the string at the start of `data` matches.
 
-        Length 0 means that only the NUL ends it. Bytes behind the NUL count for FRONT_ONLY,
-        MIDDLE_ONLY and END_ONLY.
-        Linux: END_ONLY takes the string to fill its room, so that it misses the end of a short `comm`.
+        `length` is the size of the string's field, including the NUL. If it is 0, only the NUL ends the
+        string. Bytes after the NUL count for FRONT_ONLY, MIDDLE_ONLY and END_ONLY.
+        Linux: END_ONLY assumes that the string fills its field, so it does not match the end of a short
+        `comm`.
         Mirrors: kernel/trace/trace_events_filter.c:regex_match_full and its likes (v6.1).
         """
         match self.type:
@@ -50,14 +51,14 @@ class StringPattern:
 
 
 def literal_pattern(text: bytes) -> StringPattern:
-    """The pattern of `==` and `!=`."""
+    """Return the pattern of `==` and `!=`."""
     return StringPattern(MatchType.FULL, text)
 
 
 def parse_pattern(text: bytes) -> tuple[StringPattern, bool]:
-    """The pattern of `~`, and whether a leading `!` negates it.
+    """Return the pattern of `~`, and whether a leading `!` negates it.
 
-    Linux: one that starts with a digit is no pattern but the string itself.
+    Linux: a text that starts with a digit is not a pattern, but compared as a whole.
     Mirrors: kernel/trace/trace_events_filter.c:filter_parse_regex (v6.1).
     """
     negated = text.startswith(b"!")
@@ -86,10 +87,11 @@ def _until_nul(data: bytes) -> bytes:
 
 
 def _compiled(pattern: bytes) -> re.Pattern[bytes]:
-    """Mirrors: lib/glob.c:glob_match (v6.1): `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte.
+    """Compile a glob: `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte.
 
-    Going back to the last `*` alone is enough: what stands between two is atomic. That keeps the time within
-    the product of both lengths.
+    It is enough to backtrack to the last `*`. Therefore the part between two `*` is an atomic group, which
+    limits the time to the product of both lengths.
+    Mirrors: lib/glob.c:glob_match (v6.1).
     """
     parts = [b""]
     at = 0
@@ -105,7 +107,7 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
             parts[-1] += b"[%b]" % b"".join(b"\\x%02x" % each for each in members) if members else b"(?!)"
         else:
             if byte == b"\\":
-                # A backslash at the end stands for nothing.
+                # A backslash at the end is ignored.
                 byte = pattern[at : at + 1]
                 at += 1
             parts[-1] += re.escape(byte)
@@ -116,9 +118,9 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
 
 
 def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
-    """The bytes of the class behind a `[`, and where it ends; None where it isn't closed.
+    """Return the bytes of the class after a `[`, and its end; or None if the class is not closed.
 
-    A `]` that comes first is a member. A backslash has no meaning here.
+    A `]` that comes first is a member. A backslash has no special meaning here.
     """
     inverted = pattern[at : at + 1] == b"!"
     at += inverted
@@ -126,7 +128,8 @@ def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
     while True:
         if at >= len(pattern):
             return None
-        low = high = pattern[at]
+        low = pattern[at]
+        high = low
         at += 1
         if pattern[at : at + 1] == b"-" and pattern[at + 1 : at + 2] != b"]":
             if at + 1 >= len(pattern):

@@ -13,7 +13,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterOp(Enum):
-    """Operators, as written; those that start like others come before them."""
+    """Comparison operators.
+
+    An operator precedes those that are its prefix, because the parser tries them in order.
+    """
 
     GLOB = "~"
     NE = "!="
@@ -25,7 +28,7 @@ class FilterOp(Enum):
     BAND = "&"
 
     def compare(self, left: int, right: int) -> bool:
-        """The result for two numbers."""
+        """Return the result for two numbers."""
         return bool(_COMPARE[self](left, right))
 
 
@@ -51,7 +54,7 @@ class ComparePredicate:
     value: int
 
     def test(self, entry: RawEntry) -> bool:
-        """Whether the entry's number compares so."""
+        """Return True if the comparison with the entry's number holds."""
         data = entry.data[self.offset : self.offset + self.size]
         return self.op.compare(int.from_bytes(data, "little", signed=self.is_signed), self.value)
 
@@ -64,18 +67,21 @@ class CpuPredicate:
     value: int
 
     def test(self, entry: RawEntry) -> bool:
-        """Whether the CPU's number compares so."""
+        """Return True if the comparison with the CPU's number holds."""
         return self.op.compare(entry.cpu, self.value)
 
 
 TASK_COMM_LEN = 16
 POINTED_STRING_MAX = 1024
-"""Bytes that are looked at of a string by its pointer, NUL included. Mirrors: USTRING_BUF_SIZE (v6.1)."""
+"""Maximal bytes of a string that is compared through a pointer, including the NUL.
+
+Mirrors: USTRING_BUF_SIZE (v6.1).
+"""
 
 
 @dataclass(frozen=True)
 class StringPredicate:
-    """Compares a string; `offset` and `size` in bytes are those of the field."""
+    """Compares a string field; `offset` and `size` are the field's, in bytes."""
 
     source: FilterType
     offset: int
@@ -84,12 +90,12 @@ class StringPredicate:
     negated: bool
 
     def test(self, entry: RawEntry) -> bool:
-        """Whether the string matches."""
+        """Return True if the entry's string matches, or if it does not match and `negated` is set."""
         found = self._string(entry)
         return found is not None and self.pattern.matches(*found) is not self.negated
 
     def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
-        """Its bytes and what follows them, and the length of its room; None where it can't be read."""
+        """Return the string with the bytes after it, and its field's size; or None if it cannot be read."""
         match self.source:
             case FilterType.COMM:
                 return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN
@@ -106,10 +112,13 @@ class StringPredicate:
 
 @dataclass(frozen=True)
 class NeverPredicate:
-    """Linux: what a comparison is of an array whose size is no number's, and `&` with the CPU's number."""
+    """A predicate that is always false.
+
+    Linux: these are comparisons of arrays whose size is not a number's, and `&` with the CPU's number.
+    """
 
     def test(self, entry: RawEntry) -> bool:
-        """Never."""
+        """Return False."""
         del entry
         return False
 
@@ -122,7 +131,10 @@ REJECT = -2
 
 @dataclass(frozen=True)
 class FilterStep:
-    """Test, then go on with the step of that index, always a later one, or ACCEPT or REJECT."""
+    """A step: tests a predicate, then branches to the step with that index, or to ACCEPT or REJECT.
+
+    The target is always a later step.
+    """
 
     predicate: Predicate
     on_true: int
@@ -131,12 +143,15 @@ class FilterStep:
 
 @dataclass(frozen=True)
 class FilterProgram:
-    """A compiled filter; runs from the first step on. Mirrors: struct prog_entry (v6.1), in what it does."""
+    """A compiled filter, which runs from its first step.
+
+    Mirrors: struct prog_entry (v6.1), in its behaviour.
+    """
 
     steps: tuple[FilterStep, ...]
 
     def accepts(self, entry: RawEntry) -> bool:
-        """Whether the entry is to be recorded. Mirrors: filter_match_preds (v6.1)."""
+        """Return True if the entry is to be recorded. Mirrors: filter_match_preds (v6.1)."""
         at = 0
         while at >= 0:
             step = self.steps[at]
@@ -146,11 +161,11 @@ class FilterProgram:
 
 @dataclass(frozen=True)
 class EventFilter:
-    """A filter as it was written; one that couldn't be parsed has no program, and its error in its text."""
+    """A filter as it was written. If parsing failed, it has no program, and its text has the error."""
 
     text: str
     program: FilterProgram | None
 
     def accepts(self, entry: RawEntry) -> bool:
-        """Whether its program does."""
+        """Return True if the filter's program accepts the entry, or if it has no program."""
         return self.program is None or self.program.accepts(entry)

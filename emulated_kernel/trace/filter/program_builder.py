@@ -1,4 +1,4 @@
-"""Turns a filter's expression into steps: && and || become branches whose targets are filled in later."""
+"""Builder of filter programs: turns && and || into branches, and fills in their targets later."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from emulated_kernel.trace.filter.predicates import ACCEPT, REJECT, FilterProgra
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Exit = tuple[int, bool]
-"""A branch that leads out of a fragment: the step's index, and the result on which it is taken."""
+"""A branch that leaves a fragment: the step's index, and the result on which the branch is taken."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of the expression: its first step, and the branches out of it when it is true or false."""
+    """A part of the expression: its first step, and the branches that leave it if it is true or false."""
 
     start: int
     on_true: tuple[Exit, ...]
     on_false: tuple[Exit, ...]
 
     def negated(self) -> Fragment:
-        """The same with `!` before it."""
+        """Return the fragment for the same expression with `!` before it."""
         return Fragment(self.start, self.on_false, self.on_true)
 
 
 class FilterBuilder:
-    """Collects predicates in the order of their writing."""
+    """Collects predicates in the order in which they are written."""
 
     def __init__(self) -> None:
         self._predicates: list[Predicate] = []
         self._targets: dict[Exit, int] = {}
 
     def leaf(self, predicate: Predicate) -> Fragment:
-        """A fragment of one step."""
+        """Add a predicate, and return a fragment of one step."""
         index = len(self._predicates)
         self._predicates.append(predicate)
         return Fragment(index, ((index, True),), ((index, False),))
 
     def both(self, left: Fragment, right: Fragment) -> Fragment:
-        """`left && right`."""
+        """Return the fragment for `left && right`."""
         self._lead(left.on_true, right.start)
         return Fragment(left.start, right.on_true, left.on_false + right.on_false)
 
     def either(self, left: Fragment, right: Fragment) -> Fragment:
-        """`left || right`."""
+        """Return the fragment for `left || right`."""
         self._lead(left.on_false, right.start)
         return Fragment(left.start, left.on_true + right.on_true, right.on_false)
 
     def finish(self, whole: Fragment) -> FilterProgram:
-        """The program of the whole expression."""
+        """Return the program of the whole expression."""
         self._lead(whole.on_true, ACCEPT)
         self._lead(whole.on_false, REJECT)
         targets = self._targets

@@ -1,5 +1,6 @@
-"""Histogram triggers: counting hits by key, variables between events, and what follows from them.
+"""Histogram triggers: counting hits by key, variables shared between events, and actions on hits.
 
-From outside: trigger.HistCommand, a command of triggers, and system.HistServices. Under the control lock:
-hits count into maps, files read and clear them while the guest stands still.
+Other subpackages use trigger.HistCommand, a command of trigger files, and services.HistServices. All calls
+are made under the control lock. Hits count into maps; files read and clear the maps while the guest is
+stopped.
 """

@@ -1,4 +1,4 @@
-"""What a histogram does on some hits: onmatch(), onmax(), onchange(), with trace(), save() or snapshot()."""
+"""Actions of a histogram: onmatch(), onmax() or onchange() with trace(), save() or snapshot()."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class Handler(Enum):
-    """When something is done."""
+    """The condition on which an action runs."""
 
     ONMATCH = "onmatch"
     ONMAX = "onmax"
@@ -24,7 +24,7 @@ class Handler(Enum):
 
 
 class ActionKind(Enum):
-    """What is done."""
+    """The kind of an action."""
 
     SAVE = "save"
     SNAPSHOT = "snapshot"
@@ -33,39 +33,39 @@ class ActionKind(Enum):
 
 @dataclass
 class Action:
-    """Mirrors: kernel/trace/trace_events_hist.c:struct action_data (v6.1)."""
+    """An action on hits. Mirrors: kernel/trace/trace_events_hist.c:struct action_data (v6.1)."""
 
     owner: Histogram
     handler: Handler
     name: str = ""
-    """As written: of the action, or of the synthetic event."""
+    """Name of the action or of the synthetic event, as written."""
     kind: ActionKind = ActionKind.TRACE
     params: list[str] = field(default_factory=list)
     synthetic_name: str | None = None
-    """Of trace(): its first parameter."""
+    """First parameter of trace(): the name of the synthetic event."""
     match: tuple[str, str] | None = None
-    """Of onmatch(): group and name of the event that came before."""
+    """Parameter of onmatch(): group and name of the event that has to come before."""
     tracked_name: str = ""
-    """Of onmax() and onchange(): the variable, as written."""
+    """Parameter of onmax() and onchange(): the variable, as written."""
     tracked: HistField | None = None
-    """The reference to that variable."""
+    """The reference to the variable of onmax() or onchange()."""
     track_index: int = -1
-    """Of the variable that keeps the greatest, or latest, value."""
+    """Index of the variable that keeps the maximal or latest value."""
     synthetic: SyntheticEvent | None = None
     arguments: list[int] = field(default_factory=list)
-    """Places of the synthetic event's values among the references'."""
+    """Indexes of the synthetic event's values among the values of references."""
 
     @property
     def target_name(self) -> str:
-        """Of the synthetic event that it fires."""
+        """The name of the synthetic event that the action fires."""
         return self.name if self.synthetic_name is None else self.synthetic_name
 
     def key(self) -> tuple[object, ...]:
-        """What is the same in actions that do the same. Mirrors: actions_match (v6.1)."""
+        """Return a tuple that is equal for equivalent actions. Mirrors: actions_match (v6.1)."""
         return (self.handler, self.kind, self.params, self.target_name, self.match, self.tracked_name)
 
     def show(self) -> str:
-        """As in a trigger's line. Mirrors: print_actions_spec (v6.1)."""
+        """Return the action as in a trigger's line. Mirrors: print_actions_spec (v6.1)."""
         subject = ".".join(self.match) if self.match else self.tracked_name
         params = self.params if self.kind is ActionKind.TRACE else []
         if self.kind is ActionKind.SAVE:
@@ -77,15 +77,15 @@ class Action:
     # Hits
 
     def track_value(self, element: Element) -> int:
-        """The greatest, or latest, value so far."""
+        """Return the maximal or latest value so far."""
         return as_number(element.variables.get(self.track_index, 0))
 
     def passes(self, before: int, value: int) -> bool:
-        """Whether a value is worth acting upon."""
+        """Return True if a value is greater than, or different from, the value before."""
         return value > before if self.handler is Handler.ONMAX else value != before
 
     def run(self, hit: HistHit, element: Element, key: bytes) -> None:
-        """Act, if there is reason to. Mirrors: hist_trigger_actions, ontrack_action (v6.1)."""
+        """Run the action if its condition holds. Mirrors: hist_trigger_actions, ontrack_action (v6.1)."""
         if self.tracked is not None:
             value = as_number(hit.references[self.tracked.reference])
             if not self.passes(self.track_value(element), value):
@@ -99,7 +99,10 @@ class Action:
             self._snapshot(element, key)
 
     def _snapshot(self, element: Element, key: bytes) -> None:
-        """Mirrors: cond_snapshot_update (v6.1)."""
+        """Take a snapshot if the value is greater than, or different from, that of the last snapshot.
+
+        Mirrors: cond_snapshot_update (v6.1).
+        """
         snapshot = self.owner.triggers.array.snapshot
         taken = snapshot.condition
         if not isinstance(taken, TrackedSnapshot):
@@ -114,7 +117,7 @@ class Action:
         snapshot.take()
 
     def destroy(self) -> None:
-        """Let go of what it holds."""
+        """Release the synthetic event and the snapshot condition."""
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
         if self.kind is ActionKind.SNAPSHOT:
@@ -125,7 +128,7 @@ class Action:
 
 @dataclass
 class TrackedSnapshot:
-    """A trace array's condition for snapshots. Mirrors: struct track_data (v6.1)."""
+    """The snapshot condition of a trace array. Mirrors: struct track_data (v6.1)."""
 
     action: Action
     value: int = 0
@@ -134,18 +137,18 @@ class TrackedSnapshot:
     updated: bool = False
 
 
-# Parsing; mirrors kernel/trace/trace_events_hist.c:parse_actions (v6.1)
+# Parsing. Mirrors: kernel/trace/trace_events_hist.c:parse_actions (v6.1).
 
 
 def parse_action(text: str, data: Histogram) -> Action:
-    """`HANDLER(SUBJECT).ACTION(PARAMS)`. Raises: KernelError EINVAL."""
+    """Parse `HANDLER(SUBJECT).ACTION(PARAMS)`. Raises: KernelError EINVAL."""
     handler_name, _, rest = text.partition("(")
     action = Action(data, Handler(handler_name))
     subject, closed, rest = rest.partition(")")
     if action.handler is Handler.ONMATCH:
         action.match = _parse_match(subject, bool(closed), data)
     elif not closed:
-        raise KernelError(errno.EINVAL, "a parenthesis isn't closed")
+        raise KernelError(errno.EINVAL, f"{handler_name}: a closing parenthesis is missing")
     action.tracked_name = "" if action.match else subject
     _parse_body(action, rest, data)
     return action
@@ -164,7 +167,10 @@ def _parse_match(subject: str, closed: bool, data: Histogram) -> tuple[str, str]
 
 
 def _parse_body(action: Action, text: str, data: Histogram) -> None:
-    """Mirrors: action_parse (v6.1); a name that only starts like an action is one too."""
+    """Parse `.ACTION(PARAMS)`. A name that only begins like an action is accepted too.
+
+    Mirrors: action_parse (v6.1).
+    """
     action.name, opened, rest = text.partition(".")[2].partition("(")
     if "." not in text or not opened:
         raise data.log.error(HistError.ACTION_NOT_FOUND)

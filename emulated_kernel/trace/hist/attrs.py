@@ -1,4 +1,4 @@
-"""A histogram's command taken apart: `keys=...:vals=...:sort=...:size=...` and the rest."""
+"""Parser for the parts of a histogram's command: `keys=...:vals=...:sort=...:size=...` and others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _HANDLERS = ("onmatch(", "onmax(", "onchange(")
 
 @dataclass
 class HistAttrs:
-    """Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_attrs (v6.1)."""
+    """The parts of a command. Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_attrs (v6.1)."""
 
     keys: str | None = None
     vals: str | None = None
     sort: str | None = None
     name: str | None = None
-    """With its `name=`."""
+    """The name, including `name=`."""
     clock: str = "global"
     bits: int = 0
     pause: bool = False
@@ -37,22 +37,22 @@ class HistAttrs:
 
     @property
     def changes(self) -> bool:
-        """Whether it is about a histogram that exists."""
+        """Whether the command changes an existing histogram."""
         return self.pause or self.resume or self.clear
 
 
 def split_filter(text: str) -> tuple[str, str | None]:
-    """The command and its `if FILTER`: the first `if` with blanks around it.
+    """Split a command from its `if FILTER`. The filter begins at the first `if` with blanks around it.
 
     Raises: KernelError EINVAL. Mirrors: event_hist_trigger_parse (v6.1).
     """
     at = text.find("if")
     while at >= 0:
         if at == 0:
-            raise KernelError(errno.EINVAL, "keys are missing")
+            raise KernelError(errno.EINVAL, "histogram: keys are missing; add keys=FIELD")
         if text[at - 1] in " \t":
             if at >= len(text) - 3:
-                raise KernelError(errno.EINVAL, "the filter is empty")
+                raise KernelError(errno.EINVAL, "histogram: the filter after `if` is empty")
             if text[at + 2] in " \t":
                 return text[: at - 1].strip(SPACES), text[at:].strip(SPACES)
         at = text.find("if", at + 1)
@@ -60,7 +60,10 @@ def split_filter(text: str) -> tuple[str, str | None]:
 
 
 def parse_attrs(text: str, log: LastCommandLog) -> HistAttrs:
-    """Raises: KernelError EINVAL, ERANGE. Mirrors: parse_hist_trigger_attrs (v6.1)."""
+    """Parse the parts of a command. Raises: KernelError EINVAL, ERANGE.
+
+    Mirrors: parse_hist_trigger_attrs (v6.1).
+    """
     attrs = HistAttrs()
     for part in text.split(":"):
         if "=" in part:
@@ -76,9 +79,9 @@ def parse_attrs(text: str, log: LastCommandLog) -> HistAttrs:
         elif part.startswith(_HANDLERS) and len(attrs.actions) < ACTIONS_MAX:
             attrs.actions.append(part)
         else:
-            raise KernelError(errno.EINVAL, f"{part!r} is nothing that histograms know")
+            raise KernelError(errno.EINVAL, f"histogram: unknown attribute {part!r}")
     if attrs.keys is None:
-        raise KernelError(errno.EINVAL, "keys are missing")
+        raise KernelError(errno.EINVAL, "histogram: keys are missing; add keys=FIELD")
     return attrs
 
 
@@ -104,15 +107,15 @@ def _assign(attrs: HistAttrs, part: str, log: LastCommandLog) -> None:
 
 
 def _map_bits(text: str) -> int:
-    """Mirrors: parse_map_size (v6.1)."""
+    """Return the binary logarithm of a map's size, rounded up. Mirrors: parse_map_size (v6.1)."""
     bits = max(kstrtoul(text) - 1, 0).bit_length()
     if not MIN_BITS <= bits <= MAX_BITS:
-        raise KernelError(errno.EINVAL, "a histogram has 128 to 131072 elements")
+        raise KernelError(errno.EINVAL, "histogram: the size is out of range; use 128 to 131072")
     return bits
 
 
 def parse_variables(attrs: HistAttrs, log: LastCommandLog) -> list[tuple[str, str]]:
-    """Names and expressions of variables. Raises: KernelError EINVAL.
+    """Return names and expressions of variables. Raises: KernelError EINVAL.
 
     Mirrors: parse_var_defs (v6.1).
     """

@@ -1,4 +1,4 @@
-"""Makes actions ready to run: finds what they refer to, and makes variables for fields that they name.
+"""Preparation of actions: resolving their names, and creating variables for fields that they use.
 
 Mirrors: kernel/trace/trace_events_hist.c:create_actions (v6.1).
 """
@@ -21,12 +21,12 @@ from emulated_kernel.trace.synth.synth_event import FIELDS_MAX
 from emulated_kernel.util.errors import KernelError
 
 MakeHist = Callable[[HistData, EventFile, str], None]
-"""Makes a histogram on another event. Raises: KernelError."""
+"""Function that creates a histogram on another event. Raises: KernelError."""
 _TRACKS = {Handler.ONMAX: "__max", Handler.ONCHANGE: "__change"}
 
 
 class ActionMaker:
-    """Makes the actions of one histogram."""
+    """Prepares the actions of one histogram."""
 
     def __init__(self, data: HistData, make_hist: MakeHist) -> None:
         self._data = data
@@ -34,7 +34,10 @@ class ActionMaker:
         self._make_hist = make_hist
 
     def create(self, action: Action) -> None:
-        """Raises: KernelError EINVAL, EEXIST (a second save), EBUSY (a second snapshot), ENODEV, ENOMEM."""
+        """Prepare an action.
+
+        Raises: KernelError EINVAL, EEXIST (a second save), EBUSY (a second snapshot), ENODEV, ENOMEM.
+        """
         if action.handler is not Handler.ONMATCH:
             self._track(action)
         match action.kind:
@@ -46,7 +49,10 @@ class ActionMaker:
                 self._snapshot(action)
 
     def _track(self, action: Action) -> None:
-        """Mirrors: track_data_create (v6.1)."""
+        """Create the variable that keeps the tracked value of onmax() or onchange().
+
+        Mirrors: track_data_create (v6.1).
+        """
         if not action.tracked_name.startswith("$"):
             raise self._log.error(HistError.ONX_NOT_VAR, action.tracked_name)
         name = action.tracked_name[1:]
@@ -60,22 +66,25 @@ class ActionMaker:
     def _refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField:
         reference = self._data.variables.refer_to(variable, system, event_name)
         if reference is None:
-            raise KernelError(errno.ENOMEM, "too many references")
+            raise KernelError(errno.ENOMEM, "histogram: too many references to variables")
         return reference
 
     def _new_variable(self, name: str, size: int, type_: str) -> HistField:
-        """Mirrors: create_var (v6.1)."""
+        """Create a variable. Mirrors: create_var (v6.1)."""
         data = self._data
         if data.variables.exists(name) and not data.removes:
-            raise KernelError(errno.EINVAL, f"there is a variable {name}")
+            raise KernelError(errno.EINVAL, f"histogram: the variable {name} already exists")
         return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.map.add_variable())
 
     def _snapshot(self, action: Action) -> None:
-        """Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1)."""
+        """Allocate the snapshot buffer and set its condition.
+
+        Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1).
+        """
         snapshot = self._data.triggers.array.snapshot
         snapshot.allocate()
         if snapshot.condition is not None:
-            raise KernelError(errno.EBUSY, "another histogram takes snapshots")
+            raise KernelError(errno.EBUSY, "snapshot: another histogram already takes snapshots")
         snapshot.condition = TrackedSnapshot(action)
 
     def _save(self, action: Action) -> None:
@@ -86,7 +95,7 @@ class ActionMaker:
                 self._data.saved_variables.append(self._field_variable(param))
 
     def _field_variable(self, name: str) -> FieldVariable:
-        """A variable for a field of the histogram's own event. Mirrors: create_field_var (v6.1)."""
+        """Create a variable for a field of the histogram's own event. Mirrors: create_field_var (v6.1)."""
         if len(self._data.field_variables) >= FIELDS_MAX:
             raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
         with self._log.instead(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name)):
@@ -98,14 +107,14 @@ class ActionMaker:
     # trace(), and synthetic events by name
 
     def _trace(self, action: Action) -> None:
-        """Mirrors: trace_action_create (v6.1)."""
+        """Resolve the synthetic event and its arguments. Mirrors: trace_action_create (v6.1)."""
         event = self._data.system.find_synthetic(action.target_name)
         if event is None:
             raise self._log.error(HistError.SYNTH_EVENT_NOT_FOUND, action.target_name)
         arguments: list[int] = []
         for param in action.params:
             if param.count(".") == 1:
-                raise KernelError(errno.EINVAL, "a name has no dot, or two")
+                raise KernelError(errno.EINVAL, f"{param}: a name has no dot, or two dots")
             system, event_name, name = qualified(param)
             variable = self._argument(action, system, event_name, name)
             if not event.takes(len(arguments), variable.type, variable.size, variable.is_signed):
@@ -118,7 +127,10 @@ class ActionMaker:
         action.arguments = arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
-        """Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1)."""
+        """Return the variable of an argument, and create it if the argument is a field.
+
+        Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1).
+        """
         own = self._data.file.event
         is_variable = name.startswith("$")
         name = name.removeprefix("$")
@@ -134,7 +146,7 @@ class ActionMaker:
                 raise self._log.error(HistError.PARAM_NOT_FOUND, name)
             return found
         if system is None or event_name is None:
-            raise KernelError(errno.EINVAL, f"no field {name}")
+            raise KernelError(errno.EINVAL, f"histogram: no field {name}")
         return self._field_of_other(system, event_name, name)
 
     def _argument_field(self, name: str) -> HistField | None:
@@ -146,8 +158,9 @@ class ActionMaker:
         return made.variable
 
     def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
-        """A variable for a field of another event: a histogram is made there, with the same keys.
+        """Return a variable for a field of another event.
 
+        For this, create a histogram with the same keys there.
         Mirrors: create_field_var_hist (v6.1).
         """
         data = self._data
@@ -174,18 +187,21 @@ class ActionMaker:
 
 
 def _same_keys(one: Histogram, other: Histogram) -> bool:
-    """Mirrors: compatible_keys (v6.1)."""
+    """Return True if the keys of both histograms have the same types. Mirrors: compatible_keys (v6.1)."""
     return [(key.type, key.size, key.is_signed) for key in one.keys] == [
         (key.type, key.size, key.is_signed) for key in other.keys
     ]
 
 
 def _hist_command(model: Histogram, file: EventFile, variable: str, name: str) -> str:
-    """A histogram with the keys and the filter of another. Raises: KernelError E2BIG."""
+    """Return the command of a histogram with the keys and the filter of another one.
+
+    Raises: KernelError E2BIG.
+    """
     keys = ",".join(key.full_name() for key in model.keys)
     text = f"keys={keys}:{variable}={name}"
     holder = next(each for each in holders_of(file) if each.data is model)
     text += holder.filter_text()
     if len(text) >= MAX_STRING:
-        raise KernelError(errno.E2BIG, "the histogram's command is too long")
+        raise KernelError(errno.E2BIG, "histogram: its command is too long")
     return text

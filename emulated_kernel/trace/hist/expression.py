@@ -1,4 +1,4 @@
-"""Expressions of histograms: fields with modifiers, constants, references, and operators between them."""
+"""Parser of histogram expressions: fields with modifiers, constants, references, and operators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PLAIN_MODIFIERS = {
 
 
 class ExpressionParser:
-    """Parses one key, value or variable. Mirrors: parse_expr, parse_unary, parse_atom (v6.1)."""
+    """Parser of one key, value or variable. Mirrors: parse_expr, parse_unary, parse_atom (v6.1)."""
 
     def __init__(self, variables: Variables) -> None:
         self._variables = variables
@@ -43,7 +43,10 @@ class ExpressionParser:
         self._subexpressions = 0
 
     def parse(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
-        """Raises: KernelError EINVAL, ENOMEM (a field that is no number), EDOM (division by 0)."""
+        """Parse an expression.
+
+        Raises: KernelError EINVAL, ENOMEM (a field is not a number), EDOM (division by 0).
+        """
         if self._subexpressions > _SUBEXPRESSIONS_MAX:
             raise self._log.error(HistError.TOO_MANY_SUBEXPR, text)
         found = find_operator(text)
@@ -56,20 +59,23 @@ class ExpressionParser:
         left = text[:at]
         right = text[at + 1 :]
         if not left or not right:
-            raise KernelError(errno.EINVAL, "an operand is missing")
+            raise KernelError(errno.EINVAL, f"histogram: {text!r} lacks an operand")
         return self._binary(operator, left, right, flags, variable)
 
     def _unary(self, text: str, flags: Flag, variable: str | None) -> HistField:
-        """Only `-(EXPRESSION)`. Linux: what stands before a later parenthesis than the first is kept."""
+        """Parse `-(EXPRESSION)`.
+
+        Linux: one character after the sign is skipped, even if it is not a parenthesis.
+        """
         self._subexpressions += 1
         if self._subexpressions > _SUBEXPRESSIONS_MAX:
             raise self._log.error(HistError.TOO_MANY_SUBEXPR, text)
         body = text[1:]
         if "(" not in body:
-            raise KernelError(errno.EINVAL, "unary minus needs parentheses")
+            raise KernelError(errno.EINVAL, "histogram: unary minus needs parentheses")
         inner, closing, rest = body[1:].rpartition(")")
         if not closing:
-            raise KernelError(errno.EINVAL, "a parenthesis isn't closed")
+            raise KernelError(errno.EINVAL, "histogram: a closing parenthesis is missing")
         if rest:
             raise self._log.error(HistError.UNARY_MINUS_SUBEXPR, body[1:])
         operand = self._operand(inner)
@@ -92,7 +98,7 @@ class ExpressionParser:
         flags: Flag,
         variable: str | None,
     ) -> HistField:
-        """Like its first operand."""
+        """Create the field of an expression, which has the type of its first operand."""
         like = operands[0]
         field = HistField(
             self._owner, flags | Flag.EXPR, type=like.type, size=like.size, is_signed=like.is_signed
@@ -133,7 +139,7 @@ class ExpressionParser:
     # Atoms
 
     def atom(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
-        """A constant, `[GROUP.EVENT.]$VARIABLE`, or a field. Raises: KernelError EINVAL, ENOMEM."""
+        """Parse a constant, `[GROUP.EVENT.]$VARIABLE`, or a field. Raises: KernelError EINVAL, ENOMEM."""
         if is_digit(text):
             try:
                 return self._constant(kstrtoul(text), flags, variable)
@@ -151,14 +157,17 @@ class ExpressionParser:
         return field
 
     def _alias(self, reference: HistField, variable: str) -> HistField:
-        """A variable that is another one's name. Mirrors: create_alias (v6.1)."""
+        """Create a variable that is another name of a referenced one. Mirrors: create_alias (v6.1)."""
         alias = HistField(self._owner, Flag.ALIAS | Flag.VAR, variable=variable, operands=(reference,))
         alias.value = reference.value
         self._variables.copy(reference, alias)
         return alias
 
     def _field(self, text: str, flags: Flag) -> tuple[FilterField | None, Flag, int]:
-        """Mirrors: parse_field (v6.1)."""
+        """Parse a field with its modifier; return its source, its flags, and the size of buckets.
+
+        Mirrors: parse_field (v6.1).
+        """
         name, dot, modifier = text.partition(".")
         buckets = 0
         if dot:
@@ -179,7 +188,10 @@ class ExpressionParser:
         return source, flags, buckets
 
     def _modifier(self, name: str, modifier: str, flags: Flag) -> tuple[Flag, int]:
-        """A modifier's flag, and the size of buckets. Linux: `percent` and `graph` may go on."""
+        """Return a modifier's flag, and the size of buckets.
+
+        Linux: only the beginning of `percent` and `graph` counts.
+        """
         if modifier in _PLAIN_MODIFIERS:
             return _PLAIN_MODIFIERS[modifier], 0
         if modifier == "execname" and name == "common_pid":
@@ -194,7 +206,10 @@ class ExpressionParser:
         raise self._log.error(HistError.BAD_FIELD_MODIFIER, modifier)
 
     def _buckets(self, text: str) -> int:
-        """Linux: the caret points at what of the modifier hasn't been read."""
+        """Parse the size of buckets.
+
+        Linux: the caret points at the part of the modifier that was not yet read.
+        """
         if not text.startswith("="):
             raise self._log.error(HistError.BAD_FIELD_MODIFIER, text)
         try:

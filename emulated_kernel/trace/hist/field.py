@@ -1,4 +1,4 @@
-"""A field of a histogram: a key, a value, a variable or a reference to one, and what it is worth at a hit."""
+"""A field of a histogram: a key, a value, a variable or a reference, and its value at a hit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STRING = 256
-"""Bytes of a string and its NUL. Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1)."""
+"""Maximal bytes of a string, including its NUL. Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1)."""
 STACK_DEPTH = 16
 _DIV_SHIFT = 20
 _PID = slice(4, 8)
 
 
 class Flag(IntFlag):
-    """Mirrors: kernel/trace/trace_events_hist.c:enum hist_field_flags (v6.1)."""
+    """Properties of a field. Mirrors: kernel/trace/trace_events_hist.c:enum hist_field_flags (v6.1)."""
 
     HITCOUNT = 1 << 0
     KEY = 1 << 1
@@ -67,11 +67,11 @@ MODIFIERS = {
     Flag.PERCENT: "percent",
     Flag.GRAPH: "graph",
 }
-"""In the order in which one is chosen to be shown."""
+"""Flag -> modifier. If a field has several of these flags, the first one is shown."""
 
 
 class Operator(Enum):
-    """As written between operands."""
+    """An operator of an expression, as it is written between operands."""
 
     PLUS = "+"
     MINUS = "-"
@@ -82,24 +82,24 @@ class Operator(Enum):
 
 @dataclass
 class HistHit:
-    """A hit on its way into a histogram."""
+    """A hit that is being counted in a histogram."""
 
     hit: ProbeHit
     entry: RawEntry
     clock: Callable[[], int]
-    """In units of the trace array's clock."""
+    """Returns the time in units of the trace array's clock."""
     element: Element | None = None
     references: tuple[Value, ...] = ()
     """Values of the variables that the histogram refers to."""
 
     @cached_property
     def time(self) -> int:
-        """The same for all fields of a hit."""
+        """The time of the hit, which is the same for all fields."""
         return self.clock()
 
     @property
     def comm(self) -> bytes:
-        """Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1)."""
+        """The name of the task that was hit. Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1)."""
         return self.entry.comm if any(self.entry.data[_PID]) else b"<idle>"
 
 
@@ -109,7 +109,10 @@ def _nothing(_hit: HistHit) -> Value:
 
 @dataclass(eq=False)
 class HistField:
-    """Sizes and offsets in bytes. Mirrors: kernel/trace/trace_events_hist.c:struct hist_field (v6.1)."""
+    """A field of a histogram; sizes and offsets are in bytes.
+
+    Mirrors: kernel/trace/trace_events_hist.c:struct hist_field (v6.1).
+    """
 
     owner: Histogram
     flags: Flag
@@ -118,31 +121,31 @@ class HistField:
     size: int = 0
     is_signed: bool = False
     value: Callable[[HistHit], Value] = _nothing
-    """What it is worth."""
+    """Returns the field's value at a hit."""
     operands: tuple[HistField, ...] = ()
     operator: Operator | None = None
     name: str = ""
-    """Of an expression or a reference."""
+    """Name of an expression or a reference."""
     variable: str | None = None
-    """Name of the variable that the field defines, as in `ts0=...`; None: it defines none."""
+    """Name of the variable that the field defines, as in `ts0=...`. None if it does not define a variable."""
     index: int = -1
-    """Of the variable, in its map's elements."""
+    """Index of the variable in the elements of its map."""
     system: str | None = None
     event_name: str | None = None
     reference: int = -1
-    """Of a reference: its place in HistHit.references."""
+    """Index of a reference's value in HistHit.references."""
     read_once: bool = False
     buckets: int = 0
     constant: int = 0
     offset: int = 0
-    """Of a key: where it stands in the compound key."""
+    """Offset of a key in the compound key."""
 
     def number(self, hit: HistHit) -> int:
-        """Its value as a number. Deviates: strings count as 0; Linux takes their addresses."""
+        """Return the value at a hit as a number. Deviates: strings count as 0; Linux uses their addresses."""
         return as_number(self.value(hit))
 
     def full_name(self, level: int = 0) -> str:
-        """Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1)."""
+        """Return the field's name. Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1)."""
         if level > 1:
             return ""
         if self.field is not None:
@@ -156,24 +159,29 @@ class HistField:
         return "common_timestamp" if self.flags & Flag.TIMESTAMP else ""
 
     def modifier(self) -> str:
-        """The modifier with its dot, or nothing."""
+        """Return the modifier with its dot, or an empty string."""
         return next((f".{name}" for flag, name in MODIFIERS.items() if self.flags & flag), "")
 
     def show(self) -> str:
-        """As in a trigger's line. Mirrors: kernel/trace/trace_events_hist.c:hist_field_print (v6.1)."""
+        """Return the field as in a trigger's line.
+
+        Mirrors: kernel/trace/trace_events_hist.c:hist_field_print (v6.1).
+        """
         text = f"{self.variable}=" if self.variable is not None else ""
         if self.flags & Flag.CPU:
             text += "common_cpu"
         elif self.flags & Flag.CONST:
             text += str(self.constant)
         else:
-            text += ("$" if self.flags & (Flag.VAR_REF | Flag.ALIAS) else "") + self.full_name()
+            if self.flags & (Flag.VAR_REF | Flag.ALIAS):
+                text += "$"
+            text += self.full_name()
         if not self.flags & (Flag.VAR_REF | Flag.EXPR):
             text += self.modifier()
         return f"{text}={self.buckets}" if self.buckets else text
 
     def operand_text(self) -> str:
-        """As in the name of an expression. Mirrors: expr_field_str (v6.1)."""
+        """Return the field as an operand in the name of an expression. Mirrors: expr_field_str (v6.1)."""
         text = ""
         if self.flags & Flag.VAR_REF:
             text = "$"
@@ -183,8 +191,9 @@ class HistField:
         return text if self.flags & Flag.VAR_REF else text + self.modifier()
 
     def expression_text(self, level: int = 0) -> str:
-        """The name of an expression. Linux: none where it negates a bucket or, twice, an expression.
+        """Return the name of an expression.
 
+        Linux: the negation of a bucket, and the double negation of an expression, have no name.
         Mirrors: expr_str (v6.1).
         """
         if level > 1:
@@ -201,7 +210,7 @@ class HistField:
 
 
 class Histogram:
-    """Its fields and its map, as fields, actions and other histograms see them."""
+    """The interface of a histogram for fields, actions and other histograms: its fields and its map."""
 
     def __init__(
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs
@@ -211,12 +220,12 @@ class Histogram:
         self.log = log
         self.attrs = attrs
         self.values: list[HistField] = []
-        """Values, hitcount first, then variables."""
+        """The values, with the hit count first, and then the variables."""
         self.keys: list[HistField] = []
-        """The key's parts."""
+        """The parts of the key."""
         self.references: list[HistField] = []
         self.matches: list[tuple[str, str]] = []
-        """Groups and names of the events that its onmatch() actions name."""
+        """Groups and names of the events in its onmatch() actions."""
         self.field_variables: list[FieldVariable] = []
         self.saved_variables: list[FieldVariable] = []
         self.uses_time = False
@@ -224,56 +233,59 @@ class Histogram:
 
     @property
     def fields(self) -> list[HistField]:
-        """Values, variables and keys."""
+        """The values, variables and keys."""
         return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
-        """The variable of that name. Mirrors: find_var_field (v6.1)."""
+        """Return the variable of that name, or None. Mirrors: find_var_field (v6.1)."""
         found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
         return next(found, None)
 
     def timestamp(self, time: int) -> int:
-        """A time in the unit that the histogram counts in."""
+        """Convert a time into the unit that the histogram uses."""
         in_usecs = self.attrs.in_usecs and self.triggers.array.clock.in_ns
         return ns_to_usecs(time) if in_usecs else time
 
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A variable that was made for a field of the event itself. Mirrors: struct field_var (v6.1)."""
+    """A variable for a field of the histogram's own event; `value` is the field.
+
+    Mirrors: struct field_var (v6.1).
+    """
 
     variable: HistField
     value: HistField
 
 
 def set_variable(element: Element, variable: HistField, value: Value) -> None:
-    """Give a variable its value; a string is cut to its room."""
+    """Set a variable of an element. A string is truncated to the variable's size."""
     if isinstance(value, bytes):
         value = value[: max(min(variable.size, MAX_STRING) - 1, 0)]
     element.variables[variable.index] = value
 
 
 def set_variables(element: Element, variables: Sequence[FieldVariable], hit: HistHit) -> None:
-    """Give variables of fields the fields' values."""
+    """Set the variables to the values of their fields."""
     for each in variables:
         set_variable(element, each.variable, each.value.value(hit))
 
 
 def as_number(value: Value) -> int:
-    """A value in an expression or a sum."""
+    """Return a value as a number, for an expression or a sum. Strings count as 0."""
     return value if isinstance(value, int) else 0
 
 
-# What fields are worth
+# Values of fields
 
 
 def execname_value(hit: HistHit) -> Value:
-    """The name of the task that made the element."""
+    """Return the name of the task that created the element."""
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 
 def _dynamic_string(data: bytes, place: slice) -> bytes:
-    """The string that the __data_loc at `place` of an entry tells of."""
+    """Return the string that the __data_loc at `place` of an entry refers to."""
     location = int.from_bytes(data[place], "little")
     start = location & 0xFFFF
     length = location >> 16
@@ -285,7 +297,11 @@ def _divide(value: int, divisor: int) -> int:
 
 
 def divide_by_constant(value: int, divisor: int) -> int:
-    """Linux: by one below 2**20 that is no power of two, small numbers are rounded up a little."""
+    """Divide as Linux does by a constant.
+
+    Linux: if the divisor is below 2**20 and not a power of two, quotients of small numbers are rounded up a
+    little.
+    """
     if not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
         return value // divisor
     rounding = (1 << _DIV_SHIFT) - 1
@@ -293,7 +309,7 @@ def divide_by_constant(value: int, divisor: int) -> int:
 
 
 Operation = Callable[..., int]
-"""Of the operands' numbers; its low 64 bits count."""
+"""Function of the operands' numbers; only the low 64 bits of its result are used."""
 OPERATIONS: dict[Operator, Operation] = {
     Operator.PLUS: operator.add,
     Operator.MINUS: operator.sub,
@@ -306,9 +322,9 @@ OPERATIONS: dict[Operator, Operation] = {
 def make_field(
     owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None = None
 ) -> HistField:
-    """A field that is no expression, reference or stack trace.
+    """Create a field that is not an expression, a reference or a stack trace.
 
-    Raises: KernelError ENOMEM (one whose size is no number's).
+    Raises: KernelError ENOMEM (an array whose size is not that of a number).
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
     field = HistField(owner, flags, source.declared if source else None, variable=variable)
@@ -323,7 +339,7 @@ def make_field(
     elif flags & (Flag.LOG2 | Flag.BUCKET):
         operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET))
         if flags & Flag.LOG2:
-            # Linux: rounded up, as order_base_2() does.
+            # Linux: the logarithm is rounded up, as by order_base_2().
             field.value = lambda hit: max(operand.number(hit) - 1, 0).bit_length()
         else:
             field.value = lambda hit: operand.number(hit) // field.buckets * field.buckets
@@ -361,5 +377,5 @@ def _of_source(field: HistField, source: FilterField) -> HistField:
             int.from_bytes(hit.entry.data[place], "little", signed=declared.is_signed) & U64
         )
     else:
-        raise KernelError(errno.ENOMEM, "an array of numbers can't be counted")
+        raise KernelError(errno.ENOMEM, f"{declared.name}: arrays of numbers cannot be counted")
     return field

@@ -1,4 +1,4 @@
-"""A histogram: its fields, its map, and what a hit does to them."""
+"""A histogram: its fields, its map, and the counting of hits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NOT_FOR_VALUES = Flag.BUCKET | Flag.LOG2 | Flag.SYM | Flag.SYM_OFFSET | Flag.SY
 
 
 class HistData(Histogram):
-    """Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1)."""
+    """A histogram. Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1)."""
 
     def __init__(
         self,
@@ -60,7 +60,10 @@ class HistData(Histogram):
         *,
         removes: bool,
     ) -> None:
-        """`removes`: the command has a `!`, so that it may define what there is."""
+        """Create a histogram without fields; build() adds them.
+
+        `removes` means that the command begins with `!`. It may then define variables that already exist.
+        """
         super().__init__(triggers, file, log, attrs)
         self.system = system
         self.removes = removes
@@ -68,20 +71,20 @@ class HistData(Histogram):
         self.sort_keys: list[SortKey] = [SortKey()]
         self.actions: list[Action] = []
         self.made_hists: list[tuple[EventFile, str]] = []
-        """Histograms that were made on other events for their fields, as commands."""
+        """Files and commands of histograms that were created on other events to get their fields."""
         self.variables = Variables(self, system)
 
-    # Making one; mirrors create_hist_data, create_hist_fields (v6.1)
+    # Creation. Mirrors: create_hist_data, create_hist_fields (v6.1).
 
     def build(self) -> None:
-        """Make fields and map of what the command says, once its actions are parsed.
+        """Create fields and map from the command, whose actions have already been parsed.
 
         Raises: KernelError EINVAL, ENOMEM, EDOM.
         """
         self.variables.definitions = parse_variables(self.attrs, self.log)
         self._build_values()
         for number, (name, expression) in enumerate(self.variables.definitions):
-            # Before: operands behind the first may name the variable itself.
+            # This precedes parsing, since operands after the first may use the variable itself.
             self.variables.definitions[number] = name, leftmost_operand(expression)
             self._build_variable(name, expression)
         self._build_keys()
@@ -91,7 +94,8 @@ class HistData(Histogram):
         self.map = TracingMap(self.attrs.bits or DEFAULT_BITS, self.key_size, sums)
         for each in self.fields:
             if each.flags & Flag.VAR:
-                each.owner, each.index = self, self.map.add_variable()
+                each.owner = self
+                each.index = self.map.add_variable()
 
     def _build_values(self) -> None:
         self.values.append(make_field(self, None, Flag.HITCOUNT))
@@ -103,10 +107,10 @@ class HistData(Histogram):
             if name != HITCOUNT:
                 self.values.append(self._value(name, Flag(0), None))
         if names[taken:] and names[taken:] != [HITCOUNT]:
-            raise KernelError(errno.EINVAL, "too many values")
+            raise KernelError(errno.EINVAL, "histogram: too many values")
 
     def _value(self, text: str, flags: Flag, variable: str | None) -> HistField:
-        """Mirrors: __create_val_field (v6.1)."""
+        """Create a value or a variable. Mirrors: __create_val_field (v6.1)."""
         made = ExpressionParser(self.variables).parse(text, flags, variable)
         refused = _NOT_FOR_VARIABLES if made.flags & Flag.VAR else _NOT_FOR_VALUES
         if made.flags & refused:
@@ -114,7 +118,7 @@ class HistData(Histogram):
         return made
 
     def _build_variable(self, name: str, expression: str) -> None:
-        """Mirrors: create_var_field (v6.1)."""
+        """Create a variable. Mirrors: create_var_field (v6.1)."""
         if self.variables.exists(name) and not self.removes:
             raise self.log.error(HistError.DUPLICATE_VAR, name)
         made = self._value(expression, Flag.VAR, name)
@@ -134,13 +138,13 @@ class HistData(Histogram):
             made.offset = self.key_size
             self.key_size += made.size
             if self.key_size > _KEY_SIZE_MAX:
-                raise KernelError(errno.EINVAL, "the keys are too long")
+                raise KernelError(errno.EINVAL, "histogram: the keys are too long")
             self.keys.append(made)
         if names[KEYS_MAX:]:
-            raise KernelError(errno.EINVAL, "too many keys")
+            raise KernelError(errno.EINVAL, "histogram: too many keys")
 
     def _key(self, text: str) -> HistField:
-        """Mirrors: create_key_field (v6.1)."""
+        """Create a part of the key. Mirrors: create_key_field (v6.1)."""
         if text == "stacktrace":
             return HistField(self, Flag.KEY | Flag.STACKTRACE, size=8 * STACK_DEPTH)
         made = ExpressionParser(self.variables).parse(text, Flag.KEY)
@@ -149,7 +153,7 @@ class HistData(Histogram):
         return made
 
     def _build_sort_keys(self) -> None:
-        """Mirrors: create_sort_keys (v6.1)."""
+        """Parse `sort=`. Mirrors: create_sort_keys (v6.1)."""
         if self.attrs.sort is None:
             return
         names = self.attrs.sort.split(",")
@@ -175,14 +179,14 @@ class HistData(Histogram):
                 return index
         raise self.log.error(HistError.INVALID_SORT_FIELD, name)
 
-    # What others ask
+    # Queries
 
     def has_variables(self) -> bool:
-        """Mirrors: has_hist_vars (v6.1)."""
+        """Return True if the histogram defines or uses variables. Mirrors: has_hist_vars (v6.1)."""
         return bool(self.references) or any(_has_variables(each) for each in self.fields)
 
     def is_referred_to(self) -> bool:
-        """Whether another histogram uses a variable of this one. Mirrors: check_var_refs (v6.1)."""
+        """Return True if another histogram uses a variable of this one. Mirrors: check_var_refs (v6.1)."""
         return any(
             reference.owner is self
             for other in self.system.with_variables(self.triggers.array)
@@ -192,12 +196,13 @@ class HistData(Histogram):
 
     @property
     def sortable(self) -> list[HistField]:
-        """What elements may be sorted by: values, hitcount first, then keys."""
+        """The fields by which elements may be sorted: the hit count, other values, and keys."""
         return [each for each in self.fields if not each.flags & Flag.VAR]
 
     def elements(self) -> list[Element]:
-        """All of them, sorted."""
-        return self.map.sorted(*map(self._ranking, self.sort_keys))
+        """Return all elements, sorted."""
+        rankings = [self._ranking(key) for key in self.sort_keys]
+        return self.map.sorted(*rankings)
 
     def _ranking(self, key: SortKey) -> Rank:
         part = self.sortable[key.index]
@@ -209,7 +214,10 @@ class HistData(Histogram):
     # Hits
 
     def count(self, hit: ProbeHit, entry: RawEntry) -> None:
-        """Count a hit, unless a variable that it needs isn't set. Mirrors: event_hist_trigger (v6.1)."""
+        """Count a hit, unless a variable that the histogram needs is not set.
+
+        Mirrors: event_hist_trigger (v6.1).
+        """
         now = HistHit(hit, entry, self.triggers.array.now)
         key = b"".join(self._key_bytes(part, now) for part in self.keys)
         references: list[Value] = [0] * len(self.references)
@@ -218,7 +226,8 @@ class HistData(Histogram):
         element = self.map.insert(key, now.comm)
         if element is None:
             return
-        now.element, now.references = element, tuple(references)
+        now.element = element
+        now.references = tuple(references)
         self._update(now, element)
         if self._resolve(key, references, own=True):
             now.references = tuple(references)
@@ -235,8 +244,9 @@ class HistData(Histogram):
         return value.to_bytes(8, "little").ljust(part.size, b"\0")
 
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
-        """Look up what is referred to, here or elsewhere; False if a variable isn't set.
+        """Look up the referenced variables of this histogram (`own`) or of others.
 
+        Return False if one is not set.
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):
@@ -251,7 +261,7 @@ class HistData(Histogram):
         return True
 
     def _update(self, hit: HistHit, element: Element) -> None:
-        """Mirrors: hist_trigger_elt_update (v6.1)."""
+        """Add the hit to sums, and set variables. Mirrors: hist_trigger_elt_update (v6.1)."""
         for index, each in enumerate(self.values):
             if each.flags & Flag.VAR:
                 set_variable(element, each, each.value(hit))
@@ -261,7 +271,10 @@ class HistData(Histogram):
 
 
 def _has_variables(each: HistField, level: int = 0) -> bool:
-    """Mirrors: field_has_hist_vars (v6.1)."""
+    """Return True if a field or its operands are variables or references.
+
+    Mirrors: field_has_hist_vars (v6.1).
+    """
     if level > 3:
         return False
     if each.flags & (Flag.VAR | Flag.VAR_REF):
@@ -270,7 +283,10 @@ def _has_variables(each: HistField, level: int = 0) -> bool:
 
 
 def _rank(part: HistField, key: bytes) -> int:
-    """What a key's part is compared by: strings as their bytes. Linux: stack traces are all equal."""
+    """Return the number by which a part of the key is sorted. Strings are compared as bytes.
+
+    Linux: all stack traces are equal.
+    """
     if part.flags & Flag.STACKTRACE:
         return 0
     data = key[part.offset : part.offset + part.size]

@@ -1,4 +1,4 @@
-"""What can be wrong with a histogram trigger."""
+"""Errors of histogram triggers, as error_log shows them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from enum import Enum
 
 
 class HistError(Enum):
-    """Texts are interface: tools match them. Mirrors: kernel/trace/trace_events_hist.c:ERRORS (v6.1)."""
+    """Errors of histogram triggers. The texts are interface, since tools match them.
+
+    Mirrors: kernel/trace/trace_events_hist.c:ERRORS (v6.1).
+    """
 
     DUPLICATE_VAR = "Variable already defined"
     VAR_NOT_UNIQUE = (

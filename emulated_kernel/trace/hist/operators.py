@@ -1,4 +1,4 @@
-"""Where an expression of a histogram is split, and what in it is a reference."""
+"""Operators of histogram expressions: where an expression is split, and which parts are references."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from emulated_kernel.trace.text.numbers import is_digit
 
 
 def find_operator(text: str) -> tuple[Operator, int] | None:
-    """The root operator of an expression and where it stands: the last of those that bind least.
+    """Return the root operator of an expression and its position: the last operator of the lowest precedence.
 
     Mirrors: kernel/trace/trace_events_hist.c:contains_operator (v6.1).
     """
@@ -25,9 +25,10 @@ def find_operator(text: str) -> tuple[Operator, int] | None:
 
 
 def leftmost_operand(text: str) -> str:
-    """What parsing an expression leaves of its text, for a later `$name` in the same command.
+    """Return the part of an expression that replaces a later `$name` in the same command.
 
-    Linux: it is cut at each operator, so that with `a=x-y,b=$a` b is x, and at the dots of GROUP.EVENT.$NAME.
+    Linux: parsing cuts the text at each operator, so that with `a=x-y,b=$a` b is x. It also cuts at the dots
+    of GROUP.EVENT.$NAME.
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
     found = find_operator(text)
@@ -38,17 +39,23 @@ def leftmost_operand(text: str) -> str:
 
 
 def remains_of(text: str) -> str:
-    """What is left of an atom's text behind parsing: Linux cuts GROUP.EVENT.NAME at its dots."""
+    """Return the part of an atom's text that remains after parsing.
+
+    Linux: GROUP.EVENT.NAME is cut at its dots.
+    """
     group, _, _ = qualified(text)
     return text if group is None or is_digit(text) else group
 
 
 def qualified(text: str) -> tuple[str | None, str | None, str]:
-    """Group, event and name of `GROUP.EVENT.NAME`; a name with one dot has a modifier."""
+    """Split `GROUP.EVENT.NAME` into group, event and name.
+
+    A name with one dot has a modifier and is not split.
+    """
     parts = text.split(".", 2)
     return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (None, None, text)
 
 
 def is_reference(text: str) -> bool:
-    """Whether it is `$` and a name."""
+    """Return True if the text is `$` and a name."""
     return len(text) >= 2 and text.startswith("$")

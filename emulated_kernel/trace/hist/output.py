@@ -15,7 +15,7 @@ _BAR_SIZE = 20
 
 
 def command_text(data: HistData) -> str:
-    """The histogram as it could be written, without `hist:`, filter and state.
+    """Return the histogram's command without `hist:`, filter and state.
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_print (v6.1).
     """
@@ -51,7 +51,10 @@ class HistPrinter:
         ]
 
     def text(self, line: str) -> str:
-        """The whole of it; `line` is its trigger's. Mirrors: hist_trigger_show (v6.1)."""
+        """Return the whole text. `line` is the line of the histogram's trigger.
+
+        Mirrors: hist_trigger_show (v6.1).
+        """
         elements = self._data.elements()
         entries = "".join(self._entry(element, elements) for element in elements)
         counts = self._data.map
@@ -66,7 +69,7 @@ class HistPrinter:
             text += f"  {self._value(index, column, element, elements)}"
         return f"{text}{self._actions(element)}\n"
 
-    # Keys; mirrors hist_trigger_print_key (v6.1)
+    # Keys. Mirrors: hist_trigger_print_key (v6.1).
 
     def _key(self, key: bytes, comm: bytes) -> str:
         parts = [self._key_part(part, key[part.offset :], comm) for part in self._data.keys]
@@ -108,7 +111,7 @@ class HistPrinter:
             text += f"{'':9}{sprint_symbol(self._symbols, address)}\n"
         return text
 
-    # Values; mirrors hist_trigger_print_val (v6.1)
+    # Values. Mirrors: hist_trigger_print_val (v6.1).
 
     @staticmethod
     def _value(index: int, column: HistField, element: Element, elements: Sequence[Element]) -> str:
@@ -125,7 +128,7 @@ class HistPrinter:
             return f"{name}: {bar:>20}" if share is None else f"{name}: {bar:<20}"
         return f"{name}: {value:10x}" if column.flags & Flag.HEX else f"{name}: {value:10}"
 
-    # Actions; mirrors print_actions, track_data_snapshot_print (v6.1)
+    # Actions. Mirrors: print_actions, track_data_snapshot_print (v6.1).
 
     def _actions(self, element: Element) -> str:
         text = ""
@@ -159,12 +162,15 @@ def _saved(value: Value, is_string: bool) -> str:
 
 
 def _padded(data: bytes, size: int) -> str:
-    """Bytes, as `%-SIZEs` pads them."""
+    """Return the bytes padded as `%-SIZEs` pads them."""
     return bytes_to_text(data.ljust(size))
 
 
 def _percentage(value: int, total: int) -> int | None:
-    """Hundredths of a percent; None for a share of nothing. Mirrors: __get_percentage (v6.1)."""
+    """Return a share in hundredths of a percent, or None if the total is 0 or too small.
+
+    Mirrors: __get_percentage (v6.1).
+    """
     if total and value >= U64 // 10000:
         total //= 10000
         return value // total & 0xFFFFFFFF if total else None

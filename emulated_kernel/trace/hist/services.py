@@ -1,4 +1,4 @@
-"""What histograms know of each other: their triggers, variables, and the synthetic events that they fire."""
+"""Services that histograms share: finding each other's triggers and variables, and synthetic events."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class HistHolder(Trigger):
 
 
 def holders_of(file: EventFile) -> Iterator[HistHolder]:
-    """The histogram triggers of an event, in order."""
+    """Yield the histogram triggers of an event, in order."""
     return (trigger for trigger in file.triggers if isinstance(trigger, HistHolder))
 
 
 def hists_of(file: EventFile) -> Iterator[Histogram]:
-    """The histograms of an event, in order."""
+    """Yield the histograms of an event, in order."""
     return (holder.data for holder in holders_of(file))
 
 
@@ -41,24 +41,24 @@ class HistServices:
 
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]
-    """The name of a system call, such as sys_read."""
+    """Returns the name of a system call, such as sys_read."""
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:
-        """The synthetic event of that name. Mirrors: find_synth_event_call (v6.1)."""
+        """Return the synthetic event of that name, or None. Mirrors: find_synth_event_call (v6.1)."""
         event = self.registry.find(SYSTEM, name)
         return event if isinstance(event, SyntheticEvent) else None
 
     def with_variables(self, recorder: Recorder) -> Sequence[Histogram]:
-        """A trace array's histograms that define or use variables, newest first."""
+        """Return a trace array's histograms that define or use variables, newest first."""
         return self._with_variables.get(recorder, ())
 
     def save_variables(self, data: Histogram) -> None:
-        """Let others find its variables. Mirrors: save_hist_vars (v6.1)."""
+        """Make the variables of a histogram visible to others. Mirrors: save_hist_vars (v6.1)."""
         self._with_variables.setdefault(data.triggers.array, []).insert(0, data)
 
     def remove_variables(self, data: Histogram) -> None:
-        """Mirrors: remove_hist_vars (v6.1)."""
+        """Hide the variables of a histogram from others. Mirrors: remove_hist_vars (v6.1)."""
         listed = self._with_variables.get(data.triggers.array, [])
         if data in listed:
             listed.remove(data)

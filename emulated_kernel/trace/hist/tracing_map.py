@@ -1,4 +1,4 @@
-"""The table behind a histogram: an element for each key, with sums and variables."""
+"""The table of a histogram: an element for each key, with sums and variables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Value = int | bytes
 
 
 class Element:
-    """Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1)."""
+    """An entry of the table. Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1)."""
 
     __slots__ = ("comm", "key", "sums", "variables")
 
@@ -31,25 +31,25 @@ class Element:
         self.key = key
         self.sums = [0] * sums
         self.variables: dict[int, Value] = {}
-        """Those that are set, by index."""
+        """Index -> value of the variables that are set."""
         self.comm = comm
-        """Of the task that made the element."""
+        """Name of the task that created the element."""
 
 
 @dataclass(frozen=True)
 class SortKey:
-    """What to sort by: an index of the sums, then of the keys behind them."""
+    """A sort criterion. `index` counts the sums first, and the keys after them."""
 
     index: int = 0
     descending: bool = False
 
 
 Rank = Callable[[Element], int]
-"""What elements are sorted by."""
+"""Function that returns the number by which an element is sorted."""
 
 
 class TracingMap:
-    """Mirrors: kernel/trace/tracing_map.c (v6.1)."""
+    """The table of a histogram. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
 
     def __init__(self, bits: int, key_size: int, sums: int) -> None:
         self.bits = bits
@@ -61,35 +61,42 @@ class TracingMap:
         self._elements: dict[bytes, Element] = {}
 
     def add_variable(self) -> int:
-        """The index of a new variable. Raises: KernelError EINVAL (there are 16)."""
+        """Return the index of a new variable. Raises: KernelError EINVAL (there are already 16)."""
         if self.variable_count == VARS_MAX:
-            raise KernelError(errno.EINVAL, f"more than {VARS_MAX} variables")
+            raise KernelError(errno.EINVAL, f"histogram: more than {VARS_MAX} variables")
         self.variable_count += 1
         return self.variable_count - 1
 
     def insert(self, key: bytes, comm: bytes) -> Element | None:
-        """The element of a key, made if needed; None, and a drop, where the map is full."""
+        """Return the element of a key, and create it if necessary.
+
+        If the map is full, count a drop and return None.
+        """
         element = self._elements.get(key)
         if element is None:
             if len(self._elements) >= 1 << self.bits:
                 self.drops += 1
                 return None
-            element = self._elements[key] = Element(key, self._sums, comm)
+            element = Element(key, self._sums, comm)
+            self._elements[key] = element
         self.hits += 1
         return element
 
     def lookup(self, key: bytes) -> Element | None:
-        """The element of a key, of which the map's own number of bytes count."""
+        """Return the element of a key, or None. The key is truncated or padded to the map's key size."""
         return self._elements.get(key[: self.key_size].ljust(self.key_size, b"\0"))
 
     def clear(self) -> None:
-        """Forget all elements and counts."""
+        """Remove all elements, and set all counts to 0."""
         self._elements.clear()
         self.hits = 0
         self.drops = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> list[Element]:
-        """All elements in order. Linux: ties stay as a heap sort leaves keys that were in byte order."""
+        """Return all elements in order.
+
+        Linux: equal ones have the order that a heap sort gives to keys in byte order.
+        """
         elements = heap_sort(sorted(self._elements.values(), key=lambda each: each.key), primary)
         for rank in secondary:
             runs = groupby(elements, primary)
@@ -98,7 +105,10 @@ class TracingMap:
 
 
 def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
-    """A heap sort whose ties end where Linux's do. Mirrors: lib/sort.c:sort (v6.1), in its order."""
+    """Sort with a heap sort that orders equal elements as Linux's.
+
+    Mirrors: lib/sort.c:sort (v6.1), in its order.
+    """
     heap = list(elements)
     for start in reversed(range(len(heap) // 2)):
         _sift_down(heap, start, len(heap), rank)
@@ -109,7 +119,7 @@ def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
 
 
 def _sift_down(heap: list[Element], start: int, end: int, rank: Rank) -> None:
-    """Follow the greater child to a leaf, then go back up to where the element belongs."""
+    """Follow the greater child to a leaf, then go back up to the position of the element."""
     at = start
     while 2 * at + 2 < end:
         left = 2 * at + 1

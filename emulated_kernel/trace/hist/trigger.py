@@ -1,4 +1,4 @@
-"""The hist trigger: its command, and how histograms are added, changed and removed."""
+"""The hist trigger: its command, and adding, changing and removing histograms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PREFIX = "hist:"
 
 
 class HistTrigger(HistHolder):
-    """A histogram on an event; those of one name share their data.
+    """A histogram of an event. Histograms of the same name share their data.
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_ops, event_hist_trigger_named_ops (v6.1).
     """
@@ -41,14 +41,14 @@ class HistTrigger(HistHolder):
         self.data: HistData = data
         self.name: str | None = None
         self.shared: HistTrigger | None = None
-        """Of a named one: the trigger whose data it uses."""
+        """The trigger whose data a trigger of the same name uses."""
         self.users = 0
         self.synthetic: SyntheticEvent | None = None
-        """The event that it is on, if that is a synthetic one: it keeps it."""
+        """The event of the trigger if it is a synthetic event, which cannot be removed then."""
         self._command = release
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
-        """Linux: without an entry, as where another trigger runs it, nothing is counted."""
+        """Count a hit. Linux: without an entry, as if another trigger runs this one, nothing is counted."""
         if entry is not None:
             self.data.count(hit, entry)
 
@@ -65,17 +65,23 @@ class HistTrigger(HistHolder):
 
 @dataclass(frozen=True)
 class HistCommand(TriggerCommand):
-    """`hist:keys=...`. Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_parse (v6.1)."""
+    """The command `hist:keys=...`.
+
+    Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_parse (v6.1).
+    """
 
     system: HistServices
     name: str = "hist"
     named: list[HistTrigger] = field(default_factory=list, compare=False)
-    """Those with a name, in all trace arrays, newest first."""
+    """Triggers with a name, in all trace arrays, newest first."""
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, as parse_filter()."""
+        """Execute a command.
+
+        Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, any error of parse_filter().
+        """
         if rest is None:
-            raise KernelError(errno.EINVAL, "keys are missing")
+            raise KernelError(errno.EINVAL, "histogram: keys are missing; add keys=FIELD")
         location = f"{_PREFIX}{file.event.group}:{file.event.name}"
         log = LastCommandLog(triggers.error_log, location, _PREFIX + rest)
         self._run(triggers, file, log, rest, removes=removes)
@@ -112,18 +118,21 @@ class HistCommand(TriggerCommand):
             data.file.add(trigger, last=True)
         except KernelError:
             self.release(trigger)
-            # Linux: the errno of what failed is lost.
-            raise KernelError(errno.EPERM, "the event can't be enabled") from None
+            # Linux: the errno of the failure is lost.
+            raise KernelError(errno.EPERM, "histogram: its event cannot be enabled") from None
         if isinstance(data.file.event, SyntheticEvent):
             trigger.synthetic = data.file.event
             trigger.synthetic.hist_references += 1
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
-        """Make a histogram on another event for the sake of `data`, whose command goes on being logged."""
+        """Create a histogram on another event on behalf of `data`.
+
+        Errors are logged with the command of `data`.
+        """
         self._run(data.triggers, file, data.log, command, removes=False)
 
     def _register(self, trigger: HistTrigger, data: HistData) -> None:
-        """Mirrors: hist_register_trigger (v6.1)."""
+        """Check a new trigger against existing ones, and name it. Mirrors: hist_register_trigger (v6.1)."""
         attrs = data.attrs
         log = data.log
         shared = self._find_named(attrs.name)
@@ -141,7 +150,7 @@ class HistCommand(TriggerCommand):
         self._take_name(trigger, shared)
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
-        """The trigger that owns the data of all of that name. Mirrors: find_named_trigger (v6.1)."""
+        """Return the trigger that owns the data of that name, or None. Mirrors: find_named_trigger (v6.1)."""
         if name is None:
             return None
         return next((each for each in self.named if each.shared is None and each.name == name), None)
@@ -159,7 +168,10 @@ class HistCommand(TriggerCommand):
             self._discard(own)
 
     def _update_existing(self, trigger: HistTrigger, file: EventFile) -> bool:
-        """Pause, continue or clear the same one that exists. Mirrors: existing_hist_update_only (v6.1)."""
+        """Pause, continue or clear the equal histogram if there is one.
+
+        Mirrors: existing_hist_update_only (v6.1).
+        """
         attrs = trigger.data.attrs
         if not attrs.changes:
             return False
@@ -181,16 +193,22 @@ class HistCommand(TriggerCommand):
     # Removing
 
     def _remove(self, trigger: HistTrigger, file: EventFile) -> None:
-        """Raises: KernelError EBUSY (while another histogram uses its variables)."""
+        """Remove the equal histogram.
+
+        Raises: KernelError EBUSY (while another histogram uses its variables).
+        """
         existing = self._find_match(trigger, file, self._find_named(trigger.data.attrs.name))
         if existing is None:
             return
         if existing.data.is_referred_to():
-            raise KernelError(errno.EBUSY, "another histogram uses its variables")
+            raise KernelError(errno.EBUSY, "histogram: another one uses its variables; remove that one first")
         file.remove(existing)
 
     def remove_all(self, file: EventFile) -> None:
-        """Linux: all stay if another histogram uses a variable of one. Mirrors: hist_unreg_all (v6.1)."""
+        """Remove all histograms of an event. Linux: if another histogram uses a variable of one, all stay.
+
+        Mirrors: hist_unreg_all (v6.1).
+        """
         found = [trigger for trigger in file.triggers if isinstance(trigger, HistTrigger)]
         if any(trigger.data.is_referred_to() for trigger in found):
             return
@@ -199,7 +217,10 @@ class HistCommand(TriggerCommand):
                 file.remove(trigger)
 
     def release(self, trigger: HistTrigger) -> None:
-        """A trigger has one user less; the last one's data go. Mirrors: event_hist_trigger_free (v6.1)."""
+        """Remove a user of a trigger. The last one releases the data.
+
+        Mirrors: event_hist_trigger_free (v6.1).
+        """
         trigger.users -= 1
         if trigger.shared is not None:
             self.release(trigger.shared)
@@ -211,7 +232,7 @@ class HistCommand(TriggerCommand):
             self._discard(trigger.data)
 
     def _discard(self, data: HistData) -> None:
-        """Let go of all that a histogram holds: actions, and those made on other events for it."""
+        """Release a histogram's actions and variables, and the histograms created for it on other events."""
         self.system.remove_variables(data)
         for action in data.actions:
             action.destroy()
@@ -238,7 +259,7 @@ class HistCommand(TriggerCommand):
         *,
         ignore_filter: bool = False,
     ) -> bool:
-        """Whether both are the same histogram. Mirrors: hist_trigger_match (v6.1)."""
+        """Return True if both are the same histogram. Mirrors: hist_trigger_match (v6.1)."""
         if shared is None:
             if other in self.named:
                 return False
@@ -256,14 +277,17 @@ class HistCommand(TriggerCommand):
 
 
 def _identity(each: HistField) -> tuple[object, ...]:
-    """What makes fields of two histograms the same."""
+    """Return a tuple that is equal for equivalent fields of two histograms."""
     source = each.field
     field = None if source is None else (source.name, source.type, source.size, source.is_signed)
     return (each.flags, field, each.offset, each.size, each.is_signed, each.variable)
 
 
 def hist_text(triggers: EventTriggers, event: TraceEvent) -> str:
-    """The event's hist file. Mirrors: kernel/trace/trace_events_hist.c:hist_show (v6.1)."""
+    """Return the text of the event's hist file.
+
+    Mirrors: kernel/trace/trace_events_hist.c:hist_show (v6.1).
+    """
     found = [trigger for trigger in triggers.file(event).triggers if isinstance(trigger, HistTrigger)]
     texts = [HistPrinter(trigger.data, triggers.symbols).text(trigger.show()) for trigger in found]
     return "\n\n".join(texts)

@@ -1,4 +1,4 @@
-"""Variables of histograms: resolving a name, in this histogram or in another event's."""
+"""Variables of histograms: resolving a name in this histogram, or in that of another event."""
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ from emulated_kernel.util.errors import KernelError
 
 
 def find_file_variable(file: EventFile, name: str) -> HistField | None:
-    """The variable of that name in a histogram of the event. Mirrors: find_file_var (v6.1)."""
+    """Return the variable of that name in a histogram of the event, or None.
+
+    Mirrors: find_file_var (v6.1).
+    """
     found = (data.variable(name) for data in hists_of(file))
     return next((field for field in found if field is not None), None)
 
 
 class Variables:
-    """What a histogram that is being made knows of variables."""
+    """The variables that a histogram can use while it is being created."""
 
     def __init__(self, owner: Histogram, system: HistServices) -> None:
         self.owner = owner
         self._system = system
         self.log = owner.log
         self.definitions: list[tuple[str, str]] = []
-        """Names and expressions of those that it defines."""
+        """Names and expressions of the variables that the histogram defines."""
 
     def exists(self, name: str) -> bool:
-        """Whether this histogram or another of the same event has it. Mirrors: find_var (v6.1)."""
+        """Return True if this histogram, or another of the same event, has the variable.
+
+        Mirrors: find_var (v6.1).
+        """
         if self.owner.variable(name) is not None:
             return True
         return find_file_variable(self.owner.file, name) is not None
 
     def local_expression(self, system: str | None, event_name: str | None, name: str) -> str | None:
-        """What `$name` stands for, if this histogram defines it as a plain field.
+        """Return the expression for `$name` if this histogram defines it as a plain field, else None.
 
         Mirrors: local_field_var_ref, field_name_from_var (v6.1).
         """
@@ -51,8 +57,9 @@ class Variables:
         return None
 
     def reference(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """A reference to `$name` of some event; None, and logged, where there is none.
+        """Return a reference to `$name` of an event.
 
+        If there is no such variable, log an error and return None.
         Mirrors: parse_var_ref (v6.1).
         """
         variable = self.find(system, event_name, name[1:])
@@ -62,7 +69,7 @@ class Variables:
         return reference
 
     def find(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """A variable of another histogram. Mirrors: find_event_var (v6.1)."""
+        """Return a variable of another histogram, or None. Mirrors: find_event_var (v6.1)."""
         if system is None or event_name is None:
             try:
                 found = self._find_matched(name)
@@ -74,8 +81,9 @@ class Variables:
         return None if file is None else find_file_variable(file, name)
 
     def _find_matched(self, name: str) -> HistField | None:
-        """One of the events that onmatch() names. Raises: KernelError EINVAL (two have it).
+        """Return a variable of the events in onmatch(), or None.
 
+        Raises: KernelError EINVAL (two events have it).
         Mirrors: find_match_var (v6.1).
         """
         found: HistField | None = None
@@ -89,7 +97,10 @@ class Variables:
         return found
 
     def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
-        """Mirrors: find_var_file (v6.1)."""
+        """Return the event whose histogram defines the variable, or None if it is not unique.
+
+        Mirrors: find_var_file (v6.1).
+        """
         if system is not None:
             return self.owner.triggers.find_file(system, event_name or "")
         found: EventFile | None = None
@@ -103,8 +114,9 @@ class Variables:
         return found
 
     def refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField | None:
-        """The reference to a variable, made if there is none yet; None where there are 16.
+        """Return the reference to a variable, and create it if necessary.
 
+        If there are already 16, return None.
         Mirrors: create_var_ref (v6.1).
         """
         owner = self.owner
@@ -117,14 +129,15 @@ class Variables:
         reference.system = system
         reference.event_name = event_name
         self.copy(variable, reference)
-        place = reference.reference = len(owner.references)
+        place = len(owner.references)
+        reference.reference = place
         reference.value = lambda hit: hit.references[place]
         owner.references.append(reference)
         return reference
 
     @staticmethod
     def copy(variable: HistField, reference: HistField) -> None:
-        """Make `reference` like what it refers to. Mirrors: init_var_ref (v6.1)."""
+        """Copy a variable's properties to its reference. Mirrors: init_var_ref (v6.1)."""
         reference.index = variable.index
         reference.owner = variable.owner
         reference.size = variable.size
@@ -137,7 +150,7 @@ class Variables:
 
     @staticmethod
     def origin(operand: HistField) -> HistField:
-        """The variable behind a reference, any other field itself. Raises: KernelError EINVAL.
+        """Return the variable of a reference; return any other field itself. Raises: KernelError EINVAL.
 
         Mirrors: check_expr_operands (v6.1).
         """
@@ -145,5 +158,5 @@ class Variables:
             return operand
         found = operand.owner.variable(operand.name)
         if found is None:
-            raise KernelError(errno.EINVAL, f"no variable {operand.name}")
+            raise KernelError(errno.EINVAL, f"histogram: no variable {operand.name}")
         return found

@@ -1,5 +1,5 @@
-"""Text of records: lines, headers, the function graph's tree, and the options that they follow.
+"""Text of records: lines, headers, the function graph's tree, and the options that control them.
 
-From outside: trace_file.trace_lines() and the options of an array. It reads buffers and changes none; under
-the control lock, as a text is rendered whole at open.
+Other subpackages use trace_file.trace_lines() and the options of a trace array. This subpackage reads buffers
+and changes none. It runs under the control lock, because a text is rendered completely at open.
 """

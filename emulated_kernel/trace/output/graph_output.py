@@ -1,4 +1,4 @@
-"""The function_graph tracer's records, and its text: calls as a tree, with what each took.
+"""Records of the function_graph tracer and their text: calls as a tree, with their durations.
 
 Mirrors: kernel/trace/trace_functions_graph.c (v6.1)
 """
@@ -16,9 +16,11 @@ from emulated_kernel.trace.symbols import print_ip
 from emulated_kernel.util.fast_dataclass import dataclass
 
 NAME = "function_graph"
+"""Name of the tracer in current_tracer."""
 INDENT = 2
+"""Characters of indentation per level."""
 MAX_DEPTH = 50
-"""FTRACE_RETFUNC_DEPTH: calls nested deeper aren't matched with their returns."""
+"""FTRACE_RETFUNC_DEPTH: calls nested deeper are not matched with their returns."""
 _PROCINFO_LENGTH = 14
 _NO_TIME = "              |  "
 _RULE = " ------------------------------------------\n"
@@ -26,7 +28,7 @@ _COMM_SHOWN = 7
 
 
 class GraphRecords:
-    """struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, behind their trace_entry."""
+    """struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, without their trace_entry."""
 
     def __init__(self, word_size: int) -> None:
         word = "Q" if word_size == 8 else "I"
@@ -37,7 +39,7 @@ class GraphRecords:
 
 
 def duration_text(nanoseconds: int) -> str:
-    """Microseconds in seven digits at most. Mirrors: trace_print_graph_duration (v6.1)."""
+    """Return microseconds, in at most seven digits. Mirrors: trace_print_graph_duration (v6.1)."""
     usecs, rest = divmod(nanoseconds, 1000)
     text = str(usecs)
     if len(text) < 7:
@@ -47,14 +49,14 @@ def duration_text(nanoseconds: int) -> str:
 
 @dataclass
 class _CpuState:
-    """How far the text of a CPU is. Mirrors: struct fgraph_cpu_data (v6.1)."""
+    """The state of a CPU's text after the last record. Mirrors: struct fgraph_cpu_data (v6.1)."""
 
     last_pid: int = -1
     depth: int = 0
     functions: dict[int, int] = field(default_factory=dict)
-    """Those that were entered and not yet left, by depth."""
+    """Depth -> function that was entered and has not returned yet."""
     was_leaf: bool = False
-    """The next return has been printed with its call."""
+    """Whether the next return was printed together with its call."""
 
 
 _LATENCY_LEGEND = (
@@ -68,7 +70,7 @@ _LATENCY_INDENTS = {GraphOption.ABSTIME: 16, GraphOption.CPU: 4, GraphOption.PRO
 
 
 def header(options: TracerOptions, *, latency: bool) -> str:
-    """The titles of the columns. Mirrors: __print_graph_headers_flags, print_lat_header (v6.1)."""
+    """Return the titles of the columns. Mirrors: __print_graph_headers_flags, print_lat_header (v6.1)."""
     indent = sum(width for option, width in _LATENCY_INDENTS.items() if options.is_on(option))
     legend = "".join(f"#{'':{indent}}{line}\n" for line in _LATENCY_LEGEND) if latency else ""
     columns = (
@@ -85,7 +87,7 @@ def header(options: TracerOptions, *, latency: bool) -> str:
 
 
 class GraphPrinter:
-    """Prints the records of one rendering in their order, under the options of each moment."""
+    """Printer of the records of one rendering in their order, under the options at that moment."""
 
     def __init__(self, cpus: int, options: TracerOptions) -> None:
         self.is_on = options.is_on
@@ -93,13 +95,13 @@ class GraphPrinter:
         self.cpus = [_CpuState() for _ in range(cpus)]
 
     def prints(self, record: bytes) -> bool:
-        """Whether a record is a call, a return, or shown as a comment."""
+        """Return True if a record is a call, a return, or printed as a comment."""
         return TRACE_ENTRY.unpack_from(record)[0] not in (EntryType.STACK, EntryType.FN)
 
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
-        """A record's lines; "" for a return that its call's line shows already (a leaf).
+        """Return a record's lines; "" for a return that was already printed in its call's line (a leaf).
 
-        `following` is the next record of that CPU; `formatter` has the other options.
+        `following` is the next record of the same CPU. `formatter` has the other options.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
@@ -111,7 +113,7 @@ class GraphPrinter:
 
 
 class _GraphLine:
-    """One record on its way to the text."""
+    """One record that is being printed."""
 
     def __init__(self, entry: TimedRecord, printer: GraphPrinter, formatter: LineFormatter) -> None:
         _, self._context_flags, self._preempt_count, self._pid = TRACE_ENTRY.unpack_from(entry.record)
@@ -124,8 +126,9 @@ class _GraphLine:
         self._records = GraphRecords(formatter.style.word_size)
 
     def entered(self, following: bytes | None) -> str:
-        """Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1)."""
-        func, depth = map(int, self._records.entered.unpack_from(self._entry.record, TRACE_ENTRY.size))
+        """Return the lines of a call. Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1)."""
+        fields: tuple[int, int] = self._records.entered.unpack_from(self._entry.record, TRACE_ENTRY.size)
+        func, depth = fields
         state = self._state
         prologue = self._prologue()
         leaf = self._leaf_duration(func, following)
@@ -140,7 +143,7 @@ class _GraphLine:
         return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._name(func)}();\n"
 
     def _leaf_duration(self, func: int, following: bytes | None) -> int | None:
-        """Nanoseconds of a call whose return comes next, with nothing in between."""
+        """Return the nanoseconds of a call if the following record is its return, else None."""
         if following is None:
             return None
         kind, _, _, their_pid = TRACE_ENTRY.unpack_from(following)
@@ -150,13 +153,14 @@ class _GraphLine:
         return left - called if returned == func else None
 
     def returned(self) -> str:
-        """Mirrors: print_graph_return (v6.1)."""
+        """Return the lines of a return. Mirrors: print_graph_return (v6.1)."""
         state = self._state
         if state.was_leaf:
             state.was_leaf = False
             return ""
-        fields = self._records.returned.unpack_from(self._entry.record, TRACE_ENTRY.size)
-        func, depth, overrun, called, left = map(int, fields)
+        record = self._entry.record
+        fields: tuple[int, int, int, int, int] = self._records.returned.unpack_from(record, TRACE_ENTRY.size)
+        func, depth, overrun, called, left = fields
         prologue = self._prologue()
         state.depth = depth - 1
         matches = depth >= MAX_DEPTH or state.functions.pop(depth, 0) == func
@@ -167,7 +171,7 @@ class _GraphLine:
         return prologue + self._column(left - called) + " " * (depth * INDENT) + closing
 
     def comment(self) -> str:
-        """Another tracer's or an event's record in between. Mirrors: print_graph_comment (v6.1)."""
+        """Return another tracer's or an event's record as a comment. Mirrors: print_graph_comment (v6.1)."""
         depth = self._state.depth
         indent = " " * ((depth + 1) * INDENT) if depth > 0 else ""
         text = self._formatter.comment(self._entry).rstrip("\n")
@@ -177,7 +181,7 @@ class _GraphLine:
         return print_ip(self._formatter.style.symbols, func, offset=False, digits=0)
 
     def _prologue(self) -> str:
-        """Mirrors: print_graph_prologue (v6.1)."""
+        """Return the columns before the duration. Mirrors: print_graph_prologue (v6.1)."""
         text = self._switch()
         if not self._has_context:
             return text
@@ -193,7 +197,7 @@ class _GraphLine:
         return text
 
     def _switch(self) -> str:
-        """Another task runs on this CPU now. Mirrors: verif_pid (v6.1)."""
+        """Return the note that another task runs on this CPU, or "". Mirrors: verif_pid (v6.1)."""
         previous = self._state.last_pid
         self._state.last_pid = self._pid
         if previous in (-1, self._pid):
@@ -206,7 +210,7 @@ class _GraphLine:
         return " " * (spaces // 2) + text + " " * (spaces - spaces // 2)
 
     def _column(self, nanoseconds: int | None) -> str:
-        """The overhead mark and the duration. Mirrors: print_graph_duration (v6.1)."""
+        """Return the overhead mark and the duration. Mirrors: print_graph_duration (v6.1)."""
         if not self._has_context or not self._is_on(GraphOption.DURATION):
             return ""
         if nanoseconds is None:

@@ -1,6 +1,6 @@
 """Lines of the trace file: a record's context (task, CPU, flags, time) and its text.
 
-Lines are str in which bytes that are no UTF-8 stand as surrogates (encode_text turns them back).
+Lines are str in which bytes that are not UTF-8 are surrogates; encode_text() turns them back into bytes.
 Mirrors: kernel/trace/trace_output.c, kernel/trace/trace.c:print_trace_line (v6.1)
 """
 
@@ -30,8 +30,9 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import TaskNames
 
 SEQ_SIZE = 4095
-"""Bytes that one line, and one read of trace_pipe, can hold."""
+"""Bytes of the longest line, and of the longest read of trace_pipe."""
 TOO_BIG = "[LINE TOO BIG]\n"
+"""Text that replaces the part of a line that does not fit."""
 
 _WORDLESS = TraceOption.BIN | TraceOption.HEX | TraceOption.RAW
 _BINARY_CONTEXT = Struct("<iiQ")
@@ -46,7 +47,7 @@ _MARKS = (
 
 
 class TimedRecord(NamedTuple):
-    """A record on its way to the text; time in clock units."""
+    """A record with its CPU and its time in clock units."""
 
     time_stamp: int
     cpu: int
@@ -54,12 +55,12 @@ class TimedRecord(NamedTuple):
 
 
 def encode_text(text: str) -> bytes:
-    """The bytes of trace text."""
+    """Return the bytes of trace text."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def latency_flags(flags: int, preempt_count: int) -> str:
-    """The five characters of irqs-off, need-resched, hardirq/softirq, preempt-depth, migrate-disable.
+    """Return the characters of irqs-off, need-resched, hardirq/softirq, preempt-depth, migrate-disable.
 
     Mirrors: kernel/trace/trace_output.c:trace_print_lat_fmt (v6.1)
     """
@@ -91,12 +92,12 @@ def _irq_level(flags: int) -> str:
 
 
 def find_mark(nanoseconds: int) -> str:
-    """The character of a delay. Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
+    """Return the mark of a delay. Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
     return next((mark for limit, mark in _MARKS if nanoseconds > limit), " ")
 
 
 class LineFormatter:
-    """Prints records under one setting of the options; made anew for each rendering."""
+    """Printer of records under one setting of the options. Each rendering makes a new one."""
 
     def __init__(
         self,
@@ -108,8 +109,10 @@ class LineFormatter:
         style: AddressStyle,
         time_start: int = 0,
     ) -> None:
-        """`find_event` by an entry's type; `in_ns`: the clock counts nanoseconds; `time_start`: what
-        latency-format counts from.
+        """Choose the format by `flags`.
+
+        `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
+        `time_start` is the time from which latency-format counts.
         """
         self.flags = flags
         self._in_ns = in_ns
@@ -123,23 +126,24 @@ class LineFormatter:
         self._message_only = flags & wanted == wanted
 
     def line(self, entry: TimedRecord, next_time: int, index: int) -> str:
-        """The text of a record.
+        """Return the text of a record.
 
-        `next_time` is that of the one behind it in the file, or its own; `index` is its place there.
+        `next_time` is the time of the next record in the file, or of this one if it is the last. `index` is
+        the record's position in the file.
         """
         if self._message_only and TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._print(entry, next_time, index)
 
     def comment(self, entry: TimedRecord) -> str:
-        """What a record says between the lines of a graph."""
+        """Return a record's text for a comment between the lines of a graph."""
         if TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._body(entry)
 
     @property
     def annotates(self) -> bool:
-        """Whether notes for people may stand between the lines."""
+        """Whether notes such as "CPU 1 buffer started" may appear between the lines."""
         return TraceOption.ANNOTATE in self.flags and not self.flags & _WORDLESS
 
     def _printer(self) -> Callable[[TimedRecord, int, int], str]:
@@ -149,12 +153,12 @@ class LineFormatter:
         if flags & TraceOption.HEX:
             return self._wordless(HEX_PRINTERS, _hex_context, "\n")
         if flags & TraceOption.RAW:
-            return self._wordless(RAW_PRINTERS, lambda pid, e: f"{pid} {e.cpu} {e.time_stamp} ")
+            return self._wordless(RAW_PRINTERS, _raw_context)
         if not flags & TraceOption.CONTEXT_INFO:
             return lambda entry, _next_time, _index: self._clip("", self._body(entry))
         return self._latency_line if flags & TraceOption.LATENCY_FMT else self._default_line
 
-    # -- what happened
+    # -- the text after the context
 
     def _body(self, entry: TimedRecord) -> str:
         kind = entry.record[0] | entry.record[1] << 8
@@ -171,7 +175,10 @@ class LineFormatter:
         return f"Unknown type {kind}\n"
 
     def _repeats(self, payload: bytes, now: int) -> str:
-        """Mirrors: kernel/trace/trace_output.c:trace_func_repeats_print, trace_print_time (v6.1)."""
+        """Return the text of a FUNC_REPEATS record.
+
+        Mirrors: kernel/trace/trace_output.c:trace_func_repeats_print, trace_print_time (v6.1).
+        """
         count, ago = repeats(payload, self.style)
         last = now - ago
         seconds, usecs = divmod(ns_to_usecs(last), 1_000_000)
@@ -183,11 +190,11 @@ class LineFormatter:
     def _clip(context: str, body: str) -> str:
         line = context + body
         if len(line) * 4 > SEQ_SIZE and len(encode_text(line)) > SEQ_SIZE:
-            # Deviates: Linux keeps the arguments that still fit before its note.
+            # Deviates: Linux keeps the arguments that fit before the text [LINE TOO BIG].
             return context + TOO_BIG
         return line
 
-    # -- who, where, when
+    # -- the context: task, CPU, flags and time
 
     def _default_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
         _, flags, preempt, pid = TRACE_ENTRY.unpack_from(entry.record)
@@ -238,7 +245,7 @@ class LineFormatter:
         delay_ms, delay_us = divmod(ns_to_usecs(delay), 1000)
         return f"[{ns_to_usecs(now):08x}] {ms}.{us:03d}ms (+{delay_ms}.{delay_us:03d}ms)"
 
-    # -- the formats without words; events have no text of their own in them
+    # -- the formats bin, hex and raw, in which events have no text of their own
 
     def _wordless(
         self,
@@ -246,7 +253,10 @@ class LineFormatter:
         context: Callable[[int, TimedRecord], str],
         end: str = "",
     ) -> Callable[[TimedRecord, int, int], str]:
-        """`context`: of pid and record. Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1)."""
+        """Return a function that prints records by `printers`; `context` gets the pid and the record.
+
+        Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1).
+        """
         has_context = TraceOption.CONTEXT_INFO in self.flags
 
         def line(entry: TimedRecord, _next_time: int, _index: int) -> str:
@@ -256,6 +266,10 @@ class LineFormatter:
             return (context(pid, entry) if has_context else "") + body + end
 
         return line
+
+
+def _raw_context(pid: int, entry: TimedRecord) -> str:
+    return f"{pid} {entry.cpu} {entry.time_stamp} "
 
 
 def _binary_context(pid: int, entry: TimedRecord) -> str:

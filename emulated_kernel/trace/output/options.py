@@ -1,4 +1,4 @@
-"""Trace options: the flags behind trace_options and options/."""
+"""Trace options: the flags of trace_options and of the files in options/."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _WRITE_LIMIT = 64
 
 
 class TraceOption(IntFlag):
-    """Options of every tracer, in the order of trace_options; most names are the members' with `-` for `_`.
+    """Options that every tracer has, in the order of trace_options.
 
+    Most names are those of the members with `-` for `_`.
     Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1), as configured for x86_64
     """
 
@@ -59,6 +60,7 @@ _OTHER_NAMES = {
 OPTION_NAMES: dict[str, TraceOption] = {
     _OTHER_NAMES.get(option) or str(option.name).lower().replace("_", "-"): option for option in TraceOption
 }
+"""Name in trace_options -> option."""
 
 DEFAULT_OPTIONS = (
     TraceOption.PRINT_PARENT
@@ -72,16 +74,17 @@ DEFAULT_OPTIONS = (
     | TraceOption.HASH_PTR
     | TraceOption.FUNCTION
 )
+"""Options that are on at boot."""
 
 TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOption.RECORD_CMD
-"""Options that an instance has no file for."""
+"""Options for which an instance has no file."""
 
 INHERITED_OPTIONS = ~(TraceOption.EVENT_FORK | TraceOption.FUNC_FORK)
-"""Options that a new instance takes over from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
+"""Options that a new instance inherits from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
 
 
 class TraceOptions:
-    """The options of one trace array, with those of the tracers that it has."""
+    """The options of one trace array, including the options of its tracers."""
 
     def __init__(
         self,
@@ -92,9 +95,10 @@ class TraceOptions:
         printk: Callable[[str], None],
         tracer_changed: Callable[[str], None],
     ) -> None:
-        """`changed` is called when an option of the array's own differs from before.
+        """Set the default options.
 
-        `tracer_changed` with the name of each of the tracers'.
+        `changed` is called when an option of the trace array itself changes. `tracer_changed` is called with
+        the name of a tracer's option that changes.
         """
         self.flags = DEFAULT_OPTIONS
         self.of_tracers = tracer_options
@@ -105,26 +109,27 @@ class TraceOptions:
         self._tracer_changed = tracer_changed
 
     def names(self, *, instance: bool = False) -> tuple[str, ...]:
-        """Names of all options, or of those that an instance has files for."""
-        own = (n for n, option in OPTION_NAMES.items() if not (instance and option in TOP_LEVEL_OPTIONS))
+        """Return the names of all options, or of those for which an instance has files."""
+        hidden = TOP_LEVEL_OPTIONS if instance else TraceOption(0)
+        own = (name for name, option in OPTION_NAMES.items() if option not in hidden)
         return (*own, *self.of_tracers.names(self._tracers()))
 
     def get(self, name: str) -> bool:
-        """Whether an option is on. Raises: KernelError EINVAL (an unknown name)."""
+        """Return whether an option is on. Raises: KernelError EINVAL (an unknown name)."""
         if option := OPTION_NAMES.get(name):
             return option in self.flags
         if name not in self.of_tracers.names(self._tracers()):
-            raise KernelError(errno.EINVAL, f"no option {name!r}")
+            raise KernelError(errno.EINVAL, f"{name!r}: no such option; see trace_options")
         return self.of_tracers.is_on(name)
 
     def set(self, name: str, value: int) -> None:
         """Switch an option.
 
-        Raises: KernelError EINVAL (an unknown name, a value but 0 and 1, or where the tracer refuses).
+        Raises: KernelError EINVAL (an unknown name, a value other than 0 and 1, or the tracer refuses).
         Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1)
         """
         if value not in (0, 1):
-            raise KernelError(errno.EINVAL, "neither 0 nor 1")
+            raise KernelError(errno.EINVAL, f"{name}: {value} is neither 0 nor 1")
         if self.get(name) == bool(value):
             return
         if option := OPTION_NAMES.get(name):
@@ -134,7 +139,7 @@ class TraceOptions:
             self._set_of_tracer(name, on=bool(value))
 
     def _set_of_tracer(self, name: str, *, on: bool) -> None:
-        """Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
+        """Switch an option of a tracer. Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
         if name in tuple(NopOption):
             verb = "refuse" if name == NopOption.REFUSE else "accept"
             self._printk(
@@ -146,17 +151,19 @@ class TraceOptions:
             self._tracer_changed(name)
 
     def write(self, data: bytes) -> int:
-        """Execute one write(2) to trace_options: a name, or "no" and a name; bytes taken.
+        """Execute one write to trace_options and return the bytes taken.
 
-        Of tracers' options it takes those of the current one.
+        `data` is a name, or "no" and a name. It may name options of the current tracer, but not of others.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
         """
         if len(data) >= _WRITE_LIMIT:
-            raise KernelError(errno.EINVAL, "too long")
+            raise KernelError(
+                errno.EINVAL, f"trace_options: {len(data)} bytes; write less than {_WRITE_LIMIT}"
+            )
         text = data.split(b"\0", 1)[0].decode("latin-1").strip(" \t\n\v\f\r\xa0")
         name = text.removeprefix("no")
         if name not in self._shown():
-            raise KernelError(errno.EINVAL, f"no option {name!r} now")
+            raise KernelError(errno.EINVAL, f"{name!r}: no option of the current tracer; see trace_options")
         if name in OPTION_NAMES:
             self.set(name, name == text)
         else:
@@ -165,9 +172,12 @@ class TraceOptions:
         return len(data)
 
     def text(self) -> str:
-        """The trace_options file: a line for each option, "no" before those that are off."""
+        """Return the trace_options file: one line per option, with "no" before each that is off."""
         return "".join(f"{'' if self.get(name) else 'no'}{name}\n" for name in self._shown())
 
     def _shown(self) -> tuple[str, ...]:
-        """Mirrors: kernel/trace/trace.c:tracing_trace_options_show (v6.1)."""
+        """Return the names in trace_options.
+
+        Mirrors: kernel/trace/trace.c:tracing_trace_options_show (v6.1).
+        """
         return (*OPTION_NAMES, *self.of_tracers.names((self._current(),)))

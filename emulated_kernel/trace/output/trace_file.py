@@ -1,4 +1,4 @@
-"""A trace file: the comment lines at its head, and the records of all CPUs in the order of time.
+"""Trace files: the comment lines of the header, and the records of all CPUs in the order of time.
 
 Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_lat_help_header (v6.1)
 """
@@ -41,19 +41,20 @@ _LATENCY_LEGEND = (
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a header tells of its trace array and kernel."""
+    """Facts about a trace array and its kernel that the header shows."""
 
     tracer: str
     entries: int
+    """Number of events in the buffers."""
     total: int
-    """Events in the buffers, and these plus the overwritten ones."""
+    """Number of events in the buffers plus that of the overwritten ones."""
     cpus: int
     release: str
     tracer_options: TracerOptions
 
 
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
-    """The header of a trace file under these options.
+    """Return the header of a trace file under these options.
 
     Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1), too.
     """
@@ -87,7 +88,7 @@ def _columns(tgid: bool, *, irqs: bool) -> str:
 
 
 def _latency_header(facts: TraceHeader) -> str:
-    """M is the preemption model in Linux's words."""
+    """Return the facts of latency-format. M is the preemption model in Linux's words."""
     rule = "#    -----------------\n"
     return (
         f"# {facts.tracer} latency trace v1.1.5 on {facts.release}\n"
@@ -110,14 +111,18 @@ def _latency_legend() -> str:
 def trace_lines(
     entries: Iterator[TimedRecord], formatter: LineFormatter, graph: GraphPrinter | None, *, annotate: bool
 ) -> Iterator[str]:
-    """A line for each record; `annotate`: with notes where a CPU's begin, if the formatter has them."""
+    """Yield the text of each record; `graph` prints the records of a call graph.
+
+    If `annotate` and the formatter's options allow it, a note precedes the first record of each CPU except
+    the first one in the file.
+    """
     started: set[int] = set()
     annotate = annotate and formatter.annotates
     entry = next(entries, None)
     index = -1
     while entry is not None:
         following = next(entries, None)
-        # Linux: from 0 on here, in trace_pipe from 1 on.
+        # Linux: the index starts at 0 here, but at 1 in trace_pipe.
         index += 1
         if annotate and entry.cpu not in started:
             started.add(entry.cpu)
@@ -126,13 +131,13 @@ def trace_lines(
         if graph is None or not graph.prints(entry.record):
             yield formatter.line(entry, (following or entry).time_stamp, index)
         else:
-            behind = following.record if following is not None and following.cpu == entry.cpu else None
-            yield graph.line(entry, behind, formatter)
+            next_on_cpu = following.record if following is not None and following.cpu == entry.cpu else None
+            yield graph.line(entry, next_on_cpu, formatter)
         entry = following
 
 
 def timed_records(buffers: Sequence[RingBuffer], cpus: Iterable[int]) -> Iterator[TimedRecord]:
-    """What can be read of these CPUs, in the order of time; nothing is consumed."""
+    """Return the unread records of these CPUs in the order of time; nothing is consumed."""
     streams = [_cpu_entries(buffers[cpu], cpu) for cpu in cpus if buffers[cpu]]
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=itemgetter(0))
 

@@ -1,4 +1,4 @@
-"""Options that tracers have beside those of every trace array."""
+"""Options that tracers have in addition to those of every trace array."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from emulated_kernel.util.errors import KernelError
 
 
 class NopOption(StrEnum):
-    """Mirrors: kernel/trace/trace_nop.c:nop_opts (v6.1)."""
+    """Options of the nop tracer. Mirrors: kernel/trace/trace_nop.c:nop_opts (v6.1)."""
 
     ACCEPT = "test_nop_accept"
     REFUSE = "test_nop_refuse"
 
 
 class FunctionOption(StrEnum):
-    """Mirrors: kernel/trace/trace_functions.c:func_opts (v6.1)."""
+    """Options of the function tracer. Mirrors: kernel/trace/trace_functions.c:func_opts (v6.1)."""
 
     STACK_TRACE = "func_stack_trace"
     NO_REPEATS = "func-no-repeats"
 
 
 class GraphOption(StrEnum):
-    """Mirrors: kernel/trace/trace_functions_graph.c:trace_opts (v6.1)."""
+    """Options of the function_graph tracer.
+
+    Mirrors: kernel/trace/trace_functions_graph.c:trace_opts (v6.1).
+    """
 
     OVERRUN = "funcgraph-overrun"
     CPU = "funcgraph-cpu"
@@ -51,26 +54,32 @@ _ON_AT_BOOT = frozenset(
 
 
 class TracerOptions:
-    """Their values, which all trace arrays share. Mirrors: kernel/trace/trace.h:tracer_flags (v6.1)."""
+    """Values of the tracers' options, which all trace arrays share.
+
+    Mirrors: kernel/trace/trace.h:tracer_flags (v6.1).
+    """
 
     def __init__(self) -> None:
         self._on: set[str] = set(_ON_AT_BOOT)
         self.on_switch: list[Callable[[], object]] = []
-        """Called when any was switched."""
+        """Functions that are called after an option was switched."""
 
     @staticmethod
     def names(tracers: Iterable[str]) -> tuple[str, ...]:
-        """Names of these tracers' options."""
+        """Return the names of the options of `tracers`."""
         return tuple(str(option) for tracer in tracers for option in _OPTIONS.get(tracer, ()))
 
     def is_on(self, name: str) -> bool:
-        """Whether an option is on."""
+        """Return whether an option is on."""
         return name in self._on
 
     def switch(self, name: str, *, on: bool) -> None:
-        """Raises: KernelError EINVAL (the tracer refuses)."""
+        """Switch an option. Raises: KernelError EINVAL (the tracer refuses)."""
         if name == NopOption.REFUSE:
-            raise KernelError(errno.EINVAL, "the nop tracer refuses this option")
-        (self._on.add if on else self._on.discard)(name)
-        for tell in self.on_switch:
-            tell()
+            raise KernelError(errno.EINVAL, f"{name}: the nop tracer refuses this option")
+        if on:
+            self._on.add(name)
+        else:
+            self._on.discard(name)
+        for notify in self.on_switch:
+            notify()

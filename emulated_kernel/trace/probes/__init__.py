@@ -1,5 +1,6 @@
-"""Dynamic events: definitions parsed, probes registered on the engine, hits turned into records.
+"""Dynamic events: parsing their definitions, registering their probes, and recording their hits.
 
-From outside: DynamicEvents with its kinds (KprobeEvents, FprobeEvents, UprobeEvents, EventProbes), and
-ProbeEngine. Definitions come under the control lock, while the guest stands still; hits record and no more.
+Other subpackages use DynamicEvents with its kinds (KprobeEvents, FprobeEvents, UprobeEvents, EventProbes),
+and ProbeEngine. Definitions are made and removed under the control lock, while the guest is stopped. Hits
+only record.
 """

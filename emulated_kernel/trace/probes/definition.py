@@ -1,4 +1,4 @@
-"""A kprobe event's command: p|r[MAXACTIVE]|j[:[GRP/][EVENT]] PLACE [FETCHARGS], parsed."""
+"""Parser of a kprobe event's command: p|r[MAXACTIVE]|j[:[GRP/][EVENT]] PLACE [FETCHARGS]."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64
-"""Bytes of a name and its ending NUL."""
+"""Maximal bytes of a name, including its NUL."""
 KRETPROBE_MAXACTIVE_MAX = 4096
 _UINT_MAX = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePoint:
-    """Where to probe: `symbol` (may be MODULE:NAME) + `offset` bytes, or `address`."""
+    """The place of a probe: `symbol` (also MODULE:NAME) plus `offset` bytes, or `address`."""
 
     symbol: str | None
     offset: int
@@ -37,37 +37,41 @@ class ProbePoint:
     is_jprobe: bool = False
 
     def show(self, word_size: int) -> str:
-        """As in kprobe_events, and as `-:EVENT PLACE` has to give it.
+        """Return the place as in kprobe_events, which is the form that `-:EVENT PLACE` requires.
 
-        Deviates: Linux hashes raw addresses (%p); this is what it shows under `no_hash_pointers`.
+        Deviates: Linux hashes raw addresses (%p); this is the text that it shows with `no_hash_pointers`.
         """
         if self.symbol is None:
             return f"0x{self.address or 0:0{2 * word_size}x}"
         return f"{self.symbol}+{self.offset}" if self.offset else self.symbol
 
     def default_event(self, word_size: int) -> str:
-        """The name of an event that was given none."""
+        """Return the name of an event whose command has none."""
         place = f"{self.symbol}_{self.offset}" if self.symbol is not None else self.show(word_size)
-        letter = "r" if self.is_return else "j" if self.is_jprobe else "p"
+        letter = "p"
+        if self.is_return:
+            letter = "r"
+        elif self.is_jprobe:
+            letter = "j"
         name = f"{letter}_{place}"[: MAX_EVENT_NAME_LEN - 1]
         return name.replace(":", "_").replace(".", "_")
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeDefinition:
-    """A parsed command. Strings have one character a byte."""
+    """A parsed command. Strings have one character per byte."""
 
     group: str
     event: str
     place: ProbePoint
     found: Location | None
-    """Where the place is; None where it doesn't exist (yet)."""
+    """The location of the place, or None if it does not exist (yet)."""
     maxactive: int
     args: tuple[ProbeArg, ...]
 
 
 def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
-    """The place's address as a symbol and an offset; None where it doesn't exist (yet)."""
+    """Return the place's address as a symbol and an offset, or None if it does not exist (yet)."""
     address = place.address if place.symbol is None else symbols.lookup_name(place.symbol)
     return symbols.lookup(address + place.offset) if address else None
 
@@ -75,10 +79,11 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 def parse_definition(
     argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: TraceProbeLog, letters: str = "pr"
 ) -> ProbeDefinition | None:
-    """Parse a command of one word or more; None where it isn't for kprobes, but maybe another kind of event.
+    """Parse a command of at least one word. Return None if it may be for another kind of event.
 
-    `letters`: what it may begin with, `j` too where there are jprobes, which stand on functions alone.
-    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, but for a wrong type of
+    `letters` are the allowed first letters. They include `j` if there are jprobes, which need a function as
+    place.
+    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, except for a wrong type of
     `$comm`).
     Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1).
     """
@@ -106,7 +111,7 @@ def parse_definition(
 
 
 def _maxactive(head: str, log: TraceProbeLog) -> int:
-    """The number after `r`, 0 where there is none. Linux: anything that isn't a digit is skipped."""
+    """Return the number after `r`, or 0 if there is none. Linux: anything else than a digit is skipped."""
     if not head[1:2].isdecimal():
         return 0
     if head[0] != "r":
@@ -118,14 +123,14 @@ def _maxactive(head: str, log: TraceProbeLog) -> int:
         value = 0
     if not value:
         raise log.error(1, ProbeError.BAD_MAXACT)
-    # Linux: an int, so that a number above INT_MAX is negative and passes for "default".
+    # Linux uses an int, so a number above INT_MAX is negative and means "default".
     if KRETPROBE_MAXACTIVE_MAX < value <= _UINT_MAX >> 1:
         raise log.error(1, ProbeError.MAXACT_TOO_BIG)
     return value if value <= KRETPROBE_MAXACTIVE_MAX else 0
 
 
 def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
-    """Of a jprobe it is a function, whose arguments it sees."""
+    """Parse the place. A jprobe's place has to be a function, because the jprobe sees its arguments."""
     is_return = letter == "r"
     is_jprobe = letter == "j"
     if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:
@@ -141,14 +146,17 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
         offset = -1
     if not 0 <= offset <= (0 if is_jprobe else _UINT_MAX):
         raise log.error(0, ProbeError.BAD_PROBE_ADDR)
-    # Many probes may be in one function.
+    # Many probes may be in one function, so its name is shared.
     return ProbePoint(intern(symbol), offset, None, is_return or bool(percent), is_jprobe)
 
 
 def _check_symbol(
     place: ProbePoint, symbol: str, found: Location | None, symbols: KernelSymbols, log: TraceProbeLog
 ) -> None:
-    """An unknown place in a module is no error yet: it may come later."""
+    """Check that the symbol is unique and allowed.
+
+    A module's symbol may be unknown, since it may be loaded later.
+    """
     if place.is_return and found is not None and found.offset:
         raise log.error(0, ProbeError.BAD_RETPROBE)
     count = 1 if ":" in symbol else symbols.count_name(symbol)
@@ -159,7 +167,7 @@ def _check_symbol(
 
 
 def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
-    """`SYM`, `SYM+N` or `SYM-N` taken apart, at the first sign.
+    """Split `SYM`, `SYM+N` or `SYM-N` at the first sign.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: traceprobe_split_symbol_offset (v6.1).
     """
@@ -170,7 +178,7 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
 
 
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
-    """The argument with the addresses of its `@symbol` put in; itself where there is none.
+    """Return the argument with its `@symbol` replaced by an address. Without a symbol, return it unchanged.
 
     Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
     """
@@ -188,9 +196,10 @@ def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg
 def parse_event_name(
     text: str, offset: int, log: TraceProbeLog, group: str = KPROBE_EVENT_SYSTEM
 ) -> tuple[str, str]:
-    """Group and event of [GRP/][EVENT], a dot for the slash also; the event "" where only a group is given.
+    """Return group and event of [GRP/][EVENT]. The separator may also be a dot.
 
-    `group` is that of a name without one. Raises: KernelError EINVAL (logged).
+    The event is "" if only a group is given. `group` is the default group.
+    Raises: KernelError EINVAL (logged).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v6.1).
     """
     event = text

@@ -1,4 +1,4 @@
-"""Dynamic events: the list of those that commands made, the kinds of them, and the files' way of commands."""
+"""Dynamic events: the list of all events that commands made, their kinds, and the execution of commands."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ WRITE_BUFSIZE = 4096
 
 
 def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[str], None]) -> int:
-    """Execute each line of one write(2), up to the first that fails; returns the bytes taken: all.
+    """Execute each line of one write(2) until one fails, and return the number of bytes taken, which is all.
 
-    A line and its newline may have 4,095 bytes; a NUL ends what is seen of a line and makes it too long.
-    Raises: KernelError EINVAL (a line too long), what `execute` raises. Earlier lines stay done.
+    A line with its newline has at most 4,095 bytes. A NUL ends the part of a line that is used, and makes it
+    too long.
+    Raises: KernelError EINVAL (a line is too long), any error of `execute`. Earlier lines keep their effect.
     Mirrors: kernel/trace/trace.c:trace_parse_run_command (v6.1).
     """
     done = 0
@@ -47,37 +48,37 @@ def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[
 
 
 class DynEvent(ABC):
-    """A dynamic event, as the list knows it. Mirrors: kernel/trace/trace_dynevent.h (v6.1)."""
+    """The interface of a dynamic event for the list. Mirrors: kernel/trace/trace_dynevent.h (v6.1)."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Of its event, as readers see it."""
+        """The name of the event, as readers of the files see it."""
 
     @abstractmethod
     def show(self) -> str:
-        """Its line."""
+        """Return the event's line."""
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether it is in use, so that not all events can be removed."""
+        """Return True if the event is in use, so that removing all events fails."""
 
     @abstractmethod
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
-        """Whether a command to remove an event means this one."""
+        """Return True if a command to remove events matches this one."""
 
     @abstractmethod
     def release(self) -> None:
-        """Remove it, from the list too. Raises: KernelError EBUSY."""
+        """Remove the event, and take it off the list. Raises: KernelError EBUSY."""
 
 
 D = TypeVar("D", bound=DynEvent)
 
 
 class DynEventList:
-    """All dynamic events, in order of their making; a command finds those it names without looking at all."""
+    """All dynamic events, in order of creation, with an index by name."""
 
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
@@ -90,25 +91,25 @@ class DynEventList:
         return len(self._all)
 
     def add(self, entry: DynEvent) -> None:
-        """The newest."""
+        """Append a new event."""
         name = entry.name
         self._all[entry] = None
         self._named[name] = (*self._named.get(name, ()), entry)
 
     def remove(self, entry: DynEvent) -> None:
-        """It has been released."""
+        """Remove an event that has been released."""
         del self._all[entry]
         if left := tuple(other for other in self._named.pop(entry.name) if other is not entry):
             self._named[entry.name] = left
 
     def named(self, event: str) -> Iterable[DynEvent]:
-        """Those of a name as a command has it; all for an empty one."""
+        """Return the events with a name as written in a command. If the name is empty, return all."""
         return self._named.get(to_text(event), ()) if event else self._all
 
 
 @dataclass(frozen=True, eq=False)
 class EventCommands:
-    """What the commands of all kinds of dynamic events work on."""
+    """The objects that the commands of all kinds of dynamic events use."""
 
     registry: EventRegistry
     error_log: ErrorLog
@@ -118,9 +119,9 @@ class EventCommands:
 
 
 class EventKind(ABC, Generic[D]):
-    """One kind of dynamic events: the file of its own, and its share of dynamic_events.
+    """A kind of dynamic events: its own file, and its part of dynamic_events.
 
-    Callers serialize: Linux holds event_mutex.
+    Callers serialize; Linux holds event_mutex.
     Mirrors: kernel/trace/trace_dynevent.h:struct dyn_event_operations (v6.1).
     """
 
@@ -131,35 +132,39 @@ class EventKind(ABC, Generic[D]):
         self._listed = commands.listed
         self._limits = commands.limits
         self._own: dict[D, None] = {}
-        """Those of them that stand on the list of dynamic events, in its order."""
+        """The dynamic events of this kind, in the order of the common list."""
 
     @abstractmethod
     def create(self, command: str) -> bool:
-        """Make one from a command without its newline; False where the command isn't for this kind.
+        """Create an event from a command without its newline.
 
-        Raises: KernelError (a cause within the command stands in error_log).
+        Return False if the command is for another kind.
+        Raises: KernelError (error_log has the cause if it is in the command).
         """
 
     def write(self, data: bytes) -> int:
-        """One write(2) to the kind's file; bytes taken: all. Raises: KernelError, as run_commands() says."""
+        """Handle one write to the kind's file, and return the number of bytes taken, which is all.
+
+        Raises: KernelError (as run_commands()).
+        """
         return run_commands(data, self._execute, self.printk)
 
     def _execute(self, command: str) -> None:
         if command.startswith("-"):
             release_matching(command, self._listed, self._own)
         elif not self.create(command):
-            raise KernelError(errno.EINVAL, "a command for another kind of events")
+            raise KernelError(errno.EINVAL, "command: it is for another kind of event; use dynamic_events")
 
     def records(self, start: int = 0) -> Iterator[str]:
-        """The lines of the kind's file, from one on."""
+        """Return the lines of the kind's file, from line `start` on."""
         return (each.show() for each in islice(self._own, start, None))
 
     def clear(self) -> None:
-        """Remove all, as opening with O_TRUNC does. Raises: KernelError EBUSY."""
+        """Remove all events, as opening the file with O_TRUNC does. Raises: KernelError EBUSY."""
         release_all(list(self._own))
 
     def _check_room(self) -> None:
-        """Raises: KernelError ENOSPC (logged, where no more dynamic events may be made)."""
+        """Check that another dynamic event may be made. Raises: KernelError ENOSPC (logged)."""
         try:
             self._limits.check(Limit.PROBES, len(self._listed))
         except KernelError as error:
@@ -175,56 +180,57 @@ class EventKind(ABC, Generic[D]):
         self._listed.remove(entry)
 
     def _forget(self, event: TraceEvent) -> None:
-        """Take an event whose last probe is gone out of the registry and out of its recorders."""
+        """Remove an event without probes from the registry and from its recorders."""
         self.registry.remove(event)
         for recorder in event.seen_by:
             recorder.event_removed(event)
 
 
 class DynamicEvents:
-    """The dynamic_events file: events of all kinds, in order of their making."""
+    """The dynamic_events file, which has events of all kinds in order of creation."""
 
     def __init__(self, commands: EventCommands, *kinds: EventKind[Any]) -> None:
-        """The kinds are tried in this order."""
+        """Create the file. A new command is offered to the kinds in the given order."""
         self._printk = commands.printk
         self._events = commands.listed
         self._kinds = kinds
 
     def write(self, data: bytes) -> int:
-        """Raises: KernelError, as run_commands() says."""
+        """Handle one write to the file. Raises: KernelError (as run_commands())."""
         return run_commands(data, self._execute, self._printk)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of dynamic events."""
         return len(self._events)
 
     def records(self) -> list[str]:
-        """The lines of the file."""
+        """Return the lines of the file."""
         return [event.show() for event in self._events]
 
     def clear(self) -> None:
-        """Opening for writing with O_TRUNC. Raises: KernelError EBUSY."""
+        """Remove all events, as opening the file with O_TRUNC does. Raises: KernelError EBUSY."""
         release_all([*self._events])
 
     def _execute(self, command: str) -> None:
-        """Mirrors: kernel/trace/trace_dynevent.c:create_dyn_event (v6.1)."""
+        """Execute a command. Mirrors: kernel/trace/trace_dynevent.c:create_dyn_event (v6.1)."""
         if command[:1] in ("-", "!"):
             release_matching(command, self._events)
         elif not any(kind.create(command) for kind in self._kinds):
-            raise KernelError(errno.EINVAL, "no kind of event takes this command")
+            raise KernelError(errno.EINVAL, "command: no kind of event has this syntax")
 
 
 def release_matching(command: str, listed: DynEventList, own: Container[DynEvent] | None = None) -> None:
-    """Remove what `-:[GRP/][EVENT] [PLACE [ARGS]]` means, of `own` if given, up to the first that is busy.
+    """Remove the events that match `-:[GRP/][EVENT] [PLACE [ARGS]]`, until one of them is busy.
 
-    Raises: KernelError EINVAL (nothing named), ENOENT (no such event), EBUSY.
+    If `own` is given, only its events are removed.
+    Raises: KernelError EINVAL (no event is named), ENOENT (no such event), EBUSY.
     Mirrors: kernel/trace/trace_dynevent.c:dyn_event_release (v6.1).
     """
     head, *words = argv_split(command)
     group, event = _named(head)
     if group is None and not event:
-        raise KernelError(errno.EINVAL, "no event is named")
+        raise KernelError(errno.EINVAL, "command: no event is named; write -:GROUP/EVENT")
     found = False
     for each in tuple(listed.named(event)):
         if (own is None or each in own) and each.matches(group, event, words):
@@ -235,20 +241,20 @@ def release_matching(command: str, listed: DynEventList, own: Container[DynEvent
 
 
 def release_all(events: Sequence[DynEvent]) -> None:
-    """Remove all of `events`, or none if any is busy.
+    """Remove all of `events`, or none if one of them is busy.
 
     Raises: KernelError EBUSY. Mirrors: kernel/trace/trace_dynevent.c:dyn_events_release_all (v6.1).
     """
     if any(event.is_busy() for event in events):
-        raise KernelError(errno.EBUSY, "an event is in use")
+        raise KernelError(errno.EBUSY, "dynamic events: one of them is in use; disable all events first")
     for event in events:
         event.release()
 
 
 def _named(head: str) -> tuple[str | None, str]:
-    """Group, if given, and event of `-:[GRP/][EVENT]` or `!...:[GRP/][EVENT]`."""
+    """Return the group, or None, and the event of `-:[GRP/][EVENT]` or `!...:[GRP/][EVENT]`."""
     before, colon, name = head.partition(":")
     if not colon or (head[0] == "-" and before != "-"):
-        raise KernelError(errno.EINVAL, "a colon and an event are missing")
+        raise KernelError(errno.EINVAL, "command: no event is named; write -:GROUP/EVENT")
     group, slash, event = name.partition("/")
     return (group, event) if slash else (None, name)

@@ -1,4 +1,4 @@
-"""Event probes: events that look at the entries of other events."""
+"""Event probes: events that are made from the entries of other events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _COMM = ("comm", "COMM")
 
 
 class EprobeTrigger(Trigger):
-    """What an event probe hangs on its event; the trigger file doesn't show it."""
+    """The trigger by which an event probe gets the entries of its target.
+
+    The trigger file does not show it.
+    """
 
     kind = TriggerKind.EVENT_PROBE
     wants_entry = True
@@ -54,7 +57,7 @@ class EprobeTrigger(Trigger):
 
 
 class EprobeEvent(ProbeTraceEvent):
-    """The event of an event probe, which looks at the entries of `target`."""
+    """The event of an event probe, which is made from entries of the event `target`."""
 
     __slots__ = ("target",)
 
@@ -65,7 +68,7 @@ class EprobeEvent(ProbeTraceEvent):
         self.target = target
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Mirrors: kernel/trace/trace_eprobe.c:print_eprobe_event (v6.1)."""
+        """Return the record's text. Mirrors: kernel/trace/trace_eprobe.c:print_eprobe_event (v6.1)."""
         del sym_addr
         return f"({self.target.group}.{self.target.name}){args_text(self.args, payload, 0, symbols)}"
 
@@ -91,18 +94,18 @@ class Eprobe(TraceProbe):
         return f"{self.target.group}.{self.target.name}"
 
     def matches_place(self, word: str) -> bool:
-        """Mirrors: eprobe_dyn_event_match (v6.1)."""
+        """Return True if the word is the target's name. Mirrors: eprobe_dyn_event_match (v6.1)."""
         return word in (self.place_text, f"{self.target.group}/{self.target.name}")
 
     def enable(self) -> None:
-        """Hang on to the event, in the trace array that enables this one. Raises: KernelError.
+        """Add the trigger to the target, in the trace array that enables this event. Raises: KernelError.
 
-        Linux: other trace arrays that enable it later get nothing. Deviates: they get its hits there.
+        Linux: trace arrays that enable this event later get no hits. Deviates: they get them.
         """
         self.target.file(self.event.recorders[0]).add(self._trigger, last=True)
 
     def disable(self) -> None:
-        """Let go of the event."""
+        """Remove the trigger from the target."""
         for file in self.target.files.values():
             if self._trigger in file.triggers:
                 file.remove(self._trigger)
@@ -111,16 +114,16 @@ class Eprobe(TraceProbe):
         self.target.let_go()
 
     def hit(self, hit: ProbeHit, entry: RawEntry) -> None:
-        """Its event was hit. Mirrors: __eprobe_trace_func (v6.1)."""
+        """Record an entry of the target. Mirrors: __eprobe_trace_func (v6.1)."""
         environment = FetchEnvironment(
             self._arch, hit, self._symbols, partial(self._field, entry), entry.data
         )
-        # Linux: its event's entry is open, and keeps preemption disabled.
+        # Linux: the target's entry is not yet committed, and keeps preemption disabled.
         with within_another(hit, preempt_count=1):
             self.event.record(store(self.args, b"", environment), hit)
 
     def _field(self, entry: RawEntry, name: str) -> Value:
-        """Mirrors: get_event_field (v6.1)."""
+        """Return the value of a field of the target's entry. Mirrors: get_event_field (v6.1)."""
         field = next(field for field in self.target.fields if field.name == name)
         data = entry.data[field.offset : field.offset + field.size]
         match filter_type_of(field.type):
@@ -134,7 +137,7 @@ class Eprobe(TraceProbe):
 
 
 class EventProbes(ProbeKind[Eprobe]):
-    """`e` in dynamic_events. Mirrors: kernel/trace/trace_eprobe.c (v6.1)."""
+    """The events of `e` commands in dynamic_events. Mirrors: kernel/trace/trace_eprobe.c (v6.1)."""
 
     def __init__(self, arch: Arch, symbols: KernelSymbols, commands: EventCommands) -> None:
         super().__init__(commands)
@@ -142,8 +145,9 @@ class EventProbes(ProbeKind[Eprobe]):
         self.symbols = symbols
 
     def create(self, command: str) -> bool:
-        """Make a probe from `e[:[GROUP/]EVENT] TARGET_GROUP.TARGET [ARGS] [if FILTER]`; False for others.
+        """Create a probe from `e[:[GROUP/]EVENT] TARGET_GROUP.TARGET [ARGS] [if FILTER]`.
 
+        Return False for other commands.
         Raises: KernelError EINVAL, ENODEV (no such event), ENOENT (no such field or symbol), EEXIST, E2BIG.
         """
         argv = argv_split(command)
@@ -154,7 +158,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return True
 
     def _shared_event(self, probe: Eprobe) -> None:
-        """Linux: each has an event of its own."""
+        """Return None. Linux: each event probe has an event of its own."""
         del probe
 
     def _insert(self, probe: Eprobe) -> None:
@@ -166,7 +170,7 @@ class EventProbes(ProbeKind[Eprobe]):
             raise
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> Eprobe:
-        """Mirrors: __trace_eprobe_create (v6.1)."""
+        """Parse a command. Mirrors: __trace_eprobe_create (v6.1)."""
         group = EPROBE_EVENT_SYSTEM
         event = ""
         before, colon, name = argv[0].partition(":")
@@ -200,13 +204,16 @@ class EventProbes(ProbeKind[Eprobe]):
         return group, name
 
     def _find_target(self, group: str, name: str) -> TraceEvent | None:
-        """Linux: no event of another probe. Mirrors: find_and_get_event (v6.1)."""
+        """Return the target event, which may not be the event of another probe.
+
+        Mirrors: find_and_get_event (v6.1).
+        """
         found = self.registry.find(group, name)
         is_eligible = found is not None and found.is_switchable
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
     def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
-        """Mirrors: trace_eprobe_parse_filter (v6.1)."""
+        """Parse the words after `if`. Mirrors: trace_eprobe_parse_filter (v6.1)."""
         if not words:
             raise log.error(0, ProbeError.NO_EP_FILTER)
         text = " ".join(words)
@@ -217,7 +224,10 @@ class EventProbes(ProbeKind[Eprobe]):
             raise KernelError(errno.EINVAL, "malformed filter") from None
 
     def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
-        """Find the field and the symbol that an argument names. Mirrors: trace_eprobe_tp_update_arg."""
+        """Resolve the field and the symbol that an argument names.
+
+        Mirrors: trace_eprobe_tp_update_arg (v6.1).
+        """
         load = arg.stages.load
         if load.op is FetchOp.TP_ARG and all(field.name != load.name for field in target.fields):
             if load.name not in _COMM:

@@ -1,4 +1,4 @@
-"""Fprobe events: f[MAXACTIVE][:[GRP/][EVENT]] SYM[%return] [FETCHARGS], as kernels from 6.5 on have them."""
+"""Fprobe events of Linux 6.5 and later: f[MAXACTIVE][:[GRP/][EVENT]] SYM[%return] [FETCHARGS]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FPROBE_EVENT_SYSTEM = "fprobes"
 
 
 class TraceFprobe(TraceKprobe):
-    """One function's entry or exit, hooked while the event is enabled.
+    """A probe of a function's entry or exit, which is hooked while the event is enabled.
 
     Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.5).
     """
@@ -41,10 +41,13 @@ class TraceFprobe(TraceKprobe):
         )
         self._is_hooked = False
         self._missed_before = 0
-        """Misses up to when it was enabled the last time."""
+        """Missed hits of all former periods in which the event was enabled."""
 
     def _hook(self, address: int | None) -> None:
-        """Raises: KernelError EINVAL (can't be traced)."""
+        """Look up the function's fentry site, and hook it if the event is enabled.
+
+        Raises: KernelError EINVAL (the function cannot be traced).
+        """
         del address
         site = self.engine.fprobes.functions.get(self.symbol)
         if site is None:
@@ -57,7 +60,10 @@ class TraceFprobe(TraceKprobe):
         self.disable()
 
     def enable(self) -> None:
-        """Raises: KernelError (as register_fprobe)."""
+        """Register the hook of the function, unless it is already hooked.
+
+        Raises: KernelError (as register_fprobe).
+        """
         if self.address and not self._is_hooked:
             self._missed_before += self._fprobe.nmissed
             self.engine.fprobes.register_fprobe(self._fprobe)
@@ -89,13 +95,20 @@ class TraceFprobe(TraceKprobe):
         return super().place_text + ("%return" if self.place.is_return else "")
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """False too where an entry's ip is asked for, which is behind the fentry site and no constant."""
+        """Emit the handler, as TraceKprobe.emit() does.
+
+        Return False also if an entry's argument is the ip, because the ip is after the fentry site and not
+        constant.
+        """
         loads = (arg.stages.load for arg in self.args)
         asks = any(load.op is FetchOp.REG and load.name == "ip" for load in loads)
         return (self.place.is_return or not asks) and super().emit(builder, way)
 
     def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
-        """Its handler. At the exit regs.ip is where the function returns to."""
+        """Handle a call of the function's entry or exit.
+
+        At the exit, regs.ip is the address that the function returns to.
+        """
         hit = self.engine.probe_ctx
         hit.regs = regs
         hit.return_address = regs.ip if self.place.is_return else 0
@@ -103,7 +116,7 @@ class TraceFprobe(TraceKprobe):
 
 
 class FprobeEvents(KprobeEvents):
-    """All fprobe events of a kernel, beside its kprobe events; they stand in dynamic_events.
+    """All fprobe events of a kernel, which are listed in dynamic_events only.
 
     Extends: 6.1 has none. Mirrors: kernel/trace/trace_fprobe.c (v6.5), without tracepoint events.
     """
@@ -112,7 +125,10 @@ class FprobeEvents(KprobeEvents):
     log_name = "trace_fprobe"
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
-        """Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.5)."""
+        """Parse a command as that of a kprobe.
+
+        Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.5).
+        """
         if len(argv) < 2 or argv[0][0] != "f":
             return None
         symbol, percent, suffix = argv[1].partition("%")

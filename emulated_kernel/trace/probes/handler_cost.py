@@ -1,4 +1,4 @@
-"""What compiled handlers cost: a copy of one is run again and again beside the probe, and timed."""
+"""The cost of compiled handlers: a copy of a handler is run repeatedly outside of its probe, and timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
 
 _HITS = {EntryKind.BREAKPOINT: 500, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
-"""A round: so many that entering the guest for it is little beside them."""
+"""Hits of a round, so many that the cost of entering the guest is small in comparison."""
 _ROUNDS = 7
 _PAGES = 4
 _CLOCK = 0
@@ -29,7 +29,10 @@ _CELLS_SIZE = 32
 
 
 class HandlerCosts:
-    """Measures compiled handlers of events; everything that they write to is set aside for that."""
+    """Measures compiled handlers of events.
+
+    The copies write only to buffers and counters made for the purpose.
+    """
 
     def __init__(
         self, machine: Machine, arch: Arch, compiler: Compiler, records: GuestRecords, places: GuestAddresses
@@ -56,10 +59,10 @@ class HandlerCosts:
         return True
 
     def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: EntryKind) -> float | None:
-        """Nanoseconds of the host's CPU that a hit takes; None where that can't be measured.
+        """Return the nanoseconds of the host's CPU that a hit takes, or None if they cannot be measured.
 
-        By a breakpoint its trap is a part of it. The registers are those of the hit before the handler was
-        compiled.
+        The cost of a hit by a breakpoint includes its trap. The registers are those of the last hit before
+        the handler was compiled.
         """
         if kprobe.sample is None or self._machine.is_running:
             return None
@@ -95,11 +98,10 @@ class HandlerCosts:
                 self._compiler.retire(code)
 
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
-        """Median nanoseconds of what a turn of `loop` takes beyond one of `empty`; both in turns."""
+        """Return the median nanoseconds that a turn of `loop` takes longer than one of `empty`."""
         from statistics import median
 
-        taken = self._taken
-        rounds = [taken(loop, sample, hits) - taken(empty, sample, hits) for _ in range(_ROUNDS)]
+        rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(_ROUNDS)]
         return median(rounds) / hits
 
     def _taken(self, loop: int, sample: dict[str, int], turns: int) -> int:

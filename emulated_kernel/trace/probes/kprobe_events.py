@@ -1,4 +1,4 @@
-"""The kprobe_events and kprobe_profile files: kprobe events made, shown, enabled and removed by commands."""
+"""The kprobe_events and kprobe_profile files: creating, showing and removing kprobe events."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
 
     probe_class: ClassVar[type[TraceKprobe]] = TraceKprobe
     log_name: ClassVar[str] = "trace_kprobe"
-    """What its errors begin with."""
+    """The prefix of entries in error_log."""
 
     def __init__(self, engine: ProbeEngine, commands: EventCommands) -> None:
         super().__init__(commands)
         self._engine = engine
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
-        """The lines of kprobe_profile, from one on: event, hits, missed hits."""
+        """Return the lines of kprobe_profile from line `start` on: event, hits, missed hits."""
         return (probe.profile() for probe in islice(self._own, start, None))
 
     def events(self) -> list[KprobeTraceEvent]:
-        """All events, in order of their making."""
+        """Return all events, in order of creation."""
         return list(dict.fromkeys(probe.event for probe in self._own))
 
     def find(self, group: str, name: str) -> KprobeTraceEvent | None:
-        """The kprobe event of that name."""
+        """Return the kprobe event of that name, or None."""
         event = self.registry.find(group, name)
         if not isinstance(event, KprobeTraceEvent):
             return None
         return event if all(probe.kind is self for probe in event.probes) else None
 
     def create(self, command: str) -> bool:
-        """See EventKind.create."""
+        """Create a probe as EventKind.create() describes."""
         argv = argv_split(command)
         if not argv:
             return True
@@ -81,7 +81,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
                 log.error(0, ProbeError.FAIL_REG_PROBE)
 
     def _insert(self, probe: TraceKprobe) -> None:
-        """Register the probe and put it on the lists; one whose module may come stays pending."""
+        """Register and list the probe. If its module may be loaded later, keep it pending."""
         try:
             probe.register()
         except KernelError as failure:
@@ -91,8 +91,9 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         super()._insert(probe)
 
     def module_coming(self, module: str) -> None:
-        """Register the probes that were given as `module:...`, again if they had been.
+        """Register the probes of `module:...` places in a module that is being loaded.
 
+        Probes that were registered in a former load of the module are registered again.
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_callback (v6.1).
         """
         for probe in self.probes():

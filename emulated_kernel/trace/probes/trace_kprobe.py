@@ -1,4 +1,4 @@
-"""Kprobe events: one probe of an event, registered with the engine, shown, and hit."""
+"""Kprobe events: a probe of an event, its registration with the engine, and its hits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _PROFILE_LINE = "  %-44s %15d %15d\n"
-"""Event, hits and misses; takes half as long as an f-string, and there are thousands of lines."""
+"""Event, hits and misses.
+
+Formatting takes half as long as with an f-string, and there are thousands of lines.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,11 @@ class ProbeEngine:
     kretprobes: Kretprobes
     fprobes: Fprobes
     probe_ctx: ProbeHit
-    """Filled in at each hit."""
+    """The context, which is updated at each hit."""
     places: GuestAddresses | None
-    """For handlers in guest code; None where all are Python's."""
+    """Addresses for handlers in guest code. None if all handlers run in Python."""
     has_jprobes: bool = False
-    """Extends: kprobe_events takes `j` lines, in a kernel that has jprobes."""
+    """Whether kprobe_events accepts `j` commands. Extends: only a kernel with jprobes has them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +82,7 @@ EventProbe = EventKprobe | Kretprobe
 
 
 def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
-    """The pre_handler of all events' kprobes."""
+    """Handle a hit, as the pre_handler of all events' kprobes."""
     assert isinstance(kprobe, EventKprobe)
     user = kprobe.user
     hit = user.engine.probe_ctx
@@ -103,7 +106,10 @@ class KprobeTraceEvent(ProbeTraceEvent):
             probe.handler_changed()
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Mirrors: kernel/trace/trace_kprobe.c:print_kprobe_event, print_kretprobe_event (v6.1)."""
+        """Return the record's text.
+
+        Mirrors: kernel/trace/trace_kprobe.c:print_kprobe_event, print_kretprobe_event (v6.1).
+        """
         word = self.word_size
         digits = 2 * self.word_size if sym_addr else 0
         first = int.from_bytes(payload[:word], "little")
@@ -116,13 +122,13 @@ class KprobeTraceEvent(ProbeTraceEvent):
 
 
 class JprobeTraceEvent(KprobeTraceEvent):
-    """The event of jprobes, which no probe of another kind can be added to."""
+    """The event of jprobes, to which only jprobes can be added."""
 
     __slots__ = ()
 
 
 class TraceKprobe(TraceProbe):
-    """Mirrors: kernel/trace/trace_kprobe.c:struct trace_kprobe (v6.1)."""
+    """A probe of a kprobe event. Mirrors: kernel/trace/trace_kprobe.c:struct trace_kprobe (v6.1)."""
 
     __slots__ = ("_counter", "_hits", "_shown", "address", "engine", "found", "handle", "maxactive", "place")
 
@@ -131,8 +137,9 @@ class TraceKprobe(TraceProbe):
     def __init__(self, kind: ProbeKind[Any], definition: ProbeDefinition, engine: ProbeEngine) -> None:
         self.place = definition.place
         self.found = definition.found
-        """The place in the symbol table; None where it doesn't exist (yet)."""
-        event = (JprobeTraceEvent if definition.place.is_jprobe else KprobeTraceEvent)(
+        """The place's location, or None if it does not exist (yet)."""
+        event_class = JprobeTraceEvent if definition.place.is_jprobe else KprobeTraceEvent
+        event = event_class(
             to_text(definition.group),
             to_text(definition.event),
             definition.args,
@@ -143,18 +150,18 @@ class TraceKprobe(TraceProbe):
         self.engine = engine
         self.maxactive = definition.maxactive
         self.address = 0
-        """Of what is probed; 0 while the place doesn't exist (yet)."""
+        """The probed address; 0 while the place does not exist (yet)."""
         self.handle: EventProbe | None = None
-        """What is registered there."""
+        """The probe that is registered with the engine."""
         self._hits = 0
-        """Those that the counter doesn't have."""
+        """Hits that the counter of guest code does not include."""
         self._counter: HitCounter | None = None
         self._shown = ""
-        """What a definition never changes, once shown: its line behind what maxactive is a part of."""
+        """The line after maxactive, cached after it is first shown, since a definition never changes."""
 
     @property
     def hits(self) -> int:
-        """Hits since it was made, or since they were reset."""
+        """Hits since the probe was created or the count was reset."""
         return self._hits + (0 if self._counter is None else self._counter.value)
 
     @hits.setter
@@ -165,7 +172,7 @@ class TraceKprobe(TraceProbe):
 
     @property
     def nmissed(self) -> int:
-        """Missed hits since it was registered."""
+        """Missed hits since the probe was registered."""
         return 0 if self.handle is None else self.handle.nmissed
 
     @nmissed.setter
@@ -176,10 +183,10 @@ class TraceKprobe(TraceProbe):
     # Registration
 
     def register(self) -> None:
-        """Probe the place that was found, armed if the event is enabled.
+        """Register a probe at the place's location. It is armed if the event is enabled.
 
-        Raises: KernelError EINVAL (a function that tracing needs), ENOENT (a symbol in an argument, or the
-        place, doesn't exist), what the engine raises.
+        Raises: KernelError EINVAL (a function that tracing needs), ENOENT (the place or an argument's symbol
+        does not exist), any error of the engine.
         Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
         """
         symbols = self.engine.symbols
@@ -189,21 +196,25 @@ class TraceKprobe(TraceProbe):
             self.kind.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
             raise KernelError(errno.EINVAL, f"{self.symbol} is a notrace function")
         args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
-        # Many events share the arguments of one.
+        # Equal arguments stay shared with other events.
         self.args = self.args if args == self.args else args
         if self.place.symbol is not None and found is None:
             raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol}")
         self._hook(address)
 
     def _is_notrace(self, address: int) -> bool:
-        """See ProbeChecker.check_traced, whose tables don't have trampolines, text of the host's own."""
+        """Return True if the address must not be traced: see ProbeChecker.check_traced().
+
+        Trampolines must not be traced either. They are the host's own text, which that method's tables do not
+        contain.
+        """
         is_trampoline = self.found is not None and self.found.symbol.name in ADDED_TEXT
         return is_trampoline or self.engine.kprobes.probe_checker.check_traced(address) is not None
 
     def _hook(self, address: int | None) -> None:
         engine = self.engine
         disabled = not self.event.is_enabled
-        # Linux: address 0 is a null pointer, no address.
+        # Linux: address 0 is a null pointer and means no address.
         address = address or None
         if not self.place.is_return:
             kprobe = EventKprobe(addr=address, pre_handler=_kprobe_hit, user=self, disabled=disabled)
@@ -226,7 +237,10 @@ class TraceKprobe(TraceProbe):
         self.maxactive = rp.maxactive
 
     def unregister(self) -> None:
-        """Mirrors: kernel/trace/trace_kprobe.c:__unregister_trace_kprobe (v6.1)."""
+        """Unregister the probe, and keep its hits.
+
+        Mirrors: kernel/trace/trace_kprobe.c:__unregister_trace_kprobe (v6.1).
+        """
         self._unhook()
         self.address = 0
         if self._counter is not None:
@@ -243,15 +257,15 @@ class TraceKprobe(TraceProbe):
 
     @property
     def symbol(self) -> str:
-        """Linux: what stands in messages and comparisons for a probe by address."""
+        """The symbol in messages and comparisons. Linux: it is "unknown" for a probe by address."""
         return self.place.symbol or "unknown"
 
     def is_in_module(self, module: str) -> bool:
-        """Whether the place was given as one of that module."""
+        """Return True if the place was given as a symbol of that module."""
         return self.symbol.startswith(f"{module}:")
 
     def awaits_module(self) -> bool:
-        """Whether a place that doesn't exist may come with a module; Linux grants that to any raw address.
+        """Return True if the place may exist after a module is loaded. Linux assumes that of any raw address.
 
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_exist (v6.1), negated.
         """
@@ -260,20 +274,20 @@ class TraceKprobe(TraceProbe):
         module, colon, _ = self.place.symbol.partition(":")
         return bool(colon) and not self.engine.symbols.has_module(module)
 
-    # Enabling; what is gone or pending is left out. Linux: succeeds while all kprobes are disarmed.
+    # Enabling skips probes that are gone or pending. Linux: it succeeds while all kprobes are disarmed.
 
     def enable(self) -> None:
-        """Raises: KernelError (of the engine)."""
+        """Enable the probe. Raises: KernelError (of the engine)."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:
-        """Raises: KernelError (of the engine)."""
+        """Disable the probe. Raises: KernelError (of the engine)."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.disable_kprobe(self.handle)
 
     def handler_changed(self) -> None:
-        """What is done at a hit differs from now on."""
+        """Notify the engine that hits have to be handled differently from now on."""
         if self.handle is None or self.handle.is_gone:
             return
         if isinstance(self.handle, Kretprobe):
@@ -281,7 +295,7 @@ class TraceKprobe(TraceProbe):
         else:
             self.engine.kprobes.handler_changed(self.handle)
 
-    # On the list of dynamic events
+    # Dynamic event
 
     @property
     def place_text(self) -> str:
@@ -289,11 +303,14 @@ class TraceKprobe(TraceProbe):
 
     @property
     def identity(self) -> Hashable:
-        """Linux: all raw addresses count as one."""
+        """The place as symbol and offset. Linux: all raw addresses count as the same place."""
         return self.symbol, self.place.offset
 
     def matches_place(self, word: str) -> bool:
-        """Linux: compares at most 63 bytes. Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_match."""
+        """Return True if PLACE matches. Linux compares at most 63 bytes.
+
+        Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_match.
+        """
         return word == self.place_text[:MAX_ARGSTR_LEN]
 
     def show(self) -> str:
@@ -308,7 +325,7 @@ class TraceKprobe(TraceProbe):
         return f"r{self.maxactive or ''}" if self.place.is_return else "p"
 
     def profile(self) -> str:
-        """Its line in kprobe_profile."""
+        """Return the probe's line in kprobe_profile."""
         return _PROFILE_LINE % (self.event.name, self.hits, self.nmissed)
 
     # Hits
@@ -320,7 +337,7 @@ class TraceKprobe(TraceProbe):
         self.hit(hit)
 
     def hit(self, hit: ProbeHit) -> None:
-        """Count the hit and record it where the event is enabled and no filter rejects it.
+        """Count the hit. If the event is enabled and no filter rejects the hit, record it.
 
         Mirrors: kernel/trace/trace_kprobe.c:kprobe_dispatcher, kretprobe_dispatcher (v6.1).
         """
@@ -335,7 +352,10 @@ class TraceKprobe(TraceProbe):
         self.event.record(store(self.args, header, environment), hit)
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Add what hit() does to guest code; False, with nothing added, where it takes Python."""
+        """Emit guest code that does the same as hit().
+
+        If Python is required, emit nothing and return False.
+        """
         engine = self.engine
         if not self.address or engine.places is None:
             return False
@@ -355,9 +375,9 @@ class TraceKprobe(TraceProbe):
         target: RecordTarget,
         counter: int,
     ) -> bool:
-        """As emit(), but all that is written to is given: every record goes to `target`.
+        """Emit the same code as emit(), but with other addresses; every record is written to `target`.
 
-        False for a return probe too, whose entry is the smaller part of it.
+        Return False also for return probes, because the handler is the smaller part of their cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

@@ -1,4 +1,4 @@
-"""Probes whose hits are events: kprobes, fprobes, uprobes and event probes alike."""
+"""Probes whose hits are events; the common part of kprobes, fprobes, uprobes and event probes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 
-ENTRY_ADDRESSES, RETURN_ADDRESSES = ("__probe_ip",), ("__probe_func", "__probe_ret_ip")
-"""What the events of probes on code begin with."""
+ENTRY_ADDRESSES = ("__probe_ip",)
+"""First fields of the events of probes at a function's entry, or anywhere else except at a return."""
+RETURN_ADDRESSES = ("__probe_func", "__probe_ret_ip")
+"""First fields of the events of return probes."""
 
 
 class ProbeTraceEvent(TraceEvent):
-    """The event of one or more probes of a kind, which all have the same arguments.
+    """The event of one or more probes of a kind, all of which have the same arguments.
 
     Mirrors: kernel/trace/trace_probe.h:struct trace_probe_event (v6.1).
     """
@@ -36,18 +38,21 @@ class ProbeTraceEvent(TraceEvent):
         word_size: int,
         addresses: tuple[str, ...] = (),
     ) -> None:
-        """`addresses` are names of fields in front of the arguments: addresses, a word each."""
+        """Create an event.
+
+        `addresses` are names of fields before the arguments; each holds an address, one word.
+        """
         super().__init__(group, name)
         self.args = args
         self.word_size = word_size
         self.addresses = addresses
         self.probes: tuple[TraceProbe, ...] = ()
 
-    # Made when they are asked for, which few events' are.
+    # These are computed on demand, because few events need them.
 
     @property
     def fields(self) -> tuple[EventField, ...]:
-        """Mirrors: kernel/trace/trace_kprobe.c:kprobe_event_define_fields (v6.1)."""
+        """The fields of the event. Mirrors: kernel/trace/trace_kprobe.c:kprobe_event_define_fields (v6.1)."""
         word = self.word_size
         start = COMMON_SIZE + self.word_size * len(self.addresses)
         places = zip(self.addresses, range(COMMON_SIZE, start, word), strict=True)
@@ -61,7 +66,7 @@ class ProbeTraceEvent(TraceEvent):
 
     @property
     def print_fmt(self) -> str:
-        """Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1)."""
+        """The print format. Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1)."""
         names = self.addresses
         args = self.args
         addresses = f"({' <- '.join('%lx' for _ in names)})" if names else ""
@@ -74,7 +79,7 @@ class ProbeTraceEvent(TraceEvent):
         return not self.probes
 
     def start(self) -> None:
-        """Enable all its probes or none.
+        """Enable all probes of the event, or none if one fails.
 
         Raises: KernelError (of a probe). Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
         """
@@ -89,7 +94,10 @@ class ProbeTraceEvent(TraceEvent):
             raise
 
     def stop(self) -> None:
-        """Mirrors: kernel/trace/trace_kprobe.c:disable_trace_kprobe (v6.1)."""
+        """Disable all probes of the event.
+
+        Mirrors: kernel/trace/trace_kprobe.c:disable_trace_kprobe (v6.1).
+        """
         for probe in self.probes:
             probe.disable()
 
@@ -100,7 +108,7 @@ class TraceProbe(DynEvent):
     __slots__ = ("args", "event", "kind")
 
     def __init__(self, kind: ProbeKind[Any], event: ProbeTraceEvent, args: tuple[ProbeArg, ...]) -> None:
-        """`event` is a new one, in whose place an older one of that name may come."""
+        """Create a probe with a new event. Registration replaces the event if an older one has its name."""
         self.kind = kind
         self.event = event
         self.args = args
@@ -112,45 +120,49 @@ class TraceProbe(DynEvent):
     @property
     @abstractmethod
     def place_text(self) -> str:
-        """Where it is, as in its line, and as `-:EVENT PLACE` has to give it."""
+        """The place as in the probe's line, which is the form that `-:EVENT PLACE` requires."""
 
     @property
     @abstractmethod
     def letter(self) -> str:
-        """What its line begins with."""
+        """The beginning of the probe's line, such as `p` or `r16`."""
 
     @property
     def identity(self) -> Hashable:
-        """What two probes on the same place have in common."""
+        """A value that is equal for probes of the same place."""
         return self.place_text
 
     def enable(self) -> None:
-        """Let hits come. Raises: KernelError."""
+        """Begin to take hits. Raises: KernelError."""
 
     def disable(self) -> None:
-        """Let no more come. Raises: KernelError."""
+        """Stop taking hits. Raises: KernelError."""
 
     def unregister(self) -> None:
-        """It is about to be removed."""
+        """Release resources before the probe is removed."""
 
     def is_busy(self) -> bool:
         return self.event.is_enabled
 
     def show(self) -> str:
-        """Mirrors: trace_kprobe_show, trace_uprobe_show, eprobe_dyn_event_show (v6.1)."""
+        """Return the probe's line.
+
+        Mirrors: trace_kprobe_show, trace_uprobe_show, eprobe_dyn_event_show (v6.1).
+        """
         return f"{self.letter}:{self.event.group}/{self.event.name} {to_text(' '.join(self.words()))}\n"
 
     def words(self) -> list[str]:
-        """Of its line, behind the name: its place and its arguments."""
+        """Return the words of the probe's line after the name: the place and the arguments."""
         return [self.place_text, *(f"{arg.name}={arg.expression}" for arg in self.args)]
 
     def matches_place(self, word: str) -> bool:
-        """Whether the PLACE of a command to remove events is this one's."""
+        """Return True if PLACE of a command that removes events is this probe's place."""
         return word == self.place_text
 
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
-        """Whether `-:[GROUP/][EVENT] [PLACE [ARGS]]` means this probe; the ARGS may be its first ones.
+        """Return True if `-:[GROUP/][EVENT] [PLACE [ARGS]]` matches this probe.
 
+        ARGS may be a prefix of its arguments.
         Linux: compares at most 63 bytes of an argument.
         Mirrors: kernel/trace/trace_probe.c:trace_probe_match_command_args (v6.1).
         """
@@ -166,13 +178,13 @@ class TraceProbe(DynEvent):
         return all(mine[:MAX_ARGSTR_LEN] == given for mine, given in zip(own[1:], words[1:], strict=False))
 
     def is_same_as(self, other: TraceProbe) -> bool:
-        """Whether both probe the same place for the same arguments."""
+        """Return True if both probes have the same place and the same arguments."""
         if self.identity != other.identity:
             return False
         return [arg.expression for arg in self.args] == [arg.expression for arg in other.args]
 
     def release(self) -> None:
-        """Remove it. Raises: KernelError EBUSY."""
+        """Remove the probe. Raises: KernelError EBUSY."""
         self.kind.remove(self)
 
 
@@ -180,23 +192,24 @@ P = TypeVar("P", bound=TraceProbe)
 
 
 class ProbeKind(EventKind[P]):
-    """A kind of dynamic events that are made of probes."""
+    """A kind of dynamic events whose events have probes."""
 
     def probes(self) -> list[P]:
-        """All probes, in order of their making."""
+        """Return all probes, in order of creation."""
         return list(self._own)
 
     def _shared_event(self, probe: P) -> ProbeTraceEvent | None:
-        """The event that `probe` becomes one more probe of."""
+        """Return an existing event to which `probe` may be added as one more probe, or None."""
         event = self.registry.find(probe.event.group, probe.event.name)
         if not isinstance(event, ProbeTraceEvent) or type(event) is not type(probe.event):
             return None
         return event if all(each.kind is self for each in event.probes) else None
 
     def _register(self, probe: P, log: TraceProbeLog) -> None:
-        """Put a probe on the list, and its event into the registry unless there is one of that name already.
+        """List a probe. Register its event, unless there is already one of that name.
 
-        Raises: KernelError EEXIST (logged), ENOSPC, as `_insert`. Mirrors: register_trace_kprobe (v6.1).
+        Raises: KernelError EEXIST (logged), ENOSPC, any error of `_insert`. Mirrors: register_trace_kprobe
+        (v6.1).
         """
         self._check_room()
         log.index = 0
@@ -223,15 +236,18 @@ class ProbeKind(EventKind[P]):
         self._list(probe)
 
     def remove(self, probe: P) -> None:
-        """Remove a probe, and its event with the last one.
+        """Remove a probe. If it is the last one of its event, remove the event too.
 
-        Raises: KernelError EBUSY (only for the last one of an event that is enabled or referred to).
+        Raises: KernelError EBUSY (only for the last probe of an event that is enabled or referred to).
         Mirrors: kernel/trace/trace_kprobe.c:unregister_trace_kprobe (v6.1).
         """
         event = probe.event
         is_last = event.probes == (probe,)
         if is_last and (event.is_enabled or event.references):
-            raise KernelError(errno.EBUSY, f"{event.group}/{event.name} is in use")
+            message = (
+                f"{event.group}/{event.name}: the event is in use; disable it and remove its users first"
+            )
+            raise KernelError(errno.EBUSY, message)
         probe.unregister()
         event.probes = tuple(each for each in event.probes if each is not probe)
         self._unlist(probe)
@@ -240,7 +256,7 @@ class ProbeKind(EventKind[P]):
 
 
 def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog) -> None:
-    """Whether `probe` may be one more of an event. Mirrors: append_trace_kprobe (v6.1)."""
+    """Check that `probe` may be added to an event. Mirrors: append_trace_kprobe (v6.1)."""
     if probe.event.addresses != event.addresses:
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)
     different = first_difference(probe.args, event.args)
@@ -252,8 +268,9 @@ def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog)
 
 
 def args_text(args: Sequence[ProbeArg], payload: bytes, start: int, symbols: KernelSymbols) -> str:
-    """Arguments as `trace` shows them, a blank before each; they begin at `start` of the payload.
+    """Return the text of arguments in `trace`, with a blank before each.
 
+    They begin at `start` of the payload.
     Mirrors: kernel/trace/trace_probe_tmpl.h:trace_probe_print_args (v6.1).
     """
     return "".join(f" {arg.name}={_arg_text(arg, payload, start, symbols)}" for arg in args)

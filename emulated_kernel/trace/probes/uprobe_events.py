@@ -1,4 +1,4 @@
-"""uprobe_events and uprobe_profile: definitions are parsed and kept; no user code is here to be probed."""
+"""uprobe_events and uprobe_profile. Definitions are parsed and listed, but there is no user code to probe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _RETURN = "%return"
 
 @dataclass(frozen=True)
 class UprobePoint:
-    """Where in a file to probe; both offsets in bytes, `reference` 0 where no counter was given."""
+    """The place of a uprobe in a file.
+
+    Offsets are in bytes; `reference` is 0 if no reference counter is given.
+    """
 
     path: str
     offset: int
@@ -41,30 +44,33 @@ class UprobePoint:
     inode: tuple[int, int]
 
     def show(self, word_size: int) -> str:
-        """As in uprobe_events, and as `-:EVENT PLACE` has to give it."""
+        """Return the place as in uprobe_events, which is the form that `-:EVENT PLACE` requires."""
         counter = f"({self.reference:#x})" if self.reference else ""
         return f"{self.path}:0x{self.offset:0{2 * word_size}x}{counter}"
 
     def default_event(self) -> str:
-        """The name of an event that was given none. Linux: `p` for return probes too."""
+        """Return the name of an event whose command has none.
+
+        Linux: it begins with `p` for return probes too.
+        """
         name = self.path.rpartition("/")[2]
-        end = min((at for at in map(name.find, ".-_") if at >= 0), default=len(name))
+        end = min((name.index(mark) for mark in ".-_" if mark in name), default=len(name))
         return f"p_{name[:end]}_{self.offset:#x}"[: MAX_EVENT_NAME_LEN - 1]
 
 
 class UprobeTraceEvent(ProbeTraceEvent):
-    """The event of one or more uprobes, which all have the same arguments."""
+    """The event of one or more uprobes, all of which have the same arguments."""
 
     __slots__ = ()
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Never asked for: an event that never starts has no records."""
+        """Raise an AssertionError, because the event is never started and has no records."""
         del payload, symbols, sym_addr
         raise AssertionError(f"a record of {self.name}")
 
 
 class TraceUprobe(TraceProbe):
-    """Mirrors: kernel/trace/trace_uprobe.c:struct trace_uprobe (v6.1)."""
+    """A uprobe. Mirrors: kernel/trace/trace_uprobe.c:struct trace_uprobe (v6.1)."""
 
     __slots__ = ("place",)
 
@@ -83,15 +89,18 @@ class TraceUprobe(TraceProbe):
         return self.place.inode, self.place.offset
 
     def enable(self) -> None:
-        """Deviates: it can't be, since the guest runs no programs. Raises: KernelError EOPNOTSUPP."""
-        raise KernelError(errno.EOPNOTSUPP, "there are no programs to probe")
+        """Fail. Deviates: uprobes cannot be enabled, since the guest runs no programs.
+
+        Raises: KernelError EOPNOTSUPP.
+        """
+        raise KernelError(errno.EOPNOTSUPP, "uprobes: the guest runs no programs that could be probed")
 
     @property
     def letter(self) -> str:
         return "r" if self.place.is_return else "p"
 
     def profile(self) -> str:
-        """Its line in uprobe_profile: there are no hits."""
+        """Return the probe's line in uprobe_profile, which always has 0 hits."""
         return f"  {to_text(self.place.path)} {self.event.name:<44} {0:>15}\n"
 
 
@@ -103,13 +112,13 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         self._arch = arch
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
-        """The lines of uprobe_profile, from one on."""
+        """Return the lines of uprobe_profile from line `start` on."""
         return (probe.profile() for probe in islice(self._own, start, None))
 
     def create(self, command: str) -> bool:
-        """Make a probe from `p|r[:[GRP/][EVENT]] PATH:OFFSET[(REF)][%return] [FETCHARGS]`.
+        """Create a probe from `p|r[:[GRP/][EVENT]] PATH:OFFSET[(REF)][%return] [FETCHARGS]`.
 
-        False where the command isn't one for uprobes. Raises: KernelError (logged).
+        Return False if the command is not for uprobes. Raises: KernelError (logged).
         Mirrors: kernel/trace/trace_uprobe.c:__trace_uprobe_create (v6.1).
         """
         argv = argv_split(command)
@@ -136,12 +145,17 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         return True
 
     def _check_reference(self, place: UprobePoint) -> None:
-        """Mirrors: kernel/trace/trace_uprobe.c:validate_ref_ctr_offset (v6.1)."""
+        """Check that all probes of a place have the same reference counter.
+
+        Mirrors: kernel/trace/trace_uprobe.c:validate_ref_ctr_offset (v6.1).
+        """
         for other in (probe.place for probe in self._own):
             same = (other.inode, other.offset) == (place.inode, place.offset)
             if same and other.reference != place.reference:
                 self.printk("trace_uprobe: Reference counter offset mismatch.")
-                raise KernelError(errno.EINVAL, "another probe there has another reference counter")
+                raise KernelError(
+                    errno.EINVAL, "reference counter: it differs from that of another probe of this place"
+                )
 
 
 def _parse_place(word: str, is_return: bool, bits: int, log: TraceProbeLog) -> UprobePoint:
@@ -160,7 +174,7 @@ def _parse_place(word: str, is_return: bool, bits: int, log: TraceProbeLog) -> U
 
 
 def _find_file(path: str, log: TraceProbeLog) -> tuple[int, int]:
-    """Device and inode, which tell whether two paths are one file."""
+    """Return device and inode of the file, which identify it independently of its path."""
     try:
         found = os.stat(path.encode("latin-1"))
     except (OSError, ValueError) as failure:

@@ -1,5 +1,6 @@
-"""Ring buffers in Linux's layout, which guest code and the host write alike.
+"""Ring buffers in Linux's layout, which both guest code and the host write.
 
-From outside: RingBuffer, TraceClock and the layout that guest code is made by. Its state is guest memory:
-Python changes it under the control lock, guest code by one CPU's own writes without any.
+Other subpackages use RingBuffer, TraceClock and the layout that guest code is compiled for.
+The state is guest memory. Python changes it under the control lock; guest code changes only its own CPU's
+buffer and takes no lock.
 """

@@ -1,6 +1,6 @@
-"""One CPU's ring buffer, in Linux's layout, over memory that guest code writes too.
+"""A CPU's ring buffer in Linux's layout, over memory that guest code writes too.
 
-The memory (layout.py) is the truth; nothing is kept in Python.
+All state is in that memory, as ring_layout.py describes it; Python keeps none.
 
 Mirrors: kernel/trace/ring_buffer.c (v6.1)
 """
@@ -40,7 +40,7 @@ _MISSED_COUNT_SIZE = 8
 
 
 class Consumed(NamedTuple):
-    """An event that the reader took or looks at; time in clock units."""
+    """An event that a reader consumed or peeked at; its time is in clock units."""
 
     time_stamp: int
     record: bytes
@@ -49,7 +49,7 @@ class Consumed(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStats:
-    """Counters of a ring buffer as per_cpu/cpuN/stats names them; `size` in bytes."""
+    """Counters of a ring buffer, named as in per_cpu/cpuN/stats; `size` is in bytes."""
 
     entries: int
     overrun: int
@@ -61,19 +61,19 @@ class RingStats:
 
 
 class RingBuffer(RingWriter):
-    """A per-CPU ring buffer; one writer at a time, callers serialise readers against it."""
+    """A per-CPU ring buffer with one writer at a time; callers serialise readers against the writer."""
 
     __slots__ = ()
 
     # -- reading
 
     def __len__(self) -> int:
-        """Events that can still be read."""
+        """Return the number of unread events."""
         control = self._control
         return control.entries + control.tail_entries - control.overrun - control.read
 
     def peek(self) -> Consumed | None:
-        """The event that consume() would take; it can move the reader to the next sub-buffer.
+        """Return the event that consume() would take. This may move the reader to the next sub-buffer.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_peek (v6.1)
         """
@@ -81,7 +81,7 @@ class RingBuffer(RingWriter):
         return None if found is None else Consumed(found[0], found[1], self._control.lost_events)
 
     def consume(self) -> Consumed | None:
-        """Take the oldest event out; `lost_events` counts those overwritten just before it.
+        """Remove and return the oldest event; `lost_events` counts events overwritten just before it.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_consume (v6.1)
         """
@@ -105,14 +105,15 @@ class RingBuffer(RingWriter):
             end = self._commit(page)
             for found in self._events(page, offset, control.read_stamp):
                 return found
-            # Only padding is left on it.
+            # Only padding is left on this page.
             control.read_bytes += end - offset
             control.reader_read = end
         return None
 
     def _take_reader_page(self) -> bool:
-        """Have unread data on the reader page, swapping it with the head page; False: nothing to read.
+        """Make sure that the reader page has unread data, swapping it with the head page if needed.
 
+        Return False if there is nothing to read.
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
         """
         control = self._control
@@ -127,7 +128,7 @@ class RingBuffer(RingWriter):
         taken = table[SLOTS + head]
         control.changing = 1
         self._clear_page(reader)
-        # In this order: salvage.py can tell how far it came, if the process ends here.
+        # Hazard: the process may end here; recover.py finds out from this order how far the swap got.
         table[SLOTS + head] = reader
         control.reader_read = 0
         control.reader_page = taken
@@ -141,7 +142,7 @@ class RingBuffer(RingWriter):
         return True
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (time stamp, record) of every unread event, oldest first, consuming nothing."""
+        """Yield (time stamp, record) of every unread event, oldest first, without consuming any."""
         control = self._control
         for stamp, record, _ in self._events(control.reader_page, control.reader_read, control.read_stamp):
             yield stamp, record
@@ -150,10 +151,10 @@ class RingBuffer(RingWriter):
                 yield stamp, record
 
     def _events(self, page: int, offset: int, stamp: int) -> Iterator[tuple[int, bytes, int]]:
-        """Yield (time stamp, payload, offset behind it) of a page's events from `offset` on.
+        """Yield (time stamp, payload, end offset) of each event of a page, from `offset` on.
 
-        `stamp` is the time before the first event. A payload comes padded to four bytes, as the format has
-        no finer size.
+        `stamp` is the time before the first event. Payloads are padded to four bytes, because the format
+        stores lengths in units of four.
         """
         words = self._words32
         memory = self._memory
@@ -183,7 +184,7 @@ class RingBuffer(RingWriter):
                 offset += TIME_EVENT_SIZE
 
     def _unread_pages(self) -> list[int]:
-        """Sub-buffers of the ring that were written and not read, oldest first."""
+        """Return the sub-buffers of the ring that hold unread events, oldest first."""
         control = self._control
         count = self.nr_pages
         if control.tail_page == control.reader_page:
@@ -193,9 +194,9 @@ class RingBuffer(RingWriter):
         return [self._table[SLOTS + (head + i) % count] for i in range(used)]
 
     def read_page(self, *, full: bool = False) -> bytes | None:
-        """Consume what is left of one sub-buffer as a page of 4096 bytes; None when nothing is there.
+        """Consume the rest of one sub-buffer and return it as a page of 4096 bytes.
 
-        `full`: a sub-buffer that is still written to doesn't count.
+        Return None if there is nothing to read. If `full`, ignore the sub-buffer that is still being written.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_page (v6.1)
         """
         if not self._take_reader_page():
@@ -233,12 +234,12 @@ class RingBuffer(RingWriter):
 
     @property
     def size(self) -> int:
-        """Bytes of events that the ring holds, the reader page left out."""
+        """Bytes of events that the ring holds, without the reader page."""
         return self.nr_pages * PAGE_DATA_SIZE
 
     @property
     def overwrite(self) -> bool:
-        """Whether a full buffer loses its oldest events (else new ones are dropped)."""
+        """Whether a full buffer overwrites its oldest events; otherwise it drops new events."""
         return bool(self._control.flags & RingFlag.OVERWRITE)
 
     @overwrite.setter
@@ -247,7 +248,7 @@ class RingBuffer(RingWriter):
 
     @property
     def disabled(self) -> bool:
-        """Whether write() refuses everything."""
+        """Whether write() drops every event."""
         return bool(self._control.flags & RingFlag.DISABLED)
 
     @disabled.setter
@@ -264,16 +265,16 @@ class RingBuffer(RingWriter):
 
     @property
     def written(self) -> int:
-        """Events written since it was emptied."""
+        """Number of events written since the buffer was emptied."""
         return self._control.entries + self._control.tail_entries
 
     @property
     def dirty_pages(self) -> int:
-        """Full sub-buffers that nobody read yet; poll(2) with buffer_percent looks at it."""
+        """Number of full unread sub-buffers, which poll(2) compares with buffer_percent."""
         return max(0, len(self._unread_pages()) - 1)
 
     def stats(self) -> RingStats:
-        """The counters; `oldest_event_ts` outlives a reset, as in Linux."""
+        """Return the counters. As in Linux, `oldest_event_ts` survives a reset."""
         control = self._control
         page = control.tail_page
         if page != control.reader_page:
@@ -309,10 +310,10 @@ class RingBuffer(RingWriter):
         control.changing = 0
 
     def resize(self, place: RingMemory, nr_pages: int) -> None:
-        """Move into other pages, under the same control block or another, with `nr_pages` sub-buffers.
+        """Move the events into other memory with `nr_pages` sub-buffers.
 
-        The oldest that don't fit are overrun. The pages so far are the caller's to release, when no guest
-        code writes to them any more.
+        `place` has the same control block or another one. The oldest sub-buffers that do not fit are overrun.
+        The caller releases the old pages when no guest code writes to them any longer.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
         tail = self._tail()
@@ -326,10 +327,10 @@ class RingBuffer(RingWriter):
         images = [self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE] for page in kept]
         entries = [table[self._entries_at + page] for page in kept]
         before = RingControl.from_buffer_copy(self.place.control_block)
-        # Guest code that knows another control block must come to the host.
+        # Guest code that writes by another control block must call the host from now on.
         self._park(tail)
         old.flags = before.flags | _DISABLED
-        # The old pages count until the new ones are whole, even if the process ends here.
+        # Hazard: the process may end here; the old pages stay valid until the new ones are complete.
         draft = replace(place, control=memoryview(bytearray(CONTROL_SIZE)))
         self._format(draft, nr_pages, before.flags)
         control = self._control
@@ -340,7 +341,7 @@ class RingBuffer(RingWriter):
             at = self._data(page) - PAGE_HEADER_SIZE
             self._memory[at : at + PAGE_SIZE] = image
             self._table[self._entries_at + page] = count
-        # Without an unread page the tail is the reader page, and the next slot is the head.
+        # If no page is unread, the tail is the reader page and the next slot is the head.
         control.tail_page = len(unread) - 1 if unread else nr_pages
         control.tail_slot = (len(unread) - 1) % nr_pages
         control.tail_entries = before.tail_entries

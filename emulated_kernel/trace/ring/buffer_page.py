@@ -1,4 +1,4 @@
-"""The binary format of a ring buffer's sub-buffer: what trace_pipe_raw hands out and guest code writes.
+"""Ring buffer pages: the format of a sub-buffer, which trace_pipe_raw returns and guest code writes.
 
 A sub-buffer is one page of 4096 bytes, little-endian:
 
@@ -6,11 +6,12 @@ A sub-buffer is one page of 4096 bytes, little-endian:
     8   u64  commit       bytes of data in use; bits 31 and 30 are MISSED_EVENTS and MISSED_STORED
     16  data              events, each on a multiple of 4 bytes
 
-An event starts with a u32: type_len in the low 5 bits, time_delta (to the event before) in the upper 27.
+An event starts with a u32. Its low 5 bits are type_len; its upper 27 bits are time_delta, the time since the
+previous event.
 
     type_len 1..28   data of type_len * 4 bytes follows
-    0                a u32 follows: 4 + the bytes of data behind it
-    29 PADDING       time_delta 0: nothing up to the page's end; else a u32: 4 less than the bytes skipped
+    0                a u32 follows: 4 + the bytes of data after it
+    29 PADDING       time_delta 0: the rest of the page is empty; else a u32: 4 less than the bytes to skip
     30 TIME_EXTEND   a u32 follows: delta >> 27
     31 TIME_STAMP    a u32 follows: absolute time >> 27
 
@@ -24,7 +25,7 @@ from emulated_kernel.util.abi import PAGE_SIZE
 PAGE_HEADER_SIZE = 16
 PAGE_DATA_SIZE = PAGE_SIZE - PAGE_HEADER_SIZE
 MAX_DATA_SIZE = PAGE_DATA_SIZE - 8
-"""Bytes of the largest payload: it stands alone on a page, behind the two u32 that describe it."""
+"""Bytes of the largest payload: it fills a page alone, after the two u32 of its header."""
 
 MISSED_EVENTS = 1 << 31
 MISSED_STORED = 1 << 30
@@ -42,11 +43,11 @@ STAMP_MASK = (1 << 59) - 1
 
 
 def event_size(payload_size: int) -> int:
-    """Bytes that a payload takes on a page, its header included.
+    """Return the bytes that an event with a payload of `payload_size` bytes takes on a page, header included.
 
     Mirrors: kernel/trace/ring_buffer.c:rb_calculate_event_length (v6.1)
     """
     size = max(payload_size, 1) + (4 if payload_size <= MAX_SMALL_DATA else 8)
     size = (size + 3) & ~3
-    # A discarded event becomes a time extend's padding; one of its very size could not be told apart.
+    # A discarded event becomes padding. One of TIME_EVENT_SIZE would look like a discarded time extend.
     return 12 if size == TIME_EVENT_SIZE else size

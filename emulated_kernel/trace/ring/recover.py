@@ -1,8 +1,9 @@
-"""Ring buffers of a machine that ended at any moment: what is complete in them is brought into order.
+"""Recovery of the ring buffers of a machine that ended at an arbitrary moment.
 
-A record is complete when the write pointer is behind it; each buffer has at most one that isn't, for which
-the time or the count has gone on already. What the host was changing is told by pages, not by counters;
-where it was changing nothing, they are damaged if they disagree.
+A record is complete once the write pointer is after it. Each buffer has at most one incomplete record; its
+time or its count may already be included in the control block.
+If the host was changing the control block, the pages decide and not the counters. Otherwise, a buffer whose
+counters and pages disagree is damaged.
 """
 
 from __future__ import annotations
@@ -38,41 +39,41 @@ from emulated_kernel.util.fast_dataclass import dataclass
 MIN_SIZE = 4 + TRACE_ENTRY.size
 """Bytes of the smallest event."""
 _LOST_LIMIT = 1 << 32
-"""Nobody has memory for so many records."""
+"""A larger number of lost records is not plausible: no machine has memory for so many."""
 _COUNT_LIMIT = 1 << 62
-"""No counter got so far."""
+"""A counter that reaches this value is not plausible."""
 
 
 @dataclass(frozen=True)
 class RecoveredBuffer:
-    """A ring buffer in memory of its own, and what was found on the way."""
+    """A ring buffer that was copied to memory of its own, and the findings of the recovery."""
 
     buffer: RingBuffer
     torn: int
-    """Records that weren't complete, or that the counters know of and no page has."""
+    """Number of records that are incomplete, or that the counters include but no page holds."""
     damage: str
-    """What no end of a process leaves behind; "" where there is nothing of it."""
+    """Description of damage that the end of a process cannot explain; "" if there is none."""
     is_aside: bool
-    """It was a snapshot's."""
+    """Whether the buffer belonged to a snapshot."""
 
 
 @dataclass(frozen=True)
 class _IntactEvents:
-    """The sound events at the start of a page's data."""
+    """The valid events at the start of a page's data."""
 
     count: int
     end: int
     stamp: int
-    """Time of the last one."""
+    """Time of the last valid event."""
     is_whole: bool
-    """There is nothing else."""
+    """Whether the data consist of valid events only."""
 
 
 class UnreadableControlBlock(ValueError):
-    """Bytes that hold no sound control block of a ring buffer."""
+    """Raised for bytes that are not a valid control block of a ring buffer."""
 
     def __init__(self, message: str, lost: int) -> None:
-        """`lost`: records that its counters know of."""
+        """Keep `lost`, the number of records that the counters of the block include."""
         super().__init__(message)
         self.lost = lost
 
@@ -87,7 +88,7 @@ class _DamagedBuffer:
         self.is_changing = bool(control.changing)
         control.changing = 0
         self.is_odd = False
-        """Something here must not be so where the host was changing nothing."""
+        """Whether something is inconsistent that would be consistent if the host was changing nothing."""
         if not MIN_PAGES <= count < 1 << 32:
             raise ValueError(f"a ring buffer of {count} pages")
         self.memory = memoryview(bytearray(read(control.base, memory_size(count))))
@@ -120,7 +121,10 @@ class _DamagedBuffer:
             control.tail_slot = slot
 
     def _repair_tail(self, slots: list[int]) -> None:
-        """Where the tail is stands there three times; while the host changes nothing, two must be right."""
+        """Correct the tail, whose position is stored three times.
+
+        If the host was changing nothing, two of the three are right.
+        """
         control = self.control
         # Where the page is full the pointer is behind it.
         written = (self._pointer - 1 - control.base - self._start) // PAGE_SIZE
@@ -142,15 +146,15 @@ class _DamagedBuffer:
         return self.control.write_ptr or self.control.parked_ptr
 
     def header(self, page: int) -> int:
-        """Position of a page, in bytes."""
+        """Return the offset of a page's header, in bytes."""
         return self._start + page * PAGE_SIZE
 
     def stamp(self, page: int) -> int:
-        """When its first event was."""
+        """Return the time of a page's first event."""
         return self.table[self.header(page) >> 3]
 
     def end(self, page: int) -> int:
-        """Where its data end, in bytes."""
+        """Return the offset at which a page's data end, in bytes."""
         control = self.control
         if page != control.tail_page:
             end = self.table[(self.header(page) >> 3) + 1] & COMMIT_MASK
@@ -162,7 +166,7 @@ class _DamagedBuffer:
         return 0 if self.is_changing else self._end_by_count(page)
 
     def _end_by_count(self, page: int) -> int:
-        """Where as many events of a page end as were counted, if the write pointer doesn't say it."""
+        """Return where the counted number of events of a page ends; used if the write pointer is invalid."""
         low = 0
         high = PAGE_DATA_SIZE
         while low < high:
@@ -174,7 +178,7 @@ class _DamagedBuffer:
         return high
 
     def unread(self) -> list[int]:
-        """Pages of the ring that were written and not read, oldest first."""
+        """Return the pages of the ring that hold unread events, oldest first."""
         control = self.control
         count = self.count
         if control.tail_page == control.reader_page:
@@ -183,7 +187,7 @@ class _DamagedBuffer:
         return [self.table[SLOTS + (control.head_slot + i) % count] for i in range(used)]
 
     def walk(self, page: int, offset: int, end: int, stamp: int) -> _IntactEvents:
-        """The sound events of a page in [offset, end), `stamp` being the time before them."""
+        """Return the valid events of a page in [offset, end). `stamp` is the time before the first one."""
         words = self.words32
         data = self.header(page) + PAGE_HEADER_SIZE
         count = 0
@@ -217,9 +221,10 @@ class _DamagedBuffer:
 
 
 def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> RecoveredBuffer | None:
-    """The buffer of a control block; None where that has none. `read` gives pages by address.
+    """Recover the buffer of a control block; return None if the block is empty.
 
-    Raises: UnreadableControlBlock, OSError (as `read` does).
+    `read` reads pages by address.
+    Raises: UnreadableControlBlock, OSError (from `read`).
     """
     if not any(block[: offset_of("aside")]):
         return None
@@ -272,7 +277,7 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
 
 
 def _count(wreck: _DamagedBuffer, unread: int, size: int) -> None:
-    """Let the counters say what the pages hold."""
+    """Set the counters to the content of the pages."""
     control = wreck.control
     for word in ("overrun", "dropped", "read", "read_bytes"):
         if getattr(control, word) >= _COUNT_LIMIT:

@@ -1,25 +1,27 @@
-"""Layout of a ring buffer's memory: the contract between guest code and the reader here.
+"""Layout of a ring buffer's memory: the contract between guest code and the host's readers.
 
-Each CPU writes to a buffer of its own. Its control block of 32 u64 words (little-endian) holds what changes
-with each event and counts, as RingControl says.
+Each CPU writes to a buffer of its own. Its control block has 32 u64 words (little-endian): the state that
+each event changes, and counters. RingControl lists them.
 
-The sub-buffers' memory starts with room for a control block (used where there is no other), then
+The memory of the sub-buffers starts with space for a control block, which is used if there is no other one.
+Then follow
 
-         word 32...        slots[nr_pages]: the sub-buffer's number of each ring slot
-         then              page_entries[nr_pages + 1]: events on each sub-buffer that was left behind
+         word 32...        slots[nr_pages]: the number of the sub-buffer in each ring slot
+         then              page_entries[nr_pages + 1]: events on each sub-buffer that the tail has left
 
-and goes on with the nr_pages + 1 sub-buffers (page.py) from the next multiple of 4096 bytes; `base` is
-a multiple of 4096 too. The commit word of tail_page is stale: its data end at write_ptr (or parked_ptr).
+The nr_pages + 1 sub-buffers (buffer_page.py) begin at the next multiple of 4096 bytes; `base` is a multiple
+of 4096 too. The commit word of tail_page is stale: its data end at write_ptr (or parked_ptr).
 
-How guest code writes an event of `length` bytes (page.event_size) at the time t:
+Guest code writes an event of `length` bytes (buffer_page.event_size) at the time t like this:
 
     p = write_ptr
     if ((p - 1) & 4095) > 4095 - length, unsigned: no room (or off, or the first event of a sub-buffer)
     delta = t - write_stamp; if delta >= 1 << 27, unsigned: a time extend is needed
     write_stamp += delta; put the event at p; tail_entries += 1; write_ptr = p + length
 
-In both other cases the host is asked first: RingBuffer.make_room(length, t). If that says yes, the steps
-succeed when begun again; if no, the event is dropped, and counted if that is for want of room.
+In both other cases it first calls the host: RingBuffer.make_room(length, t). If that returns True, the steps
+succeed when they are repeated. If it returns False, the event is dropped; it is counted only if there was no
+room.
 """
 
 from __future__ import annotations
@@ -34,35 +36,36 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MIN_PAGES = 2
+"""Smallest number of sub-buffers in a ring."""
 _SIZE_MASK = (1 << 64) - 1
 
 
 class RingControl(LittleEndianStructure):
-    """A control block: u64 words, and room for more."""
+    """A control block: 32 u64 words, of which the last 7 are reserved."""
 
-    write_ptr: int  # address of the next event; 0: nobody but the host may write one now
+    write_ptr: int  # address of the next event; 0: only the host may write one now
     write_stamp: int  # time of the last event written
-    tail_entries: int  # events on the sub-buffer that is written
+    tail_entries: int  # events on the sub-buffer that is being written
     parked_ptr: int  # write_ptr's value while that is 0
     base: int  # address of the sub-buffers' memory
-    nr_pages: int  # sub-buffers in the ring; one more, the reader page, stands outside of it
+    nr_pages: int  # sub-buffers in the ring; one more, the reader page, is outside of it
     flags: int  # RingFlag
-    tail_page: int  # number of the sub-buffer that is written
-    tail_slot: int  # ring slot of tail_page (or that it had before the reader took it)
+    tail_page: int  # number of the sub-buffer that is being written
+    tail_slot: int  # ring slot of tail_page (or its last slot, if the reader has taken it)
     head_slot: int  # ring slot of the oldest unread sub-buffer
     reader_page: int  # number of the reader's sub-buffer
     reader_read: int  # bytes of its data that were consumed
-    anchor_slot: int  # where head and tail go on reset
+    anchor_slot: int  # ring slot of head and tail after a reset
     read_stamp: int  # time of the last event consumed
-    entries: int  # events on all sub-buffers that were ever left behind
+    entries: int  # events on all sub-buffers that the tail ever left
     overrun: int  # events overwritten before they were read
     commit_overrun: int  # events lost because the writer met its own uncommitted ones (always 0 here)
-    dropped: int  # events refused for want of room (no overwriting)
+    dropped: int  # events dropped because the buffer was full (without overwriting)
     read: int  # events consumed
-    entries_bytes: int  # bytes written on sub-buffers that were left behind, and not overwritten
+    entries_bytes: int  # bytes written on sub-buffers that the tail left and that were not overwritten
     read_bytes: int  # bytes consumed
     last_overrun: int  # `overrun` when the reader last took a sub-buffer
-    lost_events: int  # events lost before the next one that the reader gets
+    lost_events: int  # events lost just before the reader's next event
     aside: int  # 1: the buffer of a snapshot, not of the trace array itself
     changing: int  # 1 while the host changes words that belong together
     _fields_ = (*((name, c_uint64) for name in __annotations__), ("reserved", c_uint64 * 7))
@@ -70,92 +73,103 @@ class RingControl(LittleEndianStructure):
 
 CONTROL_SIZE = sizeof(RingControl)
 SLOTS = CONTROL_SIZE // 8
+"""Word at which the ring slots begin."""
 COUNTERS = (
-    *("write_stamp", "read_stamp", "entries", "overrun", "commit_overrun", "dropped", "read"),
-    *("entries_bytes", "read_bytes", "last_overrun", "lost_events"),
+    "write_stamp",
+    "read_stamp",
+    "entries",
+    "overrun",
+    "commit_overrun",
+    "dropped",
+    "read",
+    "entries_bytes",
+    "read_bytes",
+    "last_overrun",
+    "lost_events",
 )
-"""Words that a reset clears."""
+"""Names of the words that a reset clears."""
 
 
 def offset_of(word: str) -> int:
-    """Where a word of a control block begins, in bytes."""
+    """Return the offset of a word of a control block, in bytes."""
     offset: int = getattr(RingControl, word).offset
     return offset
 
 
-WRITE_PTR, WRITE_STAMP, TAIL_ENTRIES, FLAGS = map(
-    offset_of, ("write_ptr", "write_stamp", "tail_entries", "flags")
-)
-"""Where guest code finds what it needs for an append."""
+WRITE_PTR = offset_of("write_ptr")
+WRITE_STAMP = offset_of("write_stamp")
+TAIL_ENTRIES = offset_of("tail_entries")
+FLAGS = offset_of("flags")
 
 
 class RingFlag(IntFlag):
-    """`flags` of a control block."""
+    """Bits of `flags` in a control block."""
 
     OVERWRITE = 1
-    """A full buffer loses its oldest sub-buffer; otherwise it refuses new events."""
+    """A full buffer loses its oldest sub-buffer; without this bit it drops new events."""
     DISABLED = 2
     """Nothing is recorded or counted."""
 
 
 def _keep() -> None:
-    """Memory that goes with its last user."""
+    """Do nothing: the memory is freed with its last user."""
 
 
 @dataclass(frozen=True)
 class RingMemory:
     """The memory of a ring buffer.
 
-    Guest code sees its pages at `address`, and its control block at `control_at` from the base of the CPU
-    that the buffer is of. Without a control block of its own it uses the room at the start of `pages`.
-    Memory that no guest code sees has address 0.
+    Guest code finds the pages at `address`. It finds the control block `control_at` bytes after the per-CPU
+    base of the buffer's CPU.
+    If `control` is None, the control block is the space at the start of `pages`. Memory that no guest code
+    uses has address 0.
     """
 
     pages: memoryview
-    """Writable, memory_size(nr_pages) bytes at least, of any content."""
+    """Writable memory of at least memory_size(nr_pages) bytes, with any content."""
     address: int = 0
     control: memoryview | None = None
-    """Writable, CONTROL_SIZE bytes."""
+    """Writable memory of CONTROL_SIZE bytes, or None."""
     control_at: int = 0
     release: Callable[[], None] = _keep
-    """Gives the pages back."""
+    """Frees the pages."""
 
     @property
     def control_block(self) -> memoryview:
-        """Its bytes, wherever it stands."""
+        """The bytes of the control block."""
         return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
-        """Other pages under the same control block."""
+        """Return `pages` with this memory's control block."""
         return replace(pages, control=self.control, control_at=self.control_at)
 
 
 @dataclass(frozen=True)
 class RingControls:
-    """The control blocks of ring buffers, one a CPU, at the same offset from the base of each."""
+    """The control blocks of ring buffers, one per CPU, at the same offset from each CPU's per-CPU base."""
 
     blocks: Sequence[memoryview]
     offset: int = 0
     release: Callable[[], None] = _keep
 
     def place(self, cpu: int, pages: RingMemory) -> RingMemory:
-        """Pages under that CPU's control block."""
+        """Return `pages` with the control block of `cpu`."""
         return replace(pages, control=self.blocks[cpu], control_at=self.offset)
 
 
 @dataclass(frozen=True)
 class RecordTarget:
-    """A recorder's ring buffers, one of each CPU, as guest code writes to them."""
+    """A recorder's ring buffers, one per CPU, as guest code writes to them."""
 
     control_at: int
-    """Offset of the control blocks."""
+    """Offset of the control blocks from the per-CPU bases."""
     saves_comm: bool
     make_room: Callable[[], bool]
-    """RingBuffer.make_room of the CPU's buffer for the event that `event_time` tells of."""
+    """Calls RingBuffer.make_room of the current CPU's buffer for the event that guest code is writing."""
 
 
 def pages_for(size: int) -> int:
-    """Sub-buffers in the ring for a wanted size in bytes.
+    """Return the number of sub-buffers in the ring for a requested size in bytes.
 
     Linux: rounding up wraps around. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
     """
@@ -163,11 +177,11 @@ def pages_for(size: int) -> int:
 
 
 def memory_size(nr_pages: int) -> int:
-    """Bytes of memory of a ring buffer with `nr_pages` sub-buffers."""
+    """Return the bytes of memory of a ring buffer with `nr_pages` sub-buffers."""
     return data_start(nr_pages) + (nr_pages + 1) * PAGE_SIZE
 
 
 def data_start(nr_pages: int) -> int:
-    """Where the sub-buffers begin, in bytes."""
+    """Return the offset at which the sub-buffers begin, in bytes."""
     header = (SLOTS + 2 * nr_pages + 1) * 8
     return -(-header // PAGE_SIZE) * PAGE_SIZE

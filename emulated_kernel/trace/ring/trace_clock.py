@@ -1,4 +1,4 @@
-"""Trace clocks: what the time stamps of a trace array count."""
+"""Trace clocks: the units of a trace array's time stamps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ USER_HZ = 100
 
 @dataclass(frozen=True)
 class TraceClock:
-    """A clock that trace_clock offers.
+    """A clock that can be written to trace_clock.
 
     Mirrors: kernel/trace/trace.c:trace_clocks (v6.1)
     """
 
     name: str
     in_ns: bool
-    """Whether it counts nanoseconds, and is shown as seconds with six decimals."""
+    """Whether the clock counts nanoseconds, which are shown as seconds with six decimals."""
 
 
 LOCAL = TraceClock("local", True)
@@ -42,15 +42,15 @@ TRACE_CLOCKS = (
 
 
 class ClockSource:
-    """Turns the machine's nanoseconds since boot into the units of each clock."""
+    """Converter of the machine's nanoseconds since boot into the units of each clock."""
 
     def __init__(self) -> None:
         self._counter = 0
 
     def converter(self, clock: TraceClock) -> Callable[[int], int] | None:
-        """The function from nanoseconds to `clock`'s units; None where they are the same.
+        """Return the function from nanoseconds to `clock`'s units; None if the units are nanoseconds.
 
-        So are those of x86-tsc: the time stamp counter has a rate of 1 GHz.
+        The result is None for x86-tsc too, because the time stamp counter runs at 1 GHz.
         """
         return {COUNTER: self._count, UPTIME: _uptime}.get(clock)
 
@@ -65,15 +65,16 @@ def _uptime(ns: int) -> int:
 
 
 def ns_to_usecs(ns: int) -> int:
-    """Microseconds, rounded to the nearest. Mirrors: kernel/trace/trace.c:ns2usecs (v6.1)."""
+    """Return microseconds, rounded to the nearest. Mirrors: kernel/trace/trace.c:ns2usecs (v6.1)."""
     return (ns + 500) // 1000
 
 
 def find_clock(name: str) -> TraceClock | None:
-    """The clock of that name."""
+    """Return the clock of that name, or None."""
     return next((clock for clock in TRACE_CLOCKS if clock.name == name), None)
 
 
 def clocks_text(current: TraceClock) -> str:
-    """The trace_clock file: all names in one line, the current one in brackets."""
-    return " ".join(f"[{c.name}]" if c is current else c.name for c in TRACE_CLOCKS) + "\n"
+    """Return the trace_clock file: all names in one line, the current one in brackets."""
+    names = (f"[{clock.name}]" if clock is current else clock.name for clock in TRACE_CLOCKS)
+    return " ".join(names) + "\n"

@@ -1,4 +1,4 @@
-"""Records: the header that starts each one, their fields, and the types that are no trace events."""
+"""Records: the header that starts each one, their fields, and the types that no trace event defines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from emulated_kernel.util.fast_dataclass import dataclass
 TRACE_ENTRY = Struct("<HBBi")
 """common_type, common_flags, common_preempt_count, common_pid. Mirrors: struct trace_entry (v6.1)."""
 COMMON_SIZE = TRACE_ENTRY.size
-"""Bytes of common fields before an entry's payload; __data_loc counts from their start."""
+"""Bytes of the common fields before an entry's payload; offsets in __data_loc count from their start."""
 
 
 class EntryType(IntEnum):
-    """Types that no trace event defines. Mirrors: kernel/trace/trace.h:trace_type (v6.1)."""
+    """Types of entries that no trace event defines. Mirrors: kernel/trace/trace.h:trace_type (v6.1)."""
 
     FN = 1
     STACK = 4
@@ -31,7 +31,7 @@ class EntryType(IntEnum):
 
 
 class EntryFlag(IntFlag):
-    """common_flags. Mirrors: include/linux/trace_events.h:trace_flag_type (v6.1)."""
+    """Bits of common_flags. Mirrors: include/linux/trace_events.h:trace_flag_type (v6.1)."""
 
     IRQS_OFF = 0x01
     IRQS_NOSUPPORT = 0x02
@@ -45,19 +45,19 @@ class EntryFlag(IntFlag):
 
 @dataclass(frozen=True)
 class RawEntry:
-    """What an event filter looks at: a whole entry, common fields first, and who ran on which CPU."""
+    """The input of an event filter: an entry with its common fields, and the CPU and task that made it."""
 
     data: bytes
     cpu: int
     comm: bytes
     """The current task's name, without padding."""
     string_at: Callable[[int, bool], bytes | None]
-    """The string at an address of user space or of the kernel, and its NUL; None where there is none."""
+    """Reads the string at an address, with its NUL; None if it faults. The flag means a user address."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventField:
-    """A field of an entry; offset and size in bytes, the offset from the entry's start."""
+    """A field of an entry. Offset and size are in bytes; the offset counts from the entry's start."""
 
     type: str
     name: str
@@ -65,10 +65,10 @@ class EventField:
     size: int
     is_signed: bool
     length: int = 0
-    """Elements of an array of a static event; a probe's fields don't tell."""
+    """Number of elements if the field is an array of a static event; 0 for fields of probes."""
 
     def format_line(self) -> str:
-        """Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
+        """Return the field's line of a `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
         declaration = f"{self.type} {self.name}"
         base, bracket, _ = self.type.partition("[")
         if bracket and not self.type.startswith("__data_loc"):
@@ -86,42 +86,46 @@ COMMON_FIELDS = (
 
 
 MARKER_SYMBOL = "tracing_mark_write"
+"""Name of the function that writes markers."""
 _U32 = Struct("<I")
 _FAULTED_SIZE = 9
 
 
 def marker_ip(word_size: int) -> int:
-    """Where trace_marker is written from. Deviates: that is host code, at no guest address."""
+    """Return the instruction address of markers.
+
+    Deviates: markers are written by host code, which has no guest address.
+    """
     return (1 << 8 * word_size) - PAGE_SIZE
 
 
 @dataclass(frozen=True)
 class AddressStyle:
-    """How records name addresses: their size in bytes and the options sym-offset and sym-addr."""
+    """The form in which records print addresses: size in bytes, and the options sym-offset and sym-addr."""
 
     symbols: KernelSymbols
     word_size: int = 8
     sym_offset: bool = False
     sym_addr: bool = False
     print_parent: bool = True
-    """Whether a function's caller is named too."""
+    """Whether a function's caller is printed too."""
 
     def place(self, ip: int) -> str:
-        """Where something happened."""
+        """Return the text of an instruction address."""
         digits = 2 * self.word_size if self.sym_addr else 0
         if ip == marker_ip(self.word_size):
             return MARKER_SYMBOL + (f" <{ip:0{digits}x}>" if digits else "")
         return print_ip(self.symbols, ip, offset=self.sym_offset, digits=digits)
 
     def word(self, payload: bytes, at: int = 0) -> int:
-        """The unsigned long at an offset of a payload."""
+        """Return the unsigned long at an offset of a payload."""
         return int.from_bytes(payload[at : at + self.word_size], "little")
 
 
 def print_entry(text: bytes, word_size: int = 8) -> bytes:
-    """The payload of a PRINT record for a marker `text`.
+    """Return the payload of a PRINT record for a marker `text`.
 
-    Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1), which makes room for the text "<faulted>".
+    Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1), which reserves space for the text "<faulted>".
     """
     size = max(len(text), _FAULTED_SIZE) + 2
     line = text if text.endswith(b"\n") else text + b"\n"
@@ -129,22 +133,23 @@ def print_entry(text: bytes, word_size: int = 8) -> bytes:
 
 
 def raw_data_entry(data: bytes) -> bytes:
-    """The payload of a RAW_DATA record: a number, and bytes up to the entry's end, which is always aligned.
+    """Return the payload of a RAW_DATA record: a number, and bytes up to the entry's aligned end.
 
-    Linux: its size counts the number twice, has room for the text "<faulted>", and what wasn't written is
-    left as it was; here that is 0. Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1).
+    Linux: the size counts the number twice and includes space for the text "<faulted>". Linux leaves
+    unwritten bytes unset; here they are 0.
+    Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1).
     """
     size = max(len(data), _U32.size + _FAULTED_SIZE)
     return data.ljust(_U32.size + size + -size % _U32.size, b"\0")
 
 
 def print_message(payload: bytes, style: AddressStyle) -> str:
-    """What a PRINT record says, without who said it."""
+    """Return the message of a PRINT record, without the function that wrote it."""
     return bytes_to_text(payload[style.word_size :].split(b"\0", 1)[0])
 
 
 def print_place_and_message(payload: bytes, style: AddressStyle) -> str:
-    """What a PRINT record says, and who said it."""
+    """Return the message of a PRINT record after the function that wrote it."""
     return f"{style.place(style.word(payload))}: {print_message(payload, style)}"
 
 
@@ -153,7 +158,7 @@ def _print_raw(payload: bytes, style: AddressStyle) -> str:
 
 
 def stack_entry(callers: Sequence[int], word_size: int = 8) -> bytes:
-    """The payload of a STACK record: return addresses, innermost first."""
+    """Return the payload of a STACK record: return addresses, innermost first."""
     words = b"".join(caller.to_bytes(word_size, "little") for caller in callers)
     return len(callers).to_bytes(word_size, "little") + words
 
@@ -162,13 +167,16 @@ _USER_CALLERS = 8
 
 
 def user_stack_entry(tgid: int, callers: Sequence[int], word_size: int = 8) -> bytes:
-    """The payload of a USER_STACK record, which has room for 8 addresses."""
+    """Return the payload of a USER_STACK record, which holds up to 8 addresses."""
     words = [tgid, *callers, *[0] * (_USER_CALLERS - len(callers))]
     return b"".join(word.to_bytes(word_size, "little") for word in words)
 
 
 def _user_stack(payload: bytes, style: AddressStyle) -> str:
-    """Mirrors: kernel/trace/trace_output.c:trace_user_stack_print, seq_print_user_ip (v6.1)."""
+    """Return the text of a USER_STACK record.
+
+    Mirrors: kernel/trace/trace_output.c:trace_user_stack_print, seq_print_user_ip (v6.1).
+    """
     lines = ["<user stack trace>\n"]
     for number in range(1, _USER_CALLERS + 1):
         ip = style.word(payload, number * style.word_size)
@@ -197,7 +205,7 @@ def _raw_data(payload: bytes, _style: AddressStyle) -> str:
 
 
 def _function(payload: bytes, style: AddressStyle) -> str:
-    """Mirrors: kernel/trace/trace_output.c:trace_fn_trace (v6.1)."""
+    """Return the text of an FN record. Mirrors: kernel/trace/trace_output.c:trace_fn_trace (v6.1)."""
     text = style.place(style.word(payload))
     parent = style.word(payload, style.word_size)
     return f"{text} <-{style.place(parent)}\n" if style.print_parent and parent else f"{text}\n"
@@ -217,22 +225,25 @@ def _function_binary(payload: bytes, style: AddressStyle) -> str:
 
 
 _REPEATS = Struct("<HHI")
-"""count, and the upper and lower bits of the time since the latest call."""
+"""The count of calls, and the upper and lower bits of the time since the latest call."""
 
 
 def repeats_entry(call: bytes, count: int, ago: int) -> bytes:
-    """The payload of a FUNC_REPEATS record: `call` is that of the FN record which the calls are like."""
+    """Return the payload of a FUNC_REPEATS record for repetitions of `call`, the payload of an FN record."""
     return call + _REPEATS.pack(count, ago >> 32 & 0xFFFF, ago & 0xFFFFFFFF)
 
 
 def repeats(payload: bytes, style: AddressStyle) -> tuple[int, int]:
-    """How many calls the record stands for, and how long ago the latest one was."""
+    """Return the number of repeated calls of a FUNC_REPEATS record, and the time since the latest call."""
     count, top, bottom = _REPEATS.unpack_from(payload, 2 * style.word_size)
     return count, top << 32 | bottom
 
 
 def _repeats_raw(payload: bytes, style: AddressStyle) -> str:
-    """Mirrors: kernel/trace/trace_output.c:trace_func_repeats_raw (v6.1)."""
+    """Return the raw text of a FUNC_REPEATS record.
+
+    Mirrors: kernel/trace/trace_output.c:trace_func_repeats_raw (v6.1).
+    """
     count, ago = repeats(payload, style)
     return f"{style.word(payload)} {style.word(payload, style.word_size)} {count} {ago}\n"
 
@@ -246,7 +257,7 @@ ENTRY_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.PRINT: print_place_and_message,
     EntryType.RAW_DATA: _raw_data,
 }
-"""Texts of the types that no trace event defines, newline included."""
+"""Entry type -> function that prints the entry's text, with its newline."""
 
 RAW_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.FN: _function_raw,
@@ -254,10 +265,10 @@ RAW_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.RAW_DATA: _raw_data,
     EntryType.FUNC_REPEATS: _repeats_raw,
 }
-"""The same under the option `raw`; other types have no such text."""
+"""Entry type -> function that prints the entry under option `raw`. Other types have no such text."""
 
 HEX_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_hex}
-"""The same under the option `hex`."""
+"""Entry type -> function that prints the entry under option `hex`."""
 
 BINARY_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_binary}
-"""The same under the option `bin`, which ends no line."""
+"""Entry type -> function that prints the entry under option `bin`, without a newline."""

@@ -1,4 +1,4 @@
-"""The writing half of a ring buffer: events go to the tail page, and the tail goes on.
+"""The writing half of a ring buffer: events are added to the tail page, and the tail moves to the next page.
 
 Mirrors: kernel/trace/ring_buffer.c (v6.1)
 """
@@ -42,7 +42,7 @@ _TWO_WORDS = Struct("<II")
 
 
 class RingWriter:
-    """What writing to a ring buffer takes; RingBuffer adds the readers."""
+    """The operations of a ring buffer's writer; RingBuffer adds those of its readers."""
 
     __slots__ = (
         "_control",
@@ -62,15 +62,15 @@ class RingWriter:
 
     @classmethod
     def over(cls, place: RingMemory, nr_pages: int) -> Self:
-        """The buffer that is in some memory already."""
+        """Return the buffer that `place` already holds."""
         buffer = cls.__new__(cls)
         buffer._attach(place, nr_pages)
         return buffer
 
     def _format(self, place: RingMemory, nr_pages: int, flags: int) -> None:
-        """Sub-buffers behind the first are formatted when they are first written."""
+        """Format the control block and the first page; move_tail() clears the other pages later."""
         if nr_pages < MIN_PAGES:
-            raise ValueError(f"a ring buffer has at least {MIN_PAGES} pages")
+            raise ValueError(f"ring buffer: {nr_pages} pages; it needs at least {MIN_PAGES}")
         place.control_block[:] = bytes(CONTROL_SIZE)
         self._attach(place, nr_pages)
         control = self._control
@@ -88,20 +88,23 @@ class RingWriter:
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
         memory = place.pages.cast("B")[: memory_size(nr_pages)]
         self.place = place
-        """Where the buffer stands; another one after each resize."""
+        """The buffer's memory; each resize replaces it."""
         self._memory = memory
         self._table = memory.cast("Q")
         self._control = RingControl.from_buffer(place.control_block)
         self._words32 = memory.cast("I")
         self.nr_pages = nr_pages
-        """Sub-buffers in the ring."""
+        """Number of sub-buffers in the ring."""
         self._start = data_start(nr_pages)
         self._shift = place.address
         self._entries_at = SLOTS + nr_pages
 
     @property
     def is_aside(self) -> bool:
-        """Whether a snapshot has it, rather than the trace array; kept for who finds the memory alone."""
+        """Whether the buffer is a snapshot's.
+
+        It is stored in the memory for recovery after the process ended.
+        """
         return bool(self._control.aside)
 
     @is_aside.setter
@@ -120,12 +123,12 @@ class RingWriter:
         return self._table[self._page_word(page) + 1] & COMMIT_MASK
 
     def _tail(self) -> int:
-        """Bytes of data on the sub-buffer that is written."""
+        """Return the bytes of data on the tail page."""
         control = self._control
         return (control.write_ptr or control.parked_ptr) - self._shift - self._data(control.tail_page)
 
     def write(self, payload: bytes, time_stamp: int) -> bool:
-        """Append one event; False when it was dropped, is too large or recording is off.
+        """Append one event; return False if it was dropped, is too large or recording is off.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_write (v6.1)
         """
@@ -142,9 +145,9 @@ class RingWriter:
         return True
 
     def make_room(self, length: int, time_stamp: int) -> bool:
-        """Let an event of `length` bytes be written at write_ptr, its delta counted from write_stamp.
+        """Make room for an event of `length` bytes at write_ptr, with its delta counted from write_stamp.
 
-        False: recording is off, or there is no room, and one more is dropped.
+        Return False if recording is off or there is no room; in the latter case one more event is dropped.
         """
         control = self._control
         if control.flags & _DISABLED:
@@ -178,13 +181,13 @@ class RingWriter:
             memory[at + 4 : at + 4 + size] = payload
 
     def _put_time(self, at: int, delta: int, time_stamp: int) -> None:
-        # Deviates: a clock that went back (a task that moved to a vCPU behind) is stored as an absolute
-        # time; Linux stores that only for events that interrupt one another.
+        # Deviates: if the clock went back (the task moved to a vCPU whose time is earlier), an absolute time
+        # is stored. Linux stores one only for events that interrupt one another.
         kind, value = (TIME_EXTEND, delta) if delta > 0 else (TIME_STAMP, time_stamp & STAMP_MASK)
         _TWO_WORDS.pack_into(self._memory, at, kind | (value & DELTA_MASK) << 5, value >> DELTA_BITS)
 
     def _open_tail(self) -> None:
-        """Guest code may write."""
+        """Let guest code write events."""
         control = self._control
         control.write_ptr = control.write_ptr or control.parked_ptr
 
@@ -195,8 +198,9 @@ class RingWriter:
         control.write_ptr = 0
 
     def move_tail(self) -> bool:
-        """Close the tail page and go to the next one; False (one more dropped) when there is none to take.
+        """Close the tail page and go to the next one.
 
+        If the buffer is full, return False and count a dropped event.
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
         control = self._control
@@ -236,7 +240,7 @@ class RingWriter:
         self._park(tail)
 
     def _leave_tail(self) -> None:
-        """Count the tail page's events to those behind it."""
+        """Add the tail page's events to the counters of the pages that the tail has left."""
         control = self._control
         table = self._table
         page = control.tail_page

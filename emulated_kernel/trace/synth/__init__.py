@@ -1,4 +1,5 @@
-"""Synthetic events: events of fields that a user defines and histograms fill.
+"""Synthetic events: events with fields that a user defines and values that histograms supply.
 
-From outside: SyntheticEvents. Defined under the control lock; histograms fire them within a hit.
+Other subpackages use SyntheticEvents. Events are defined under the control lock; histograms trigger them
+during a hit.
 """

@@ -1,4 +1,4 @@
-"""Fields of synthetic events: types, sizes, and how a value is stored and printed."""
+"""Fields of synthetic events: types, sizes, and the storage and text of their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 STRING_MAX = 256
-"""Bytes of a string and its NUL; one of fixed size takes so many in an entry."""
+"""Bytes of the longest string with its NUL. In an entry, a string of fixed size takes as many."""
 _DATA_LOC = "__data_loc "
 _SIZES_AND_FORMATS = {
     "s64": (8, "%lld"),
@@ -36,20 +36,24 @@ _SIZES_AND_FORMATS = {
     "pid_t": (4, "%d"),
     "gfp_t": (4, "%x"),
 }
-"""Mirrors: kernel/trace/trace_events_synth.c:synth_field_size, synth_field_fmt (v6.1)."""
+"""Type -> (bytes, format in `print fmt`).
+
+Mirrors: kernel/trace/trace_events_synth.c:synth_field_size, synth_field_fmt (v6.1).
+"""
 _WORDS = ("long", "unsigned long")
+"""Types that have the size of the guest's long."""
 
 
 @dataclass(frozen=True)
 class SyntheticField(ABC):
-    """A field by its kind. Mirrors: kernel/trace/trace_synth.h:struct synth_field (v6.1)."""
+    """Base class of fields. Mirrors: kernel/trace/trace_synth.h:struct synth_field (v6.1)."""
 
     type: str
-    """As in `format`."""
+    """The type as the `format` file shows it."""
     name: str
     size: int
     room: ClassVar[int] = 8
-    """Bytes in the fixed part of an entry."""
+    """Bytes of the field in the fixed part of an entry."""
 
     @property
     def is_signed(self) -> bool:
@@ -57,35 +61,35 @@ class SyntheticField(ABC):
 
     @property
     def declaration(self) -> str:
-        """As in synthetic_events."""
+        """The declaration as synthetic_events shows it."""
         return f"{self.type.removeprefix(_DATA_LOC)} {self.name}"
 
     @property
     def print_fmt(self) -> str:
-        """As in `print fmt:`."""
+        """The field's conversion in `print fmt:`."""
         return "%s"
 
     @property
     def print_value(self) -> str:
-        """The argument of `print_fmt`."""
+        """The field's argument in `print fmt:`."""
         return f"REC->{self.name}"
 
     def takes(self, type_: str, size: int, is_signed: bool) -> bool:
-        """Whether a variable of that type can be its value. Mirrors: check_synth_field (v6.1)."""
+        """Return True if a variable of that type can be the value. Mirrors: check_synth_field (v6.1)."""
         del is_signed
         return type_ == self.type or size == self.size
 
     @abstractmethod
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
-        """What stands in the fixed part of an entry, and what is put at its byte `end`."""
+        """Return the bytes in the fixed part of an entry, and the bytes to append at its byte `end`."""
 
     @abstractmethod
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        """The value at byte `at` of a payload, as `trace` shows it."""
+        """Return the text of the value at byte `at` of a payload, as `trace` shows it."""
 
 
 class NumberField(SyntheticField):
-    """A number, in 8 bytes whatever its type."""
+    """A number, stored in 8 bytes for every type."""
 
     @property
     def print_fmt(self) -> str:
@@ -100,7 +104,10 @@ class NumberField(SyntheticField):
         return (number & (1 << 8 * self.size) - 1).to_bytes(8, "little"), b""
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        """Linux: those of 1 and 2 bytes are unsigned, whatever their type."""
+        """Return the number in decimal.
+
+        Linux: numbers of 1 and 2 bytes are printed as unsigned, even if their type is signed.
+        """
         del symbols
         is_signed = self.is_signed and self.size > 2
         value = int.from_bytes(payload[at : at + self.size], "little", signed=is_signed)
@@ -124,7 +131,7 @@ class StringField(SyntheticField):
 
 
 class DynamicStringField(SyntheticField):
-    """A string of any size, behind the fixed part."""
+    """A string of any size, stored after the fixed part."""
 
     @property
     def print_value(self) -> str:
@@ -149,7 +156,7 @@ class DynamicStringField(SyntheticField):
 
 
 class StackField(DynamicStringField):
-    """A call chain, behind the fixed part; it takes no variable's value."""
+    """A call chain, stored after the fixed part. No variable can be its value."""
 
     @property
     def print_value(self) -> str:
@@ -166,7 +173,7 @@ class StackField(DynamicStringField):
 
 
 def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
-    """The field of a declared type, where an `unsigned long` has `word_size` bytes; None for an unknown one.
+    """Return the field of a declared type, or None if the type is unknown; a long has `word_size` bytes.
 
     Raises: KernelError EINVAL, ERANGE (a wrong array). Mirrors: parse_synth_field (v6.1).
     """
@@ -182,11 +189,11 @@ def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
 
 
 def _string_size(type_: str) -> int:
-    """0 for one of any length. Mirrors: synth_field_string_size (v6.1)."""
+    """Return the declared size, or 0 for a string of any size. Mirrors: synth_field_string_size (v6.1)."""
     digits, bracket, rest = type_.partition("char[")[2].partition("]")
     if not bracket or rest or len(digits) > 3:
-        raise KernelError(errno.EINVAL, "malformed array")
+        raise KernelError(errno.EINVAL, f"{type_}: malformed array; write char[SIZE] or char[]")
     size = kstrtoul(digits, bits=32) if digits else 0
     if size > STRING_MAX:
-        raise KernelError(errno.EINVAL, "the string is too long")
+        raise KernelError(errno.EINVAL, f"{type_}: the string is too long; at most {STRING_MAX} bytes fit")
     return size

@@ -1,4 +1,4 @@
-"""A synthetic event: its fields, its entries, and who fires it."""
+"""A synthetic event: its fields and its entries."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.synth.fields import SyntheticField
 
 SYSTEM = "synthetic"
+"""Group of all synthetic events."""
 FIELDS_MAX = 64
+"""Number of fields that an event may have."""
 
 
 class SyntheticEvent(TraceEvent):
-    """Mirrors: kernel/trace/trace_synth.h:struct synth_event (v6.1)."""
+    """A synthetic event. Mirrors: kernel/trace/trace_synth.h:struct synth_event (v6.1)."""
 
     def __init__(self, name: str, fields: Sequence[SyntheticField]) -> None:
         self.synthetic_fields = tuple(fields)
         self.fixed_size = sum(field.room for field in fields)
         self.hist_references = 0
-        """Histograms on it, and actions that fire it."""
+        """Number of histograms on the event and of actions that trigger it."""
         self.is_gone = False
         super().__init__(SYSTEM, name, _event_fields(fields), _print_fmt(fields))
 
@@ -30,20 +32,23 @@ class SyntheticEvent(TraceEvent):
         return self.is_gone
 
     def start(self) -> None:
-        """Nothing: histograms fire it anyway."""
+        """Do nothing: histograms trigger the event in any case."""
 
     def stop(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def takes(self, position: int, type_: str, size: int, is_signed: bool) -> bool:
-        """Whether a variable of that type can be the field's value."""
+        """Return True if a variable of that type can be the value of the field at `position`."""
         fields = self.synthetic_fields
         return position < len(fields) and fields[position].takes(type_, size, is_signed)
 
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
-        """Fire it. Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1)."""
+        """Trigger the event.
+
+        Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1).
+        """
         if self.recorders:
-            # Linux: the entry of the event that was hit is open, and another one may be made within it.
+            # Linux: this entry is written while the entry of the event that was hit is still reserved.
             with within_another(hit, preempt_count=2):
                 self.record(self._payload(values), hit)
 
@@ -52,13 +57,16 @@ class SyntheticEvent(TraceEvent):
         dynamic = b""
         end = COMMON_SIZE + self.fixed_size
         for field, value in zip(self.synthetic_fields, values, strict=True):
-            here, behind = field.parts(value, end + len(dynamic))
-            fixed += here
-            dynamic += behind
+            fixed_part, dynamic_part = field.parts(value, end + len(dynamic))
+            fixed += fixed_part
+            dynamic += dynamic_part
         return fixed + dynamic
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Mirrors: kernel/trace/trace_events_synth.c:print_synth_event (v6.1)."""
+        """Return the text of an entry.
+
+        Mirrors: kernel/trace/trace_events_synth.c:print_synth_event (v6.1).
+        """
         del sym_addr
         texts = []
         at = 0
@@ -69,7 +77,7 @@ class SyntheticEvent(TraceEvent):
 
 
 def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
-    """Mirrors: synth_event_define_fields (v6.1)."""
+    """Yield the fields of `format`. Mirrors: synth_event_define_fields (v6.1)."""
     offset = COMMON_SIZE
     for field in fields:
         yield EventField(field.type, field.name, offset, field.size, field.is_signed)
@@ -77,6 +85,6 @@ def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
 
 
 def _print_fmt(fields: Sequence[SyntheticField]) -> str:
-    """Mirrors: __set_synth_event_print_fmt (v6.1)."""
+    """Return the `print fmt`. Mirrors: __set_synth_event_print_fmt (v6.1)."""
     text = ", ".join(f"{field.name}={field.print_fmt}" for field in fields)
     return f'"{text}", {", ".join(field.print_value for field in fields)}'

@@ -1,4 +1,4 @@
-"""The synthetic_events file, and `s:` in dynamic_events: synthetic events made, shown and removed."""
+"""synthetic_events, and `s:` in dynamic_events: creation, listing and removal of synthetic events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _LOCATION = "synthetic_events"
 
 
 class SynthError(Enum):
-    """Texts are interface: tools match them. Mirrors: kernel/trace/trace_events_synth.c:ERRORS (v6.1)."""
+    """Errors in commands. The texts are interface: tools match them.
+
+    Mirrors: kernel/trace/trace_events_synth.c:ERRORS (v6.1).
+    """
 
     BAD_NAME = "Illegal name"
     INVALID_CMD = "Command must be of the form: <name> field[;field] ..."
@@ -32,7 +35,7 @@ class SynthError(Enum):
 
 
 class _Entry(DynEvent):
-    """A synthetic event on the list of dynamic events."""
+    """A synthetic event in the list of dynamic events."""
 
     def __init__(self, event: SyntheticEvent, owner: SyntheticEvents) -> None:
         self.event = event
@@ -43,7 +46,7 @@ class _Entry(DynEvent):
         return to_text(self.event.name)
 
     def line(self) -> str:
-        """Its line in synthetic_events."""
+        """Return the event's line in synthetic_events."""
         fields = "; ".join(field.declaration for field in self.event.synthetic_fields)
         return f"{self.name}\t{to_text(fields)}\n"
 
@@ -54,12 +57,12 @@ class _Entry(DynEvent):
         return self.event.hist_references != 0
 
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
-        """Linux: what follows the name isn't looked at."""
+        """Return True if the name matches. Linux: words after the name are ignored."""
         del words
         return self.event.name == event and group in (None, SYSTEM)
 
     def release(self) -> None:
-        """Raises: KernelError EBUSY."""
+        """Remove the event. Raises: KernelError EBUSY."""
         self._owner.remove(self)
 
 
@@ -71,7 +74,7 @@ class SyntheticEvents(EventKind[_Entry]):
         self._word_size = word_size
 
     def find(self, name: str) -> SyntheticEvent | None:
-        """The event of that name. Mirrors: find_synth_event (v6.1)."""
+        """Return the event of that name, or None. Mirrors: find_synth_event (v6.1)."""
         entry = self._find(name)
         return None if entry is None else entry.event
 
@@ -79,14 +82,16 @@ class SyntheticEvents(EventKind[_Entry]):
         return next((entry for entry in self._own if entry.event.name == name), None)
 
     def records(self, start: int = 0) -> Iterator[str]:
-        """The lines of synthetic_events."""
+        """Return the lines of synthetic_events."""
         return (entry.line() for entry in islice(self._own, start, None))
 
     def remove(self, entry: _Entry) -> None:
-        """Raises: KernelError EBUSY. Mirrors: synth_event_release (v6.1)."""
+        """Remove an event. Raises: KernelError EBUSY. Mirrors: synth_event_release (v6.1)."""
         event = entry.event
         if event.hist_references or event.references or event.is_enabled:
-            raise KernelError(errno.EBUSY, f"{event.name} is in use")
+            raise KernelError(
+                errno.EBUSY, f"{event.name}: the event is in use; disable it and its histograms"
+            )
         self._unlist(entry)
         event.is_gone = True
         self._forget(event)
@@ -94,7 +99,7 @@ class SyntheticEvents(EventKind[_Entry]):
     # Commands
 
     def _execute(self, command: str) -> None:
-        """`NAME FIELD[;FIELD]...`, or `!NAME ...`. Mirrors: create_or_delete_synth_event (v6.1)."""
+        """Execute `NAME FIELD[;FIELD]...` or `!NAME ...`. Mirrors: create_or_delete_synth_event (v6.1)."""
         command = command.lstrip(SPACES)
         if not command:
             return
@@ -104,11 +109,11 @@ class SyntheticEvents(EventKind[_Entry]):
         name = _split_name(command)[0][1:]
         entry = self._find(name)
         if entry is None:
-            raise KernelError(errno.ENOENT, f"no synthetic event {name}")
+            raise KernelError(errno.ENOENT, f"{name}: no such synthetic event; see synthetic_events")
         self.remove(entry)
 
     def create(self, command: str) -> bool:
-        """Make an event from `s:[synthetic/]NAME FIELD[;FIELD]...`; False for other commands.
+        """Create an event from `s:[synthetic/]NAME FIELD[;FIELD]...`; return False for other commands.
 
         Raises: KernelError EINVAL, EEXIST. Mirrors: create_synth_event (v6.1).
         """
@@ -129,7 +134,10 @@ class SyntheticEvents(EventKind[_Entry]):
         return True
 
     def _create(self, text: str, log: LastCommandLog) -> None:
-        """From a name, a type and a field's name at least. Mirrors: check_command, __create_synth_event."""
+        """Create an event from its name and at least one type and name of a field.
+
+        Mirrors: check_command, __create_synth_event (v6.1).
+        """
         name, fields = _split_name(text)
         is_whole = fields is not None and len(argv_split(text.partition(";")[0])) >= 3
         if not name or not (is_whole or text.startswith("!")):
@@ -145,13 +153,16 @@ class SyntheticEvents(EventKind[_Entry]):
 
 
 def _split_name(text: str) -> tuple[str, str | None]:
-    """What stands before the first blank, and behind it; None where there is none."""
+    """Return the text before the first blank and the text after it.
+
+    The latter is None if there is no blank.
+    """
     name, rest = split_at(text)
     return name, None if rest is None else rest.lstrip(SPACES)
 
 
 def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[SyntheticField]:
-    """Semicolons are for clarity: without them a field ends where its name does."""
+    """Return the fields of a command. Semicolons are optional: a field ends with its name."""
     found: list[SyntheticField] = []
     for part in text.split(";"):
         words = argv_split(part)
@@ -167,7 +178,7 @@ def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[Synthe
 
 
 def _parse_field(words: Sequence[str], word_size: int, log: LastCommandLog) -> tuple[SyntheticField, int]:
-    """The field that the words start with, and how many it takes. Mirrors: parse_synth_field (v6.1)."""
+    """Return the first field, and the number of words that it takes. Mirrors: parse_synth_field (v6.1)."""
     size = 2 if words[0] == "unsigned" else 1
     if len(words) <= size:
         raise log.error(SynthError.INCOMPLETE_TYPE if size == 2 else SynthError.INVALID_FIELD, words[0])

@@ -1,5 +1,5 @@
-"""Text on its way in and out: commands' words and numbers, printf, error_log, the lines of a trace.
+"""Text on its way in and out: words and numbers of commands, printf, error_log and the lines of a trace.
 
-Anything may be taken: functions and small tables. error_log and the saved comms change under the control
-lock.
+Other subpackages may use everything here: functions and small tables. The contents of error_log and the saved
+comms change under the control lock.
 """

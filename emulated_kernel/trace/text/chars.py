@@ -1,7 +1,7 @@
-"""Bytes as text: how commands are read, which names are good, and how raw bytes leave in a str.
+"""Bytes as text: words of commands, valid names, and raw bytes as str.
 
-Commands are parsed as Latin-1, one character a byte, so that columns are byte columns and no input
-is undecodable. Text for readers of a file is UTF-8 with surrogate escapes: encode it the same way.
+Commands are parsed as Latin-1, one character per byte, so that columns are byte columns and every input can
+be decoded. Text for readers of a file is UTF-8 with surrogate escapes, and is encoded in the same way.
 """
 
 from __future__ import annotations
@@ -9,46 +9,55 @@ from __future__ import annotations
 import re
 
 SPACES = "\t\n\v\f\r \xa0"
-"""Linux: 0xa0 counts as space, 0x1c-0x1f and 0x85 don't. Mirrors: include/linux/ctype.h:isspace (v6.1)."""
+"""White space. Linux: 0xa0 is space, 0x1c-0x1f and 0x85 are not. Mirrors: include/linux/ctype.h:isspace."""
 
 ALNUM = "0-9A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\xff"
-"""Within a regular expression's brackets. Mirrors: include/linux/ctype.h:isalnum (v6.1), of Latin-1."""
+"""Letters and digits of Latin-1, for use within the brackets of a regular expression.
+
+Mirrors: include/linux/ctype.h:isalnum (v6.1).
+"""
 _WORD = re.compile(f"[^{SPACES}]+")
 _NAME = re.compile(f"(?![0-9])[_{ALNUM}]+")
 _SYSTEM_NAME = re.compile(f"(?![0-9])[-_{ALNUM}]+")
 
 
 def decode_command(data: bytes) -> str:
-    """A written command, one character a byte."""
+    """Return a written command as text, one character per byte."""
     return data.decode("latin-1")
 
 
 def to_text(command: str) -> str:
-    """What of a command is shown to readers; bytes that aren't UTF-8 become surrogates."""
+    """Return a command as readers see it; bytes that are not UTF-8 become surrogates."""
     return command if command.isascii() else bytes_to_text(command.encode("latin-1"))
 
 
 def bytes_to_text(data: bytes) -> str:
-    """Raw bytes for readers; bytes that aren't UTF-8 become surrogates."""
+    """Return raw bytes as readers see them; bytes that are not UTF-8 become surrogates."""
     return data.decode("utf-8", "surrogateescape")
 
 
 def argv_split(command: str) -> list[str]:
-    """The words of a command."""
+    """Return the words of a command."""
     return _WORD.findall(command)
 
 
 def split_at(text: str, chars: str = " \t") -> tuple[str, str | None]:
-    """What stands before the first of these characters, and behind it; None where there is none."""
+    """Return the text before and after the first of these characters.
+
+    The text after it is None if there is no such character.
+    """
     at = next((at for at, char in enumerate(text) if char in chars), None)
     return (text, None) if at is None else (text[:at], text[at + 1 :])
 
 
 def is_good_name(name: str) -> bool:
-    """Whether it is a C identifier, of Latin-1 letters. Mirrors: kernel/trace/trace_probe.h (v6.1)."""
+    """Return True for a C identifier of Latin-1 letters. Mirrors: kernel/trace/trace_probe.h (v6.1)."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_good_system_name(name: str) -> bool:
-    """Groups may contain dashes. Mirrors: kernel/trace/trace.h:is_good_system_name (v6.1)."""
+    """Return True for a valid group name, which may contain dashes.
+
+    Mirrors: kernel/trace/trace.h:is_good_system_name (v6.1).
+    """
     return _SYSTEM_NAME.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""saved_cmdlines: the cache of command names and thread groups of the tasks that were traced."""
+"""saved_cmdlines: a cache of the names and thread groups of traced tasks."""
 
 from __future__ import annotations
 
@@ -9,47 +9,55 @@ from struct import Struct
 from emulated_kernel.util.errors import KernelError
 
 PID_MAX_DEFAULT = 0x8000
+"""Number of pids; only their low 15 bits select an entry."""
 DEFAULT_SIZE = 6552
+"""Tasks that are remembered at boot."""
 _HEADER = 4 * (PID_MAX_DEFAULT + 1) + 20
+"""Bytes of the table of pids and of the fields after it."""
 _ELEMENT = 20
+"""Bytes of a name and its pid."""
 _PAGE = 4096
-"""Bytes: of the table of pids and what follows it, of a name and its pid, of a page."""
+"""Bytes of a page."""
 _KEPT = Struct("<i16s")
 KEPT_SIZE = 1 << 20
-"""Bytes that have room for all names that any size takes."""
+"""Bytes of memory that hold all names for any size of the cache."""
 UNKNOWN_COMM = "<...>"
+"""Name that is shown for tasks that are not in the cache."""
 _NO_PID = -1
 
 
 class TaskNames(ABC):
-    """What tasks of records are called."""
+    """Names and thread groups of the tasks that made records."""
 
     @abstractmethod
     def find(self, pid: int) -> str:
-        """The name of `pid`, "<...>" if unknown."""
+        """Return the name of `pid`, "<...>" if it is unknown."""
 
     @abstractmethod
     def find_tgid(self, pid: int) -> int:
-        """The thread group of `pid`, 0 if unknown."""
+        """Return the thread group of `pid`, 0 if it is unknown."""
 
 
 class SavedCmdlines(TaskNames):
-    """Command names by pid, of a fixed number of tasks; the oldest entry makes room.
+    """Names of a fixed number of tasks by pid; a new name replaces the oldest entry.
 
-    Pids that agree in their low 15 bits share an entry.
+    Pids with the same low 15 bits share an entry.
     Mirrors: kernel/trace/trace.c:trace_save_cmdline, trace_find_cmdline (v6.1)
     """
 
     def __init__(self, size: int = DEFAULT_SIZE) -> None:
         self._tgids: dict[int, int] = {}
         self.recorders = 0
-        """Events that are enabled, in each of the arrays. Mirrors: trace_sched_switch.c:sched_cmdline_ref."""
+        """Number of enabled events, summed over all trace arrays.
+
+        Mirrors: trace_sched_switch.c:sched_cmdline_ref.
+        """
         self._kept: memoryview | None = None
         self._clear(size)
 
     def _clear(self, size: int) -> None:
         self.size = size
-        """Tasks that are remembered (the saved_cmdlines_size file)."""
+        """Number of tasks that are remembered (the saved_cmdlines_size file)."""
         self._index = 0
         self._slots: dict[int, int] = {}
         self._pids = [_NO_PID] * size
@@ -58,16 +66,16 @@ class SavedCmdlines(TaskNames):
             self._kept[:] = bytes(len(self._kept))
 
     def resize(self, size: int) -> None:
-        """Forget all names and remember `size` tasks from now on, or as many more as the pages have room for.
+        """Forget all names, and remember at least `size` tasks from now on: as many as fit into the pages.
 
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
         """
         if not 0 < size <= PID_MAX_DEFAULT:
-            raise KernelError(errno.EINVAL, "saved_cmdlines_size out of range")
+            raise KernelError(errno.EINVAL, f"saved_cmdlines_size: {size} is not in 1..{PID_MAX_DEFAULT}")
         self._clear(_fitting(size))
 
     def take_over(self, other: SavedCmdlines) -> None:
-        """Remember what `other` does, in its place."""
+        """Replace the content by that of `other`."""
         kept = self._kept
         self._kept = None
         self.__dict__.update(other.__dict__ | {"recorders": self.recorders, "_kept": None})
@@ -75,13 +83,14 @@ class SavedCmdlines(TaskNames):
             self.keep_in(kept)
 
     def save(self, pid: int, comm: str) -> None:
-        """Remember `comm` as the name of `pid`; the idle task needs no entry."""
+        """Remember `comm` as the name of `pid`. The idle task (pid 0) needs no entry."""
         if not pid:
             return
         key = pid & (PID_MAX_DEFAULT - 1)
         slot = self._slots.get(key)
         if slot is None:
-            self._index = slot = (self._index + 1) % self.size
+            slot = (self._index + 1) % self.size
+            self._index = slot
             if (old := self._pids[slot]) != _NO_PID:
                 self._slots.pop(old & (PID_MAX_DEFAULT - 1), None)
             self._slots[key] = slot
@@ -91,7 +100,10 @@ class SavedCmdlines(TaskNames):
         self._comms[slot] = comm
 
     def keep_in(self, memory: memoryview) -> None:
-        """Have the names in KEPT_SIZE bytes too, from now on, for who finds that memory alone."""
+        """Copy the names to `memory` (KEPT_SIZE bytes) now and at every change.
+
+        After the process ended, kept() reads them from there.
+        """
         self._kept = memory
         memory[:] = bytes(len(memory))
         for slot, (pid, comm) in enumerate(zip(self._pids, self._comms, strict=True)):
@@ -104,7 +116,7 @@ class SavedCmdlines(TaskNames):
 
     @classmethod
     def kept(cls, memory: bytes) -> SavedCmdlines:
-        """The names that keep_in() has left there."""
+        """Return the names that keep_in() has left in `memory`."""
         found = cls(PID_MAX_DEFAULT)
         for pid, comm in _KEPT.iter_unpack(memory[: len(memory) // _KEPT.size * _KEPT.size]):
             if pid > 0:
@@ -128,17 +140,20 @@ class SavedCmdlines(TaskNames):
         return self._tgids.get(pid, 0)
 
     def records(self) -> list[str]:
-        """The lines of saved_cmdlines: pid and name."""
+        """Return the lines of saved_cmdlines: pid and name."""
         entries = zip(self._pids, self._comms, strict=True)
         return [f"{pid} {comm}\n" for pid, comm in entries if pid != _NO_PID]
 
     def tgid_records(self) -> list[str]:
-        """The lines of saved_tgids: pid and thread group."""
+        """Return the lines of saved_tgids: pid and thread group."""
         return [f"{pid} {tgid}\n" for pid, tgid in sorted(self._tgids.items()) if tgid]
 
 
 def _fitting(size: int) -> int:
-    """Tasks that fit into the pages for `size` of them. Mirrors: allocate_cmdlines_buffer (v6.1)."""
+    """Return how many tasks fit into the pages for `size` of them.
+
+    Mirrors: allocate_cmdlines_buffer (v6.1).
+    """
     pages = -(-(_HEADER + size * _ELEMENT) // _PAGE)
     allocated = _PAGE << (pages - 1).bit_length()
     return (allocated - _HEADER) // _ELEMENT

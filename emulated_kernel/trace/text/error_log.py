@@ -1,4 +1,4 @@
-"""The error_log file: why the last commands were refused, with a caret under the place."""
+"""The error_log file: reasons why the last commands failed, with a caret under the culprit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.errors import KernelError
 
 TRACING_LOG_ERRS_MAX = 8
+"""Number of errors that error_log keeps."""
 _PREFIX = "  Command: "
 _POSITION_MASK = 0xFFFF
-"""Linux keeps the column in 16 bits."""
+"""Linux: the column is kept in 16 bits."""
 
 
 class ErrorLog:
-    """The last 8 errors, oldest first. `clock` gives ns."""
+    """The last 8 errors, oldest first. `clock` returns ns."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
         self._entries: deque[str] = deque(maxlen=TRACING_LOG_ERRS_MAX)
 
     def add(self, location: str, command: str, text: str, column: int) -> None:
-        """`text` of the error, and the caret's byte column in the command.
+        """Add an error with its `text`, the command, and the caret's byte column in the command.
 
         Mirrors: kernel/trace/trace.c:tracing_log_err, tracing_err_log_seq_show (v6.1).
         """
@@ -35,16 +36,16 @@ class ErrorLog:
         self._entries.append(f"{head}{_PREFIX}{to_text(command)}\n{caret}")
 
     def records(self) -> list[str]:
-        """The text of each entry."""
+        """Return the text of each entry."""
         return list(self._entries)
 
     def clear(self) -> None:
-        """Opening for writing with O_TRUNC."""
+        """Forget all errors, as opening the file for writing with O_TRUNC does."""
         self._entries.clear()
 
 
 class LastCommandLog:
-    """A command that is parsed as a text; carets point at the first place in it that reads like the culprit.
+    """A command that is kept as one text. Carets point at the first place that reads like the culprit.
 
     Mirrors: kernel/trace/trace_events_hist.c:last_cmd_set, errpos; trace_events_synth.c (v6.1).
     """
@@ -55,14 +56,14 @@ class LastCommandLog:
         self._command = command
 
     def error(self, error: Enum, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
-        """Log `error`, whose value is its text; the exception is for the caller to raise."""
+        """Log `error`, whose value is its text, and return the exception for the caller to raise."""
         column = max(self._command.find(culprit), 0)
         self._error_log.add(self._location, self._command, error.value, column)
         return KernelError(code, error.value)
 
     @contextmanager
     def instead(self, error: Enum, culprit: str = "") -> Iterator[None]:
-        """Log `error` for whatever error comes from inside, and raise it with that one's errno."""
+        """Log `error` instead of any KernelError of the body, and raise it with the errno of that error."""
         try:
             yield
         except KernelError as failure:

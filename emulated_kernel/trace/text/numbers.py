@@ -1,4 +1,4 @@
-"""Numbers as the kernel's lib/kstrtox.c reads them: strict kstrto*() and lenient simple_strtoul()."""
+"""Numbers as lib/kstrtox.c reads them: the strict kstrto*() and the lenient simple_strtoul()."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _DIGITS = {c: i for i, c in enumerate("0123456789abcdef")} | {c: 10 + i for i, c
 
 
 def is_digit(text: str, index: int = 0) -> bool:
-    """Whether the character at `index` exists and is an ASCII digit."""
+    """Return True if the character at `index` exists and is an ASCII digit."""
     return "0" <= text[index : index + 1] <= "9"
 
 
 def _radix(text: str, base: int) -> tuple[int, int]:
-    """The base to read `text` in, and the length of its prefix."""
+    """Return the base to read `text` in, and the length of its prefix."""
     prefixed = text[:1] == "0" and text[1:2] in ("x", "X")
     if base == 0:
         octal_or_decimal = 8 if text[:1] == "0" else 10
@@ -25,7 +25,7 @@ def _radix(text: str, base: int) -> tuple[int, int]:
 
 
 def _digits(text: str, start: int, base: int) -> tuple[int, int]:
-    """The number at `start`, unbounded, and the index of the first character that isn't part of it."""
+    """Return the unbounded number at `start`, and the index of the first character after it."""
     value = 0
     index = start
     while index < len(text) and _DIGITS.get(text[index], base) < base:
@@ -45,7 +45,7 @@ def _unsigned(text: str, base: int) -> int:
 
 
 def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
-    """An unsigned number of `bits`; one sign "+" and one ending newline are allowed.
+    """Return an unsigned number of `bits`; one sign "+" and one final newline are allowed.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoull (v6.1).
     """
@@ -56,7 +56,7 @@ def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
 
 
 def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
-    """A signed number of `bits`.
+    """Return a signed number of `bits`.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoll (v6.1).
     """
@@ -67,7 +67,7 @@ def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
 
 
 def simple_strtoul(text: str, bits: int = 64) -> tuple[int, int]:
-    """The number that `text` starts with, modulo 2**bits, and its length; 0, 0 where there is none.
+    """Return the number at the start of `text`, modulo 2**bits, and its length; (0, 0) if there is none.
 
     Mirrors: lib/vsprintf.c:simple_strtoul (v6.1).
     """

@@ -1,4 +1,4 @@
-"""printf() as print formats use it: C's conversions, and the kernel's %p with its letters."""
+"""printf() for print formats: C's conversions, and the kernel's %p with its letters."""
 
 from __future__ import annotations
 
@@ -21,38 +21,43 @@ _AF_INET = 2
 _AF_INET6 = 10
 _V4_MAPPED = bytes(10) + b"\xff\xff"
 _ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")
-"""What stands in front of the IPv4 address in such an interface identifier."""
+"""Bytes before the IPv4 address in an ISATAP interface identifier."""
 _ZERO_WORDS = re.compile(r"\b0(?::0)+\b")
 _LENGTHS = {"hh": 8, "h": 16, "": 32, "ll": 64, "L": 64}
+"""Length modifier -> bits; other modifiers mean a long."""
 
 
 def unsigned(value: Value, bits: int = 64) -> int:
-    """A number as C's unsigned type of that width has it."""
+    """Return a number as C's unsigned type of `bits` represents it."""
     return int(value) & ((1 << bits) - 1)
 
 
 def signed(value: Value, bits: int = 64) -> int:
-    """A number as C's signed type of that width has it."""
+    """Return a number as C's signed type of `bits` represents it."""
     number = unsigned(value, bits)
     return number - (1 << bits) if number >> (bits - 1) else number
 
 
-_WIDEST, _LONGEST_DUMP = 1 << 12, 64
-"""Characters of what a value says the width of: no line has more than a page; and bytes of %ph."""
+_WIDEST = 1 << 12
+"""Characters of the largest width that a value may request; a line is no longer than a page."""
+_LONGEST_DUMP = 64
+"""Bytes that %ph prints at most."""
 
 
 @dataclass(frozen=True)
 class _Starred:
-    """A conversion whose width, precision or both are values of their own, in front of its own."""
+    """A conversion whose width, precision or both are arguments before its value."""
 
     count: int
+    """Number of these arguments."""
     of: Callable[[Sequence[int]], Conversion]
+    """Returns the conversion for given arguments."""
 
 
 def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], KernelSymbols], str]:
-    """A function that formats values as `layout` says; a long has `word_size` bytes.
+    """Return a function that formats values as `layout` says; a long has `word_size` bytes.
 
-    Raises: ValueError (letters behind %p that aren't known).
+    Raises: ValueError (unknown letters after %p).
     """
     pieces = list(_pieces(layout, word_size))
 
@@ -66,7 +71,7 @@ def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], Ke
                 piece = piece.of([int(next(rest)) for _ in range(piece.count)])
             return piece(next(rest), symbols)
 
-        return "".join(map(shown, pieces))
+        return "".join(shown(piece) for piece in pieces)
 
     return render
 
@@ -79,7 +84,7 @@ def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _Starred
         at = found.end()
         stars = [found["width"], found["precision"]].count("*")
         if stars:
-            # Letters that aren't known are refused before there is a record.
+            # Unknown letters are refused here, before any record is printed.
             _with(found, word_size, [1] * stars)
             yield _Starred(stars, partial(_with, found, word_size))
         else:
@@ -89,18 +94,22 @@ def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _Starred
 
 
 def _with(found: re.Match[str], word_size: int, values: Sequence[int]) -> Conversion:
-    """Mirrors: lib/vsprintf.c:set_field_width, set_precision, hex_string (v6.1)."""
+    """Return the conversion `found` with its stars replaced by `values`.
+
+    Mirrors: lib/vsprintf.c:set_field_width, set_precision, hex_string (v6.1).
+    """
     *widths, last = (max(-_WIDEST, min(value, _WIDEST)) for value in values)
     if found["precision"] == "*":
         last = max(last, 0)
     if found["kind"] in _SEPARATORS:
-        return _dump(max(0, min([*widths, last][0], _LONGEST_DUMP)), _SEPARATORS[found["kind"]])
+        size = widths[0] if widths else last
+        return _dump(max(0, min(size, _LONGEST_DUMP)), _SEPARATORS[found["kind"]])
     text = found[0]
     for value in (*widths, last):
         text = text.replace("*", str(value), 1)
-    other = _CONVERSION.match(text)
-    assert other is not None
-    return _conversion(other, word_size)
+    without_stars = _CONVERSION.match(text)
+    assert without_stars is not None
+    return _conversion(without_stars, word_size)
 
 
 def _conversion(found: re.Match[str], word_size: int) -> Conversion:
@@ -110,7 +119,7 @@ def _conversion(found: re.Match[str], word_size: int) -> Conversion:
     if kind in _SEPARATORS:
         return _dump(int(found["width"] or 1), _SEPARATORS[kind])
     if kind == "p":
-        # Deviates: Linux hashes %p; this is what it shows under `no_hash_pointers`.
+        # Deviates: Linux hashes %p; the text is that of a kernel booted with `no_hash_pointers`.
         return lambda value, _symbols: f"{unsigned(value):0{2 * word_size}x}"
     if kind.startswith("p"):
         if kind not in _POINTERS:
@@ -133,18 +142,20 @@ def _number(found: re.Match[str], word_size: int) -> Conversion:
     wrap = signed if found["kind"] in "di" else unsigned
     flags = found["flags"]
     sign = next((each for each in "+ " if each in flags), "")
-    align, zeros = ("<", "") if "-" in flags else ("", "0" if "0" in flags else "")
+    align = "<" if "-" in flags else ""
+    zeros = "0" if "0" in flags and not align else ""
     spec = f"{align}{sign}{'#' if '#' in flags else ''}{zeros}{found['width']}{kind}"
     return lambda value, _symbols: format(wrap(value, bits), spec)
 
 
 def _ip4_string(address: bytes) -> str:
-    return ".".join(map(str, address))
+    return ".".join(str(byte) for byte in address)
 
 
 def _ip6_compressed_string(address: bytes) -> str:
-    """The longest run of zero words as `::`, the first of several; IPv4's of mapped and ISATAP addresses.
+    """Return an IPv6 address with its first longest run of zero words as `::`.
 
+    The last 4 bytes of mapped and ISATAP addresses are printed as an IPv4 address.
     Mirrors: lib/vsprintf.c:ip6_compressed_string (v6.1).
     """
     words = [f"{word:x}" for word in struct.unpack(">8H", address)]
@@ -158,12 +169,18 @@ def _ip6_compressed_string(address: bytes) -> str:
 
 
 def _address(size: int, as_text: Callable[[bytes], str]) -> Conversion:
-    """Of the bytes of an address in a record. Mirrors: lib/vsprintf.c:ip_addr_string (v6.1)."""
+    """Return a conversion of the `size` bytes of an address in a record.
+
+    Mirrors: lib/vsprintf.c:ip_addr_string (v6.1).
+    """
     return lambda value, _symbols: as_text(unsigned(value, 8 * size).to_bytes(size, "little"))
 
 
 def _socket_address(address: bytes) -> str:
-    """Mirrors: lib/vsprintf.c:ip4_addr_string_sa, ip6_addr_string_sa (v6.1)."""
+    """Return address and port of a struct sockaddr.
+
+    Mirrors: lib/vsprintf.c:ip4_addr_string_sa, ip6_addr_string_sa (v6.1).
+    """
     family = struct.unpack("<H", address[:2])[0]
     port = struct.unpack(">H", address[2:4])[0]
     if family == _AF_INET:
@@ -171,14 +188,14 @@ def _socket_address(address: bytes) -> str:
     return f"[{_ip6_compressed_string(address[8:24])}]:{port}" if family == _AF_INET6 else "(einval)"
 
 
-def _uuid(bytes_of_it: bytes) -> str:
-    """Mirrors: lib/vsprintf.c:uuid_string (v6.1)."""
-    text = bytes_of_it.hex()
+def _uuid(data: bytes) -> str:
+    """Return the text of a UUID. Mirrors: lib/vsprintf.c:uuid_string (v6.1)."""
+    text = data.hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 def _dump(size: int, separator: str) -> Conversion:
-    """Mirrors: lib/vsprintf.c:hex_string (v6.1)."""
+    """Return a conversion of `size` bytes to hexadecimal. Mirrors: lib/vsprintf.c:hex_string (v6.1)."""
     return _address(size, lambda data: separator.join(f"{byte:02x}" for byte in data))
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a probe's definition, and how that gets into error_log."""
+"""Errors in the definition of a probe, and their entries in error_log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from emulated_kernel.util.errors import KernelError
 
 
 class ProbeError(Enum):
-    """Texts are interface: tools match them. Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1)."""
+    """Errors of probe definitions. The texts are interface: tools match them.
+
+    Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1).
+    """
 
     FILE_NOT_FOUND = "Failed to find the given file"
     NO_REGULAR_FILE = "Not a regular file"
@@ -77,7 +80,7 @@ class ProbeError(Enum):
 
 
 class TraceProbeLog:
-    """The command being parsed, as words, and which of them is looked at.
+    """The words of a command that is being parsed; `index` is the current word's.
 
     Mirrors: kernel/trace/trace_probe.c:trace_probe_log (v6.1).
     """
@@ -89,9 +92,9 @@ class TraceProbeLog:
         self.index = 0
 
     def error(self, offset: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
-        """Log `error` at byte `offset` of the current word; the exception is for the caller to raise.
+        """Log `error` at byte `offset` of the current word, and return the exception for the caller to raise.
 
-        An index past the last word points behind the command.
+        If the index is past the last word, the caret points after the command.
         """
         column = sum(len(word) + 1 for word in self._argv[: self.index])
         if self.index < len(self._argv):

@@ -1,5 +1,5 @@
-"""Tracers: function, function_graph and stack, the functions that they trace, and call chains.
+"""Tracers (function, function_graph and stack), the functions that they trace, and the function profiler.
 
-From outside: KernelFunctions, the tracers by name (functions.py, graphs.py) and StackTracer. Switched under
-the control lock while the guest stands still; their users are called within hits.
+Other subpackages use KernelFunctions, StackTracer, and the tracers (function_tracer.py, graphs.py). Tracers
+are switched under the control lock while the guest is stopped. Their handlers are called during hits.
 """

@@ -1,4 +1,4 @@
-"""The functions whose calls can be traced: the kernel's own, and those of modules, which come and go."""
+"""Traceable functions: those of the kernel, and those of modules that are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulated_kernel.trace.text.numbers import simple_strtoul
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CallHandler = Callable[[int, ProbeHit], None]
-"""Told of a call: its fentry site, and the hit."""
+"""Handles a call of a function: it gets the fentry site and the hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,38 +21,44 @@ class TraceableFunction:
     """A function with a fentry site."""
 
     site: int
-    """The site's address."""
+    """Address of the fentry site."""
     name: str
     module: str | None = None
-    """None for the kernel itself."""
+    """Name of the function's module; None for the kernel itself."""
     is_dropped: bool = False
-    """Nobody finds it by name, and it is never called."""
+    """Whether the function is disabled: name patterns do not match it, and its calls are not traced."""
 
     @property
     def shown(self) -> str:
-        """Mirrors: kernel/trace/ftrace.c:print_rec (v6.1)."""
+        """The function's line in lists, without a newline.
+
+        Mirrors: kernel/trace/ftrace.c:print_rec (v6.1).
+        """
         return self.name if self.module is None else f"{self.name} [{self.module}]"
 
 
 class FunctionWatcher(ABC):
-    """Who has chosen among the functions."""
+    """Base class of objects that keep a selection of functions."""
 
     def module_came(self, module: str, /) -> None:  # noqa: B027 - filters elsewhere may see to it
-        """There are new functions."""
+        """Take notice of the functions of a new module."""
 
     @abstractmethod
     def functions_went(self, sites: frozenset[int], /) -> None:
-        """These aren't there any more, but their text still is."""
+        """Forget these functions, which are going away. Their text still exists."""
 
 
 class Functions(Collection[TraceableFunction]):
-    """In the order of their addresses, those of modules behind the kernel's in the order of their coming.
+    """All traceable functions: the kernel's by address, then those of modules in the order of loading.
 
     Mirrors: kernel/trace/ftrace.c:ftrace_pages_start (v6.1).
     """
 
     def __init__(self, functions: Iterable[TraceableFunction], has_module: Callable[[str], bool]) -> None:
-        """`has_module` tells which modules there are, be it that none of their functions can be traced."""
+        """Keep the functions at boot, without iterating over them.
+
+        `has_module` returns whether a module is loaded, even if none of its functions can be traced.
+        """
         self._at_boot = functions
         self._of_modules: dict[int, TraceableFunction] = {}
         self.has_module = has_module
@@ -60,7 +66,10 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def _functions(self) -> dict[int, TraceableFunction]:
-        """By site. To name a thousand is a tenth of a boot: that waits until somebody asks."""
+        """Site -> function.
+
+        It is built at first use, because naming a thousand functions takes a tenth of a boot.
+        """
         return {function.site: function for function in self._at_boot} | self._of_modules
 
     def __iter__(self) -> Iterator[TraceableFunction]:
@@ -74,31 +83,31 @@ class Functions(Collection[TraceableFunction]):
 
     @property
     def sites(self) -> list[int]:
-        """All sites that can be called."""
+        """All sites whose calls can be traced."""
         dropped = self.dropped
         return [site for site in self._functions if site not in dropped]
 
     @cached_property
     def dropped(self) -> frozenset[int]:
-        """Sites that are nobody's."""
+        """Sites of the functions that are disabled."""
         return frozenset(site for site, function in self._functions.items() if function.is_dropped)
 
     def watch(self, watcher: FunctionWatcher) -> None:
-        """Tell this one of changes from now on."""
+        """Notify `watcher` of changes from now on."""
         self._watchers.append(watcher)
 
     def unwatch(self, watcher: FunctionWatcher) -> None:
-        """Tell it no more."""
+        """Stop notifying `watcher`."""
         self._watchers.remove(watcher)
 
     def add(self, module: str, functions: Iterable[TraceableFunction]) -> None:
-        """A module came. Mirrors: kernel/trace/ftrace.c:ftrace_module_enable (v6.1)."""
+        """Add the functions of a new module. Mirrors: kernel/trace/ftrace.c:ftrace_module_enable (v6.1)."""
         self._change(self._of_modules | {function.site: function for function in functions})
         for watcher in tuple(self._watchers):
             watcher.module_came(module)
 
     def remove(self, sites: frozenset[int]) -> None:
-        """A module goes, or what its init function was made of.
+        """Remove the functions of a module, or those of its init text.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_release_mod, ftrace_free_mem (v6.1).
         """
@@ -117,21 +126,23 @@ class Functions(Collection[TraceableFunction]):
         self.__dict__.pop("dropped", None)
 
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
-        """Sites of the functions whose names match; a number means the one that stands there, counted from 1.
+        """Return the sites of the functions whose names match.
 
-        `module` is a pattern too: with "!" before it the functions of others match, the empty one means
-        any module. Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
+        A number is a position in the list, counted from 1.
+        `module` is a pattern too. With "!" before it, functions outside of matching modules match. The empty
+        pattern matches any module.
+        Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
         """
         if pattern[:1].isdigit():
             index = simple_strtoul(pattern.decode("latin-1"))[0] - 1
             return frozenset(islice(self._functions, index, index + 1) if 0 <= index < len(self) else ())
         wanted, _ = parse_pattern(pattern)
-        chosen: Iterable[TraceableFunction] = (f for f in self._functions.values() if not f.is_dropped)
+        chosen = [each for each in self._functions.values() if not each.is_dropped]
         if module is not None:
-            of, is_excluded = parse_pattern(module)
-            chosen = (f for f in chosen if _belongs(f, of) is not is_excluded)
+            module_pattern, is_excluded = parse_pattern(module)
+            chosen = [each for each in chosen if _belongs(each, module_pattern) is not is_excluded]
         matches_all = module is not None and not wanted.text
-        return frozenset(f.site for f in chosen if matches_all or _matches(wanted, f.name))
+        return frozenset(each.site for each in chosen if matches_all or _matches(wanted, each.name))
 
 
 def _belongs(function: TraceableFunction, pattern: StringPattern) -> bool:

@@ -1,4 +1,4 @@
-"""Calls of traced functions: from fentry sites to the tracers of all trace arrays."""
+"""Calls of traced functions: they come from fentry sites and go to the tracers of all trace arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
 class KernelFunctions:
-    """The fentry sites of the kernel, shared by all who want calls from them, and who uses which."""
+    """The kernel's fentry sites, which all tracers share, and the users of each site."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class KernelFunctions:
         self._hit = hit
         hit.has_several = True
         self._latest = 0
-        """Which call it is of."""
+        """Number of the call to which the call chain in `hit` belongs."""
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
@@ -59,37 +59,40 @@ class KernelFunctions:
                 yield TraceableFunction(site, name, where.module, is_dropped=True)
 
     def module_came(self, name: str, fentry: frozenset[int]) -> None:
-        """A module was loaded, and its symbols can be looked up."""
+        """Add the functions of a module that was loaded. Its symbols can be looked up already."""
         self.functions.add(name, self._at(fentry))
 
     def init_goes(self, name: str, fentry: frozenset[int]) -> None:
-        """The text of a module's init function is about to be freed.
+        """Remove the functions of a module's init text, which is about to be freed.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
         """
         if self._sites is not None and self._sites.is_used:
-            found = map(self._symbols.lookup, sorted(fentry))
-            self._symbols.remember(name, (where for where in found if where is not None))
+            found = [self._symbols.lookup(site) for site in sorted(fentry)]
+            self._symbols.remember(name, [where for where in found if where is not None])
         self.functions.remove(fentry)
 
     def module_goes(self, name: str, fentry: frozenset[int]) -> None:
-        """A module is about to be freed."""
+        """Remove the functions of a module that is about to be freed."""
         self._symbols.forget(name)
         self.functions.remove(fentry)
 
     def user(self, handler: CallHandler, symbol: Callable[[], str]) -> FtraceOps:
-        """Who is told of calls from the sites that `attach` gives it; `symbol`: see FtraceOps."""
+        """Return a user whose `handler` is called from the sites passed to attach().
+
+        See FtraceOps for `symbol`.
+        """
         return FtraceOps(partial(self._call, handler), symbol)
 
     def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
-        """See FtraceSites.attach."""
+        """Call `user` from these sites. See FtraceSites.attach."""
         if self._sites is not None:
-            # Linux: a number in a filter chooses dropped ones too, which are disabled.
+            # Linux: a number in a filter also selects disabled functions, whose calls are not traced.
             dropped = self.functions.dropped
             self._sites.attach(user, [site for site in sites if site not in dropped])
 
     def detach(self, user: FtraceOps) -> None:
-        """See FtraceSites.detach."""
+        """Stop calling `user`. See FtraceSites.detach."""
         if self._sites is not None:
             self._sites.detach(user)
 
@@ -102,21 +105,21 @@ class KernelFunctions:
         handler(site, hit)
 
     def total_info(self) -> str:
-        """dyn_ftrace_total_info. Mirrors: kernel/trace/trace.c:tracing_read_dyn_info (v6.1).
+        """Return dyn_ftrace_total_info. Mirrors: kernel/trace/trace.c:tracing_read_dyn_info (v6.1).
 
-        Deviates: no page of dyn_ftrace is allocated; what the guest keeps are the addresses of its sites, so
-        their pages are told, a group for the kernel and for each module.
+        Deviates: no pages of struct dyn_ftrace exist. The guest keeps only the addresses of its sites, so the
+        pages of these are counted, with one group for the kernel and one for each module.
         """
         groups = Counter(function.module for function in self.functions)
         pages = sum(-(-count * self._word_size // PAGE_SIZE) for count in groups.values())
         return f"{len(self.functions)} pages:{pages} groups: {len(groups)}\n"
 
     def available(self) -> Iterator[str]:
-        """available_filter_functions."""
+        """Yield the lines of available_filter_functions."""
         return (f"{function.shown}\n" for function in self.functions)
 
     def enabled(self) -> Iterator[str]:
-        """enabled_functions. Mirrors: kernel/trace/ftrace.c:t_show (v6.1)."""
+        """Yield the lines of enabled_functions. Mirrors: kernel/trace/ftrace.c:t_show (v6.1)."""
         sites = self._sites
         if sites is None:
             return
@@ -124,15 +127,16 @@ class KernelFunctions:
         for function in self.functions:
             if function.site in called:
                 target, users = called[function.site]
-                # Linux: R, I and D, which is somebody called without a trampoline between.
+                # Linux: R, I, and D for a user that is called without a trampoline (never here).
                 regs = " R" if sites.saves_regs(function.site) else "  "
                 ip = " I" if any(ops.modifies_ip for ops in users) else "  "
                 yield f"{function.shown} ({len(users)}){regs}{ip}  {self._way(target, users)}\n"
 
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
-        """How a site's call comes to its users, where the architecture has a trampoline for each.
+        """Return the trampoline and the function that a site calls.
 
-        Deviates: functions without their places, for Linux's aren't in the guest.
+        Return "" if the architecture has no trampolines per user.
+        Deviates: the functions have no addresses, because the guest does not contain Linux's own.
         Mirrors: kernel/trace/ftrace.c:add_trampoline_func (v6.1).
         """
         if not self._has_trampolines:
@@ -145,16 +149,19 @@ class KernelFunctions:
 
 @dataclass(slots=True)
 class _Repeated:
-    """Calls like the latest recorded one, only counted. Mirrors: struct trace_func_repeats (v6.1)."""
+    """Repetitions of the last recorded call, which are only counted.
+
+    Mirrors: struct trace_func_repeats (v6.1).
+    """
 
     call: bytes = b""
     count: int = 0
     latest: int = 0
-    """Time of the latest one, as the clock counts."""
+    """Time of the latest repetition, in clock units."""
 
 
 class CallRecorder:
-    """Writes the function tracer's entries into a trace array, as its options say."""
+    """Writer of the function tracer's entries into a trace array."""
 
     def __init__(self, array: TraceArray, pids: EventPids) -> None:
         system = array.system
@@ -167,7 +174,10 @@ class CallRecorder:
         self._word = system.arch.word_size
 
     def record(self, site: int, hit: ProbeHit) -> None:
-        """Mirrors: kernel/trace/trace_functions.c:function_trace_call and its likes (v6.1)."""
+        """Record a call under the current options.
+
+        Mirrors: kernel/trace/trace_functions.c:function_trace_call and its variants (v6.1).
+        """
         if self._pids.is_active and self._pids.ignores(self._tasks.pid()):
             return
         call = b"".join(each.to_bytes(self._word, "little") for each in (site, self._parent(hit.regs)))
@@ -178,7 +188,10 @@ class CallRecorder:
             self._array.record_stack(hit)
 
     def _repeats(self, call: bytes, hit: ProbeHit) -> bool:
-        """Whether it is only counted. Mirrors: is_repeat_check, process_repeats (v6.1)."""
+        """Return True if the call is a repetition and was only counted.
+
+        Mirrors: is_repeat_check, process_repeats (v6.1).
+        """
         last = self._repeated[self._tasks.cpu()]
         if last.call == call and last.count < _MAX_REPEATS:
             last.count += 1

@@ -1,4 +1,4 @@
-"""FunctionGraph: hooks entries and returns of the functions that filters leave, for one user at a time."""
+"""FunctionGraph: hooks of entries and returns of functions that filters select, for one user at a time."""
 
 from __future__ import annotations
 
@@ -28,27 +28,30 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class GraphUser(ABC):
-    """Who wants to know of calls and their ends. Mirrors: struct fgraph_ops (v6.1)."""
+    """A user of the function graph, which handles entries and returns. Mirrors: struct fgraph_ops (v6.1)."""
 
     data_size: int
-    """Bytes that it keeps of each call; at CALLED stands when that was, a u64 in ns."""
+    """Bytes that the user keeps for each call. At offset CALLED is the time of the call, a u64 in ns."""
 
     @abstractmethod
     def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:
-        """A function begins; `caller` is the newest call awaited. What to keep, None if not to be awaited."""
+        """Handle the entry of `func`, and return the data to keep; None if the return is not to be hooked.
+
+        `caller` is the task's newest call whose return is hooked.
+        """
 
     @abstractmethod
     def returned(self, instance: RethookNode, regs: Any, /) -> None:
-        """A call that was awaited ends."""
+        """Handle the return of a hooked call."""
 
     def compiled(self) -> CompiledGraph | None:
-        """What guest code does instead of both; None where they have to be called."""
+        """Return the parameters of guest code that replaces both handlers; None if they must be called."""
         return None
 
 
 @dataclass(eq=False)
 class _Running:
-    """What hooks the calls for a user."""
+    """The hooks that serve the current user."""
 
     user: GraphUser
     hooks: ReturnHooks
@@ -57,7 +60,7 @@ class _Running:
     compiled: CompiledGraph | None = None
     codes: list[CompiledCode] = field(default_factory=list)
     is_settled: bool = False
-    """Whether calls are handled as they will be, in the guest or by Python, until something changes."""
+    """Whether it is decided, until something changes, if guest code or Python handles the calls."""
 
     @property
     def stack(self) -> RetStack:
@@ -66,8 +69,9 @@ class _Running:
 
 
 class FunctionGraph:
-    """Under the filters of the top array's function tracer, by the array of each task.
+    """Hooks of entries and returns, selected by the filters of the top array's function tracer.
 
+    The calls of each task are kept in the task's own shadow stack.
     Mirrors: kernel/trace/fgraph.c (v6.1).
     """
 
@@ -80,7 +84,7 @@ class FunctionGraph:
         sleeps: SleepTimes,
         places: GuestAddresses,
     ) -> None:
-        """`choose_hooks` is called at each start for the hooks to use."""
+        """Subscribe to the filters; `choose_hooks` is called at each start for the hooks to use."""
         filters.on_selection.append(self.filters_changed)
         self._sleeps = sleeps
         self._kprobes = kprobes
@@ -93,11 +97,16 @@ class FunctionGraph:
         self._running: _Running | None = None
 
     def register(self, user: GraphUser) -> None:
-        """Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another user), ENOMEM."""
+        """Install the hooks for `user`.
+
+        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another user), ENOMEM.
+        """
         if self._sites is None:
-            raise KernelError(errno.EOPNOTSUPP, "this kernel has no fentry sites")
+            raise KernelError(errno.EOPNOTSUPP, "function_graph: this kernel has no fentry sites")
         if self._running is not None:
-            raise KernelError(errno.EBUSY, "function_graph and the function profiler exclude each other")
+            raise KernelError(
+                errno.EBUSY, "function_graph: only it or the function profiler can run; stop the other one"
+            )
         hooks = self._choose_hooks()
         ctlblk = self._kprobes.hits.ctlblk
 
@@ -107,15 +116,14 @@ class FunctionGraph:
 
         hook = hooks.add(returned, nodes=0, data_size=user.data_size, program=self._emit_return)
         hook.follows_convention = True
-        self._running = running = _Running(
-            user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func")
-        )
+        running = _Running(user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func"))
+        self._running = running
         running.stack.clear_overruns()
         self._sleeps.start(self._slept)
         self.filters_changed()
 
     def unregister(self) -> None:
-        """Calls that are pending are awaited no more."""
+        """Remove the hooks. Returns of pending calls are not handled any more."""
         assert self._sites is not None
         assert self._running is not None
         running = self._running
@@ -126,17 +134,17 @@ class FunctionGraph:
         self._running = None
 
     def caller_of(self, instance: RethookNode) -> RethookNode | None:
-        """The awaited call that made this one, be it by way of others."""
+        """Return the nearest hooked call that led to this one, directly or through other calls."""
         assert self._running is not None
         return self._running.hooks.newest(instance.hook, before=instance.node)
 
     def overruns(self) -> int:
-        """The current task's calls that were too deep to be followed."""
+        """Return the number of the current task's calls that were nested too deep to be hooked."""
         assert self._running is not None
         return self._running.stack.overruns(self._tasks.current())
 
     def filters_changed(self) -> None:
-        """Hook what the filters leave, no more."""
+        """Attach to the functions that the filters select now, and to no others."""
         if self._running is not None:
             assert self._sites is not None
             self.user_changed()
@@ -145,7 +153,7 @@ class FunctionGraph:
     # Calls
 
     def _entered(self, site: int, regs: Any) -> None:
-        """Mirrors: kernel/trace/fgraph.c:function_graph_enter (v6.1)."""
+        """Handle a call from a fentry site. Mirrors: kernel/trace/fgraph.c:function_graph_enter (v6.1)."""
         running = self._running
         if running is None:
             return
@@ -164,11 +172,11 @@ class FunctionGraph:
             self._compile(running)
 
     def _slept(self, task: int, nanoseconds: int) -> None:
-        """A task was off the CPU: that isn't time of its calls."""
+        """Add the time that a task was off the CPU to the start times of its pending calls."""
         assert self._running is not None
         hook = self._running.hook
         stack = self._running.stack
-        # What had been the task_struct of one that ended may be anything by now.
+        # Hazard: the memory of an ended task's task_struct may be in use for something else by now.
         for call in stack.pending(task) if stack.is_given(task) else ():
             if call.hook == hook.address:
                 called = hook.data_of(call.node)[CALLED : CALLED + 8].cast("Q")
@@ -177,7 +185,7 @@ class FunctionGraph:
     # In guest code
 
     def user_changed(self) -> None:
-        """What its user's compiled() gives differs from now on."""
+        """Drop the guest code, because the user's compiled() returns something else from now on."""
         if self._running is not None:
             self._drop_code(self._running)
 
@@ -195,7 +203,10 @@ class FunctionGraph:
             self._kprobes.compiler.retire(code)
 
     def _compile(self, running: _Running) -> None:
-        """What calls are to be from now on: code for each kind of function, where there is room for it."""
+        """Compile guest code for each kind of function.
+
+        If there is no memory, Python keeps handling the calls.
+        """
         running.is_settled = True
         try:
             self._make_code(running)
@@ -237,8 +248,10 @@ class FunctionGraph:
 
 
 def traceable_functions(image: ProbedTables, verdict: ProbeChecker[Any]) -> dict[str, int]:
-    """Those that can be traced, by name, in the order of their addresses."""
-    found = ((image.kallsyms.lookup(site), site) for site in sorted(image.mcount))
-    return {
-        where.symbol.name: site for where, site in found if where is not None and verdict.is_entry_site(where)
-    }
+    """Return name -> site of the traceable functions, in the order of their addresses."""
+    found: dict[str, int] = {}
+    for site in sorted(image.mcount):
+        where = image.kallsyms.lookup(site)
+        if where is not None and verdict.is_entry_site(where):
+            found[where.symbol.name] = site
+    return found

@@ -1,4 +1,4 @@
-"""Commands of set_ftrace_filter: what happens when a function is called, with or without the tracer."""
+"""Commands of set_ftrace_filter: actions at calls of a function, whichever tracer is current."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Action = Callable[[ProbeHit], bool]
-"""What a call does; whether it counts against the limit."""
+"""Performs a command's action at a call; returns whether the call counts against the limit."""
 
 
 Kind = tuple[str, bool]
-"""A command's name and whether a limit was written; a function has one of each."""
+"""A command's name and whether it has a limit. A function has at most one command of each kind."""
 
 
 @dataclass(eq=False)
 class FunctionProbe:
-    """A command on one function; `count` None: without limit."""
+    """A command on one function; a `count` of None means no limit."""
 
     title: str
     action: Action
@@ -32,27 +32,30 @@ class FunctionProbe:
     forget: Callable[[], None]
 
     def fire(self, hit: ProbeHit) -> None:
-        """The function is called. Linux: with a limit of -1, an empty one, a stack trace alone is made."""
+        """Run the action at a call of the function.
+
+        Linux: if the limit is -1 (an empty one), only `stacktrace` acts.
+        """
         if self.count is None:
             self.action(hit)
         elif (self.count > 0 or (self.count and self.title == "stacktrace")) and self.action(hit):
             self.count -= 1
 
     def show(self) -> str:
-        """What stands behind the function's name."""
+        """Return the text after the function's name in set_ftrace_filter."""
         count = "unlimited" if self.count is None else f"count={self.count}"
         return f":{self.title}:{count}\n"
 
 
 class _Probes(dict[int, FunctionProbe]):
-    """Those of one kind, by their functions' sites. Mirrors: struct ftrace_func_probe (v6.1)."""
+    """Site -> command, for the commands of one kind. Mirrors: struct ftrace_func_probe (v6.1)."""
 
     def __init__(self, hooks: KernelFunctions) -> None:
         self._hooks = hooks
         self._user = hooks.user(self._fire, lambda: "function_trace_probe_call")
 
     def changed(self) -> None:
-        """There are others than were attached."""
+        """Attach to the sites of the current commands."""
         if self:
             self._hooks.attach(self._user, self.keys())
         else:
@@ -65,7 +68,10 @@ class _Probes(dict[int, FunctionProbe]):
 
 
 class FunctionProbes:
-    """Those of one trace array. Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1)."""
+    """The commands of one trace array.
+
+    Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1).
+    """
 
     def __init__(
         self, hooks: KernelFunctions, array: TraceArray, registry: EventRegistry, top: TraceArray
@@ -82,13 +88,13 @@ class FunctionProbes:
             "snapshot": self._snapshot,
         }
         self._kinds: dict[Kind, _Probes] = {}
-        """Oldest first."""
+        """Kind -> its commands, the oldest kind first."""
 
     def execute(self, pattern: bytes, command: str) -> None:
-        """`COMMAND[:COUNT]` on the functions that match; with "!" before the pattern it is taken back.
+        """Add `COMMAND[:COUNT]` to the functions that match; with "!" before the pattern, remove it.
 
-        Raises: KernelError EINVAL (unknown command, no function that hasn't it or, to take it back, has it),
-        ENODEV (no function at all has it), ERANGE, ENOMEM.
+        Raises: KernelError EINVAL (unknown command, or no function to change matches), ENODEV (no function
+        has the command that is to be removed), ERANGE, ENOMEM.
         """
         title, limit = self._parse(command)
         kind = title.partition(":")[0], limit is not None
@@ -100,22 +106,27 @@ class FunctionProbes:
         probes = self._kinds.get(kind) or _Probes(self._hooks)
         new = [site for site in sites if site not in probes]
         if not new:
-            raise KernelError(errno.EINVAL, f"no other function matches {bytes_to_text(pattern)}")
+            raise KernelError(
+                errno.EINVAL, f"{bytes_to_text(pattern)}: no function without this command matches"
+            )
         probes.update({site: self._make(title, count) for site in new})
         self._kinds[kind] = probes
         probes.changed()
 
     def _remove(self, pattern: bytes, kind: Kind) -> None:
-        """Linux: not only those of the event that is named.
+        """Remove the commands of a kind from the functions that match.
 
+        Linux: commands on other events than the given one are removed too.
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
         """
         probes = self._kinds.get(kind)
         if probes is None:
-            raise KernelError(errno.ENODEV, "no function has such a command")
+            raise KernelError(errno.ENODEV, f"{kind[0]}: no function has this command; see set_ftrace_filter")
         gone = self._functions.matching(pattern) & probes.keys()
         if not gone:
-            raise KernelError(errno.EINVAL, "no such command on these functions")
+            raise KernelError(
+                errno.EINVAL, f"{bytes_to_text(pattern)}: no function with this command matches"
+            )
         self._drop(kind, gone)
 
     def _drop(self, kind: Kind, sites: Collection[int]) -> None:
@@ -127,24 +138,27 @@ class FunctionProbes:
             del self._kinds[kind]
 
     def clear(self) -> None:
-        """The trace array goes."""
+        """Remove all commands: the trace array is removed."""
         for kind, probes in tuple(self._kinds.items()):
             self._drop(kind, tuple(probes))
 
     def functions_went(self, sites: frozenset[int]) -> None:
-        """Functions of a module that goes."""
+        """Remove the commands on functions that no longer exist."""
         for kind, probes in tuple(self._kinds.items()):
             self._drop(kind, sites & probes.keys())
 
     def records(self) -> Iterator[str]:
-        """Their lines in set_ftrace_filter: the newest kind's first. Mirrors: t_probe_next (v6.1)."""
+        """Yield the commands' lines in set_ftrace_filter, the newest kind first.
+
+        Mirrors: t_probe_next (v6.1).
+        """
         for probes in reversed(self._kinds.values()):
             for function in self._functions:
                 if function.site in probes:
                     yield function.shown + probes[function.site].show()
 
     def _parse(self, command: str) -> tuple[str, str | None]:
-        """The command with its event, and its limit: Linux doesn't look at that where one is taken back."""
+        """Return the command with its event, and its limit, which Linux ignores when a command is removed."""
         name, colon, rest = command.partition(":")
         title = name
         if name in ("enable_event", "disable_event"):
@@ -152,9 +166,11 @@ class FunctionProbes:
             event, colon, rest = rest.partition(":")
             title = f"{name}:{group}:{event}"
             if self._registry.find(group, event) is None:
-                raise KernelError(errno.EINVAL, f"no event {group}:{event}")
+                raise KernelError(errno.EINVAL, f"{group}:{event}: no such event; see available_events")
         elif name not in self._plain:
-            raise KernelError(errno.EINVAL, f"no command {name!r}")
+            raise KernelError(
+                errno.EINVAL, f"{name!r}: no such command; use {', '.join(self._plain)} or enable_event"
+            )
         return title, rest.partition(":")[0] if colon else None
 
     def _make(self, title: str, count: int | None) -> FunctionProbe:
@@ -166,7 +182,7 @@ class FunctionProbes:
             return FunctionProbe(title, self._limited_stacktrace if limited else plain, count, lambda: None)
         name, group, event_name = title.split(":")
         event = self._registry.find(group, event_name)
-        assert event is not None, "was looked up while parsing"
+        assert event is not None, "_parse() has looked the event up"
         file = event.file(self._array)
         file.hold()
 
@@ -178,7 +194,7 @@ class FunctionProbes:
         return FunctionProbe(title, switch, count, file.let_go)
 
     def _switch(self, on: bool) -> bool:
-        """Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""
+        """Switch recording on or off. Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""
         changes = self._array.tracing_on is not on
         if changes:
             self._array.set_tracing_on(on)
@@ -189,8 +205,9 @@ class FunctionProbes:
         return True
 
     def _limited_stacktrace(self, hit: ProbeHit) -> bool:
-        """Linux: tracing_on of the top array decides, in instances too.
+        """Record the call chain, if tracing is on.
 
+        Linux: tracing_on of the top array decides, even for instances.
         Mirrors: kernel/trace/trace_functions.c:ftrace_stacktrace_count (v6.1).
         """
         return self._top.tracing_on and self._stacktrace(hit)
@@ -201,7 +218,10 @@ class FunctionProbes:
 
 
 def _count(title: str, limit: str | None) -> int | None:
-    """Linux: an empty limit is -1, except with an event. Raises: KernelError EINVAL, ERANGE."""
+    """Return the limit as a number, or None.
+
+    Linux: an empty limit is -1, except for commands with an event. Raises: KernelError EINVAL, ERANGE.
+    """
     if limit is None:
         return None
     return -1 if not limit and ":" not in title else kstrtoul(limit)

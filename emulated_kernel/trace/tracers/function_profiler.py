@@ -1,4 +1,4 @@
-"""The function profiler: how often functions are called on each CPU, and what their calls take."""
+"""The function profiler: number of calls of each function on each CPU, and their durations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _U64 = (1 << 64) - 1
 _CALL = Struct("<QQQ")
-"""func, calltime at CALLED, subtime; nanoseconds."""
+"""func, calltime (at offset CALLED), subtime; times in nanoseconds."""
 _HEADER = """\
   Function                               Hit    Time            Avg             s^2
   --------                               ---    ----            ---             ---
@@ -24,7 +24,7 @@ _HEADER = """\
 
 @dataclass(eq=False, slots=True)
 class _Profile:
-    """Of one function on one CPU. Mirrors: struct ftrace_profile (v6.1)."""
+    """Statistics of one function on one CPU. Mirrors: struct ftrace_profile (v6.1)."""
 
     func: int
     counter: int = 0
@@ -32,7 +32,10 @@ class _Profile:
     time_squared: int = 0
 
     def variance(self) -> int:
-        """s^2 in thousandths of a square microsecond, by Welford's method. Mirrors: function_stat_show."""
+        """Return s^2 in thousandths of a square microsecond (Welford's method).
+
+        Mirrors: function_stat_show (v6.1).
+        """
         n = self.counter
         if n <= 1:
             return 0
@@ -40,7 +43,7 @@ class _Profile:
 
 
 class FunctionProfiler(GraphUser):
-    """function_profile_enabled, trace_stat/function*. Callers serialise.
+    """function_profile_enabled and trace_stat/function*. Callers serialise.
 
     Mirrors: kernel/trace/ftrace.c, CONFIG_FUNCTION_PROFILER with CONFIG_FUNCTION_GRAPH_TRACER (v6.1).
     """
@@ -50,7 +53,10 @@ class FunctionProfiler(GraphUser):
     def __init__(
         self, graph: FunctionGraph, system: TracingServices, threshold_ns: Callable[[], int]
     ) -> None:
-        """`threshold_ns`: tracing_thresh; functions that take less on average aren't shown."""
+        """Create empty profiles. `threshold_ns` returns tracing_thresh.
+
+        Functions whose average duration is below the threshold are not shown.
+        """
         self.is_enabled = False
         self._graph = graph
         self._system = system
@@ -58,7 +64,10 @@ class FunctionProfiler(GraphUser):
         self._by_cpu: list[dict[int, _Profile]] = [{} for _ in range(system.cpus)]
 
     def enable(self, value: int) -> None:
-        """Anything but 0 starts it anew, where it doesn't run. Raises: KernelError (as register())."""
+        """Start the profiler with empty profiles, or stop it if `value` is 0. A running profiler continues.
+
+        Raises: KernelError (see FunctionGraph.register).
+        """
         if bool(value) is self.is_enabled:
             return
         if value:
@@ -70,14 +79,14 @@ class FunctionProfiler(GraphUser):
         self.is_enabled = bool(value)
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes:
-        """See GraphUser. Mirrors: profile_graph_entry, function_profile_call (v6.1)."""
+        """Count the call and keep its time. Mirrors: profile_graph_entry, function_profile_call (v6.1)."""
         del caller, regs
         profiles = self._by_cpu[self._system.tasks.cpu()]
         profiles.setdefault(func, _Profile(func)).counter += 1
         return _CALL.pack(func, self._system.now_ns(), 0)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """See GraphUser. Mirrors: profile_graph_return (v6.1)."""
+        """Add the duration of a call that returned. Mirrors: profile_graph_return (v6.1)."""
         del regs
         tasks = self._system.tasks
         func, called, below = _CALL.unpack(instance.data)
@@ -94,12 +103,12 @@ class FunctionProfiler(GraphUser):
             profile.time_squared += took * took
 
     def text(self, cpu: int) -> str:
-        """A CPU's file, what took longest first.
+        """Return the file of a CPU, sorted by total time, longest first.
 
         Mirrors: function_stat_headers, function_stat_show, kernel/trace/trace_stat.c:insert_stat (v6.1).
         """
         lines = [_HEADER]
-        # Linux: of equals, the one that was called first comes last.
+        # Linux: among functions with equal times, the one that was called first comes last.
         latest_first = list(self._by_cpu[cpu].values())[::-1]
         for profile in sorted(latest_first, key=lambda each: -each.time_ns):
             average = profile.time_ns // profile.counter
@@ -107,6 +116,6 @@ class FunctionProfiler(GraphUser):
                 continue
             where = self._system.symbols.lookup(profile.func)
             name = "" if where is None else where.name
-            times = map(duration_text, (profile.time_ns, average, profile.variance()))
+            times = [duration_text(ns) for ns in (profile.time_ns, average, profile.variance())]
             lines.append(f"  {name[:30]:<30}  {profile.counter:10d}    {'    '.join(times)}\n")
         return "".join(lines)

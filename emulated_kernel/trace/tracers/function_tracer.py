@@ -1,4 +1,4 @@
-"""The function tracer of a trace array: which functions' calls are recorded, and for which tasks."""
+"""The function tracer of a trace array: selection of functions and tasks whose calls are recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from emulated_kernel.trace.tracers.function_probes import FunctionProbes
 
 
 class FunctionTracer(Tracer, FunctionWatcher):
-    """Mirrors: kernel/trace/trace_functions.c, kernel/trace/ftrace.c (v6.1). Callers serialise."""
+    """The function tracer. Callers serialise.
+
+    Mirrors: kernel/trace/trace_functions.c, kernel/trace/ftrace.c (v6.1).
+    """
 
     def __init__(
         self,
@@ -26,13 +29,16 @@ class FunctionTracer(Tracer, FunctionWatcher):
         record: CallHandler,
         is_on: Callable[[str], bool],
     ) -> None:
-        """`record` writes the entry of a call, where `pids` (set_ftrace_pid) lets it; `is_on`: an option."""
+        """Create the filters.
+
+        `record` writes the entry of a call if `pids` (set_ftrace_pid) allows it. `is_on` returns an option.
+        """
         self._hooks = hooks
         self._option = is_on
         self._user = hooks.user(record, self._symbol)
         self._is_on = False
         self.on_selection: list[Callable[[], None]] = []
-        """Called when selected() may give others."""
+        """Functions that are called when the result of selected() may have changed."""
         self.probes = probes
         self.pids = pids
         self.filter = FilterFile(hooks.functions, "all functions enabled", self._update, probes)
@@ -42,7 +48,10 @@ class FunctionTracer(Tracer, FunctionWatcher):
         hooks.functions.watch(self)
 
     def _symbol(self) -> str:
-        """Mirrors: ftrace_update_pid_func, select_trace_function (v6.1)."""
+        """Return the name of Linux's handler for the current options.
+
+        Mirrors: ftrace_update_pid_func, select_trace_function (v6.1).
+        """
         if self.pids.is_active:
             return "ftrace_pid_func"
         stack = "_stack" if self._option(FunctionOption.STACK_TRACE) else ""
@@ -50,58 +59,59 @@ class FunctionTracer(Tracer, FunctionWatcher):
         return f"function{stack}{repeats}_trace_call"
 
     def start(self) -> None:
-        """current_tracer is `function` now."""
+        """Begin to record calls: current_tracer is `function` now."""
         self._is_on = True
         self._update()
 
     def stop(self) -> None:
-        """It is another one now."""
+        """Stop recording calls: another tracer becomes current."""
         self._is_on = False
         self._hooks.detach(self._user)
 
     def option_changed(self, name: str) -> None:
-        """See Tracer: another function records, which is registered anew. Mirrors: func_set_flag (v6.1)."""
+        """Register the handler again, because another function records now. Mirrors: func_set_flag (v6.1)."""
         if name in tuple(FunctionOption):
             self._hooks.detach(self._user)
             self._update()
 
     def remove(self) -> None:
-        """The trace array goes."""
+        """Detach from all functions: the trace array is removed."""
         self._hooks.functions.unwatch(self)
         self.probes.clear()
         self.stop()
 
     def module_came(self, module: str) -> None:
-        """Its functions can be traced."""
+        """Trace the module's functions if the filters select them."""
         self.filter.module_came(module)
         self.notrace.module_came(module)
         self._update()
 
     def functions_went(self, sites: frozenset[int]) -> None:
-        """They can't any more."""
+        """Remove functions that no longer exist from the filters."""
         self.filter.functions_went(sites)
         self.notrace.functions_went(sites)
         self.probes.functions_went(sites)
         self._update()
 
     def selected(self) -> list[int]:
-        """Sites of the functions that set_ftrace_filter and set_ftrace_notrace leave."""
+        """Return the sites of the functions that set_ftrace_filter and set_ftrace_notrace select."""
         chosen = self._hooks.functions.sites if self.filter.is_empty else self.filter.sites
         left_out = self.notrace.sites
         return [site for site in chosen if site not in left_out]
 
     def _update(self) -> None:
-        """Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
+        """Attach to the selected functions. Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
         if self._is_on:
             self._hooks.attach(self._user, self.selected())
-        for tell in self.on_selection:
-            tell()
+        for notify in self.on_selection:
+            notify()
 
 
 class FilterFile(FunctionSet):
-    """set_ftrace_filter, with commands, or set_ftrace_notrace, without; with O_TRUNC commands stay.
+    """set_ftrace_filter, which accepts commands, or set_ftrace_notrace, which does not.
 
-    Deviates: Linux lets a change come into force when the file is closed.
+    O_TRUNC does not remove commands.
+    Deviates: a write takes effect at once; in Linux it does when the file is closed.
     """
 
     def __init__(
@@ -117,22 +127,24 @@ class FilterFile(FunctionSet):
         self._probes = probes
 
     def records(self) -> Iterator[str]:
-        """Functions, then commands."""
+        """Yield the lines of the functions, then those of the commands."""
         yield from super().records()
         if self._probes is not None:
             yield from self._probes.records()
 
     def records_from(self, index: int) -> Iterator[str]:
-        """For one read(2); one that begins with the last function, or with the note of none, ends behind it.
+        """Return the lines for one read(2), beginning with line `index`.
 
+        If that line is the last one before the commands, the read ends after it.
         Mirrors: kernel/trace/ftrace.c:t_start, t_next, t_mod_start (v6.1).
         """
-        behind = [*islice(super().records(), index, index + 2)]
-        return iter(behind) if len(behind) == 1 else islice(self.records(), index, None)
+        lines = list(islice(super().records(), index, index + 2))
+        return iter(lines) if len(lines) == 1 else islice(self.records(), index, None)
 
     def write(self, data: bytes) -> int:
-        """One write(2): its first word, a pattern or PATTERN:COMMAND; bytes taken, which may be fewer.
+        """Execute the first word of one write to the file, and return the bytes taken.
 
+        The word is a pattern or PATTERN:COMMAND.
         Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
         """
         word, size = take_word(data, FUNCTION_WORD_MAX)
@@ -146,15 +158,17 @@ class FilterFile(FunctionSet):
         return size
 
 
-_NO_PIDS, _LAST_PID = "no pid\n", f"{1 << 22}\n"
-"""Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1)."""
+_NO_PIDS = "no pid\n"
+"""Line of an empty list."""
+_LAST_PID = f"{1 << 22}\n"
+"""Line of the greatest pid + 1. Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1)."""
 
 
 class FunctionPids(PidList):
-    """set_ftrace_pid: a list of pids, which says so if it is empty."""
+    """set_ftrace_pid: a list of pids, which reads "no pid" if it is empty."""
 
     def records(self) -> list[str]:
-        """The lines of the file. Linux: the greatest pid + 1 stands for an empty list.
+        """Return the lines of the file. Linux: the greatest pid + 1 is printed like an empty list.
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """

@@ -1,4 +1,4 @@
-"""The function_graph tracer: records calls as a tree, those that are chosen."""
+"""The function_graph tracer: it records calls of selected functions as a tree."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from emulated_kernel.trace.tracers.function_filter import GraphSet
 
 
 class PendingCall(NamedTuple):
-    """A call that hasn't returned; what its task's shadow stack keeps of it, as FRAME says."""
+    """A call that has not returned, as its task's shadow stack stores it (in the format FRAME)."""
 
     func: int
     called_ns: int
-    """Later by what its task has slept since, where option sleep-time is off."""
+    """Time of the call; without option sleep-time, plus the time that its task has slept since."""
     depth: int
     flags: int
 
 
 class GraphTracer(Tracer, FunctionWatcher, GraphUser):
-    """That of the top trace array. Mirrors: kernel/trace/trace_functions_graph.c (v6.1).
+    """The function_graph tracer of the top array. Mirrors: kernel/trace/trace_functions_graph.c (v6.1).
 
-    From the second call on guest code does the same, where compiled() says so (trace/compiled/graph.py).
+    If compiled() allows it, guest code (trace/compiled/graph.py) handles all calls after the first one.
     """
 
     data_size = FRAME.size
@@ -44,14 +44,17 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         pids: EventPids,
         context: HitContext,
     ) -> None:
-        """`pids`: set_ftrace_pid of the function tracer."""
+        """Create the filters. `pids` is set_ftrace_pid of the function tracer."""
         self.functions = GraphSet(functions, "all functions enabled", graph.user_changed)
         self.notrace = GraphSet(functions, "no functions disabled", graph.user_changed)
         functions.watch(self)
         self.max_depth = 0
-        """Calls nested deeper aren't recorded; 0: all are."""
+        """Calls that are nested deeper are not recorded; 0 means no limit."""
         self.threshold_ns = 0
-        """tracing_thresh: only calls that took at least so long are recorded, by their returns alone."""
+        """Value of tracing_thresh.
+
+        If it is not 0, only returns are recorded, and only of calls that took at least so long.
+        """
         self._graph = graph
         self._pids = pids
         self._context = context
@@ -62,17 +65,17 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._records = GraphRecords(array.system.arch.word_size)
 
     def set_max_depth(self, depth: int) -> None:
-        """max_graph_depth, an unsigned int."""
+        """Set max_graph_depth, an unsigned int."""
         self.max_depth = depth & 0xFFFFFFFF
         self._graph.user_changed()
 
     def set_threshold(self, nanoseconds: int) -> None:
-        """tracing_thresh."""
+        """Set tracing_thresh."""
         self.threshold_ns = nanoseconds
         self._graph.user_changed()
 
     def start(self) -> None:
-        """Raises: KernelError (as FunctionGraph.register())."""
+        """Begin to record calls. Raises: KernelError (see FunctionGraph.register)."""
         self._graph.register(self)
 
     def stop(self) -> None:
@@ -83,15 +86,15 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             self._graph.user_changed()
 
     def rewired(self) -> None:
-        """See Tracer."""
+        """Drop the guest code, which writes to the old buffers."""
         self._graph.user_changed()
 
     def compiled(self) -> CompiledGraph | None:
-        """See GraphUser: this is the one place that decides.
+        """Return the parameters of guest code that records calls, or None if Python must handle them.
 
-        Python handles the calls while the array's buffers can't be written to by guest code, for their
-        clock or an option, and under lists of very many tasks; those of functions that others want calls
-        from, too, come to it (FtraceSites). Whatever else there is to choose becomes code.
+        Python handles the calls if the clock or an option keeps guest code from writing to the buffers. It
+        does so too if the lists of pids are very long. FtraceSites passes calls of functions that have other
+        users to Python in any case. Guest code implements all other settings.
         """
         target = self._array.ring_target()
         pids = self._pids
@@ -111,19 +114,19 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         return compiled if compiled.fits else None
 
     def functions_went(self, sites: frozenset[int]) -> None:
-        """They can't be traced any more."""
+        """Remove functions that no longer exist from the filters."""
         self.functions.functions_went(sites)
         self.notrace.functions_went(sites)
 
     # Recording
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes | None:
-        """See GraphUser. Mirrors: trace_graph_entry (v6.1)."""
+        """Record the call if it is selected, and return its frame. Mirrors: trace_graph_entry (v6.1)."""
         frame = self._frame(func, None if caller is None else _read(caller), regs)
         return None if frame is None else FRAME.pack(*frame)
 
     def _frame(self, func: int, parent: PendingCall | None, regs: Any) -> PendingCall | None:
-        """What is kept of a call by the function in `parent`; None where its return doesn't matter."""
+        """Return the data to keep of a call made by `parent`; None if its return does not matter."""
         depth = 0 if parent is None else parent.depth + 1
         if parent is not None and parent.flags & CallFlag.HIDDEN:
             return None
@@ -136,23 +139,26 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             return None
         now = self._now_ns()
         if not self.threshold_ns:
-            # Linux: what guards the hook against recursion disables preemption.
+            # Linux: the hook's guard against recursion disables preemption.
             disabled = self._context.disabled_once
             self._record(EntryType.GRAPH_ENT, self._records.entered.pack(func, depth), regs, now, disabled)
         return PendingCall(func, now, depth, CallFlag.IN_IRQ if in_irq else 0)
 
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
-        """Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1)."""
+        """Return True if a call is not recorded.
+
+        Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1).
+        """
         chosen = self.functions.sites
         if (chosen and parent is None and func not in chosen) or 0 < self.max_depth <= depth:
             return True
         if not in_irq or self._options.is_on(GraphOption.IRQS):
             return False
-        # What was asked for by name is recorded in interrupts too, with all that it calls.
+        # Functions in set_graph_function are recorded in interrupts too, with all that they call.
         return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """See GraphUser. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
+        """Record the return of a call. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
         frame = _read(instance)
         if frame.flags & CallFlag.HIDDEN:
             return

@@ -1,4 +1,4 @@
-"""Puts the followers of calls together: the function_graph tracer and the profiler, on one FunctionGraph."""
+"""Construction of the users of the function graph: the function_graph tracer and the function profiler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def build_graphs(
     context: HitContext,
     places: GuestAddresses,
 ) -> tuple[GraphTracer, FunctionProfiler]:
-    """Those of the top trace array and its `tracer` of functions; `points`: the kernel's, by GROUP:EVENT."""
+    """Return the function_graph tracer and the profiler of the top array.
+
+    `tracer` is the top array's function tracer. `points` is GROUP:EVENT -> tracepoint of the kernel.
+    """
     system = array.system
     graph = FunctionGraph(kprobes, hook_sets.graph, system, tracer, SleepTimes(points, system), places)
     graph_tracer = GraphTracer(graph, functions, array, tracer.pids, context)

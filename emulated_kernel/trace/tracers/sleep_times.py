@@ -1,4 +1,4 @@
-"""How long tasks were off the CPU, which the function graph may leave out of what a call took."""
+"""Times that tasks were off the CPU, which the function graph can exclude from the durations of calls."""
 
 from __future__ import annotations
 
@@ -11,37 +11,43 @@ from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 Slept = Callable[[int, int], None]
-"""Told of a task_struct's address, and of the nanoseconds that it was off the CPU."""
+"""Gets the address of a task_struct and the nanoseconds that its task was off the CPU."""
 
 
 class SleepTimes:
-    """How long tasks were off the CPU while option sleep-time was off.
+    """Measures the time that tasks are off the CPU, while option sleep-time is off.
 
     Mirrors: kernel/trace/fgraph.c:ftrace_graph_probe_sched_switch (v6.1).
     """
 
     def __init__(self, points: Mapping[str, Tracepoint], system: TracingServices) -> None:
-        """`points`: the kernel's tracepoints, by GROUP:EVENT; none in an image without events."""
+        """Find the fields of sched_switch; `points` is GROUP:EVENT -> tracepoint of the kernel.
+
+        An image without events has no tracepoints; nothing is measured then.
+        """
         event = system.events.find("sched", "sched_switch")
         fields = () if event is None else event.fields
         self._places = {field.name: slice(field.offset, field.offset + field.size) for field in fields}
         self._switches = points.get("sched:sched_switch")
-        self._options = options = system.tracer_options
+        self._options = system.tracer_options
         self._now_ns = system.now_ns
         self._tasks = system.tasks
         self._slept: Slept | None = None
         self._is_watching = False
-        options.on_switch.append(self._follow)
+        self._options.on_switch.append(self._follow)
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
-        """By pid, and of idle tasks, which share one, by CPU: its task_struct, and when it left."""
+        """(pid, 0) or (0, CPU of an idle task) -> the task_struct's address, and the time it left the CPU."""
 
     def start(self, slept: Slept) -> None:
-        """Watch the scheduler. Linux: whatever the option is; that does nothing but take time."""
+        """Call `slept` for each task that comes back to a CPU.
+
+        Linux: sched_switch is watched whatever the option is, which only costs time.
+        """
         self._slept = slept
         self._follow()
 
     def stop(self) -> None:
-        """Let it be."""
+        """Stop watching the scheduler."""
         self._slept = None
         self._follow()
 
@@ -51,7 +57,10 @@ class SleepTimes:
             return
         self._is_watching = wanted
         self._left.clear()
-        (self._switches.subscribe if wanted else self._switches.unsubscribe)(self._switched)
+        if wanted:
+            self._switches.subscribe(self._switched)
+        else:
+            self._switches.unsubscribe(self._switched)
 
     def _switched(self, payload: bytes, _hit: ProbeHit) -> None:
         assert self._slept is not None

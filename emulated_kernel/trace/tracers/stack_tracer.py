@@ -1,4 +1,4 @@
-"""The stack tracer: the deepest stack that the call of a traced function was made on, and who stood on it."""
+"""The stack tracer: the deepest stack at any call of a traced function, and the callers on it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _DISABLED = """\
 """
 
 MAX_FRAMES = 499
-"""Mirrors: kernel/trace/trace_stack.c:STACK_TRACE_ENTRIES (v6.1), one less."""
+"""Number of callers that are kept. Mirrors: kernel/trace/trace_stack.c:STACK_TRACE_ENTRIES - 1 (v6.1)."""
 Frames = Sequence[tuple[int, int]]
-"""Return addresses, innermost first, with the bytes from the stack's top to where each lies."""
+"""(Return address, bytes from the stack's top to where it is stored) of each caller, innermost first."""
 
 
 class StackTracer(FunctionWatcher):
@@ -52,18 +52,19 @@ class StackTracer(FunctionWatcher):
         self._memory = memory
         self._bits = arch.bits
         self._pushed = 0 if arch.registers.link is not None else arch.word_size
-        """Bytes that the call from the site takes of the stack."""
-        self._stack_at, self._stack_size = abi["task_struct.stack"], abi["thread.size"]
+        """Bytes that the call from the fentry site pushes onto the stack."""
+        self._stack_at = abi["task_struct.stack"]
+        self._stack_size = abi["thread.size"]
         self._user = hooks.user(self._check, lambda: "stack_trace_call")
         self.enabled = 0
-        """What was written last; on unless 0."""
+        """The value written last; the tracer is on unless it is 0."""
         self._max_size = 0
         self._frames: Frames = ()
         self.filter = StackFilter(hooks.functions, "all functions enabled", self._update)
         hooks.functions.watch(self)
 
     def enable(self, value: int) -> None:
-        """stack_tracer_enabled."""
+        """Execute a write to stack_tracer_enabled."""
         was = self.enabled
         self.enabled = value
         if bool(was) != bool(value):
@@ -71,15 +72,18 @@ class StackTracer(FunctionWatcher):
 
     @property
     def max_size(self) -> int:
-        """stack_max_size: bytes, as a signed long."""
+        """Value of stack_max_size: bytes, as a signed long."""
         return self._max_size - (self._max_size >> (self._bits - 1) << self._bits)
 
     def set_max_size(self, size: int) -> None:
-        """Look for stacks deeper than `size` bytes from now on; what was found stays until then."""
+        """Search for stacks deeper than `size` bytes from now on.
+
+        The last result is kept until one is found.
+        """
         self._max_size = size & (1 << self._bits) - 1
 
     def records(self) -> Iterator[str]:
-        """The lines of stack_trace. Mirrors: kernel/trace/trace_stack.c:t_show (v6.1)."""
+        """Yield the lines of stack_trace. Mirrors: kernel/trace/trace_stack.c:t_show (v6.1)."""
         frames = self._frames
         yield f"{_TITLE}    ({len(frames)} entries)\n{_RULE}"
         if not self.enabled and not self._max_size:
@@ -90,12 +94,12 @@ class StackTracer(FunctionWatcher):
             yield f"{number:3d}) {depth:8d}   {depth - below:5d}   {where}\n"
 
     def module_came(self, module: str) -> None:
-        """Its functions can be traced."""
+        """Trace the module's functions if the filter selects them."""
         del module
         self._update()
 
     def functions_went(self, sites: frozenset[int]) -> None:
-        """They can't any more."""
+        """Remove functions that no longer exist from the filter."""
         self.filter.functions_went(sites)
         self._update()
 
@@ -107,50 +111,56 @@ class StackTracer(FunctionWatcher):
             self._hooks.detach(self._user)
 
     def _check(self, site: int, hit: ProbeHit) -> None:
-        """Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1)."""
+        """Keep the stack if it is the deepest so far.
+
+        Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1).
+        """
         depth = self._depth(hit)
         if depth > self._max_size:
             self._max_size = depth
-            self._frames = self._stood(site, hit)
+            self._frames = self._callers(site, hit)
 
     def _depth(self, hit: ProbeHit) -> int:
-        """Bytes of the task's stack in use, the traced function's return to itself included; 0 on others.
+        """Return the bytes of the task's stack in use, including the return address of the fentry call.
 
-        `hit` shows the stack before the call from the fentry site pushed its return address.
+        Return 0 on other stacks. `hit` has the registers before that call pushed its return address.
         """
         used = self._top() - getattr(hit.regs, self._system.arch.registers.sp)
         return used + self._pushed if 0 < used <= self._stack_size else 0
 
-    def _stood(self, site: int, hit: ProbeHit) -> Frames:
-        """The places that calls return to; the first one is behind the fentry site itself."""
+    def _callers(self, site: int, hit: ProbeHit) -> Frames:
+        """Return the frames of the callers; the first return address is the one after the fentry site."""
         arch = self._system.arch
         top = self._top()
         sp = getattr(hit.regs, arch.registers.sp)
-        behind = site + arch.call_size
-        callers = islice(self._system.stack.returns(behind, hit.regs), MAX_FRAMES - 1)
-        return ((behind, top - sp + self._pushed), *((address, top - at) for address, at in callers))
+        after_call = site + arch.call_size
+        callers = islice(self._system.stack.returns(after_call, hit.regs), MAX_FRAMES - 1)
+        return ((after_call, top - sp + self._pushed), *((address, top - at) for address, at in callers))
 
     def _top(self) -> int:
-        """Where the current task's stack ends, if it stands on that one."""
+        """Return the end of the current task's stack."""
         return self._memory.read_word(self._system.tasks.current() + self._stack_at) + self._stack_size
 
 
 class StackFilter(FunctionSet):
-    """stack_trace_filter: the functions at whose calls the stack is looked at; no commands.
+    """stack_trace_filter: the functions at whose calls the depth is checked. It accepts no commands.
 
-    Deviates: Linux lets a change come into force when the file is closed.
+    Deviates: a write takes effect at once; in Linux it does when the file is closed.
     """
 
     def write(self, data: bytes) -> int:
-        """One write(2): its first word, a pattern; bytes taken.
+        """Execute the first word of one write to the file, a pattern, and return the bytes taken.
 
-        Raises: KernelError EINVAL, ENODEV (a command: it would be a trace array's).
+        Raises: KernelError EINVAL, ENODEV (a command, which is only valid for a trace array).
         """
         word, size = take_word(data, FUNCTION_WORD_MAX)
         _, colon, rest = word.partition(b":")
         if colon:
             known = rest.split(b":", 1)[0] in _COMMANDS
-            raise KernelError(errno.ENODEV if known else errno.EINVAL, "no commands here")
+            raise KernelError(
+                errno.ENODEV if known else errno.EINVAL,
+                "stack_trace_filter: commands are not accepted; write a pattern of functions",
+            )
         if word:
             self.choose(word)
         return size

@@ -1,5 +1,5 @@
-"""Event triggers: their commands, and what they do to a trace array.
+"""Event triggers: their commands, and their effects on a trace array.
 
-From outside: EventTriggers of a trace array, and the commands. Set under the control lock; a hit runs them,
-and none may register or free a probe.
+Other subpackages use a trace array's EventTriggers, and the commands. Triggers are set under the control
+lock. A hit runs them, and they may not register or free a probe.
 """

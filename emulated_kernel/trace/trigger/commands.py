@@ -1,4 +1,4 @@
-"""The plain triggers: traceon, traceoff, snapshot, stacktrace, and those that switch other events."""
+"""Plain triggers: traceon, traceoff, snapshot, stacktrace, and triggers that switch other events."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class CountedTrigger(Trigger):
-    """A trigger that may have a limit; a hit that would change nothing doesn't count."""
+    """A trigger that may have a limit. A hit that would change nothing does not count."""
 
     def __init__(self, title: str, count: int, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
         self._title = title
-        """What stands before the count."""
+        """The text before the count in the trigger file."""
         self.count = count
+        """Number of times that the trigger still fires; UNLIMITED if it has no limit."""
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
         del entry
@@ -41,15 +42,18 @@ class CountedTrigger(Trigger):
         self.act(hit)
 
     def would_change(self) -> bool:
-        """Whether acting makes a difference now."""
+        """Return True if act() makes a difference now."""
         return True
 
     @abstractmethod
     def act(self, hit: ProbeHit) -> None:
-        """Do it."""
+        """Perform the trigger's action."""
 
     def show(self) -> str:
-        """Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_print (v6.1)."""
+        """Return the trigger's line.
+
+        Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_print (v6.1).
+        """
         count = "unlimited" if self.count == UNLIMITED else f"count={self.count}"
         return f"{self._title}:{count}{self.filter_text()}"
 
@@ -63,7 +67,7 @@ class ControlTrigger(CountedTrigger):
 
 
 class TraceOn(ControlTrigger):
-    """Lets the buffers take records again."""
+    """Switches recording on."""
 
     kind = TriggerKind.TRACE_ONOFF
     on = True
@@ -77,14 +81,14 @@ class TraceOn(ControlTrigger):
 
 
 class TraceOff(TraceOn):
-    """Keeps the buffers as they are, once the entry that did it is written."""
+    """Switches recording off, after the entry of the hit is written."""
 
     on = False
     is_post = True
 
 
 class SnapshotTrigger(ControlTrigger):
-    """Swaps the buffer with the snapshot's."""
+    """Takes a snapshot: swaps the trace array's buffers with the snapshot's."""
 
     kind = TriggerKind.SNAPSHOT
 
@@ -94,7 +98,7 @@ class SnapshotTrigger(ControlTrigger):
 
 
 class StackTrace(ControlTrigger):
-    """Records the call chain, behind the entry."""
+    """Records the call chain, after the entry of the hit."""
 
     kind = TriggerKind.STACKTRACE
     is_post = True
@@ -111,7 +115,11 @@ class ControlCommand(TriggerCommand):
     trigger: type[ControlTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Raises: KernelError EINVAL, ERANGE, EEXIST (there is one of its kind), as parse_filter()."""
+        """Add the trigger, or remove it.
+
+        Raises: KernelError EINVAL, ERANGE, EEXIST (the event has a trigger of this kind), errors of
+        parse_filter().
+        """
         param, condition = separate_filter(rest, required=False)
         kind = self.trigger.kind
         existing = next((trigger for trigger in file.triggers if trigger.kind is kind), None)
@@ -124,12 +132,14 @@ class ControlCommand(TriggerCommand):
         if kind is TriggerKind.SNAPSHOT:
             triggers.array.snapshot.allocate()
         if existing is not None:
-            raise KernelError(errno.EEXIST, f"there is a trigger of the kind of {self.name}")
+            raise KernelError(
+                errno.EEXIST, f"{self.name}: the event has such a trigger; remove that one first"
+            )
         file.add(self.trigger(self.name, triggers.array, limit, filter_))
 
 
 class SwitchTrigger(CountedTrigger):
-    """Acts on another event, which it keeps in soft mode, and alive."""
+    """A trigger that acts on another event, which it keeps alive and in soft mode."""
 
     def __init__(
         self, name: str, enable: bool, target: EventFile, count: int, filter_: EventFilter | None
@@ -143,7 +153,7 @@ class SwitchTrigger(CountedTrigger):
 
 
 class EventSwitch(SwitchTrigger):
-    """Has another event recorded, or not, while it stays on."""
+    """Starts or stops recording another event, which stays enabled in soft mode."""
 
     kind = TriggerKind.EVENT_ENABLE
 
@@ -156,7 +166,7 @@ class EventSwitch(SwitchTrigger):
 
 
 class HistSwitch(SwitchTrigger):
-    """Lets another event's histograms count, or not."""
+    """Starts or pauses another event's histograms."""
 
     kind = TriggerKind.HIST_ENABLE
 
@@ -176,15 +186,18 @@ class SwitchCommand(TriggerCommand):
     trigger: type[SwitchTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, as parse_filter()."""
+        """Add the trigger, or remove it.
+
+        Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, errors of parse_filter().
+        """
         param, condition = separate_filter(rest, required=True)
         group, colon, event_name = (param or "").partition(":")
         if not colon:
-            raise KernelError(errno.EINVAL, "an event is missing")
+            raise KernelError(errno.EINVAL, f"{self.name}: no event is given; write {self.name}:GROUP:EVENT")
         event_name, counted, count = event_name.partition(":")
         target = triggers.find_switchable(group, event_name)
         if target is None:
-            raise KernelError(errno.EINVAL, f"no event {group}:{event_name}")
+            raise KernelError(errno.EINVAL, f"{group}:{event_name}: no such event; see available_events")
         mine = (each for each in file.triggers if isinstance(each, self.trigger))
         existing = next((each for each in mine if each.target is target), None)
         if removes:
@@ -194,7 +207,9 @@ class SwitchCommand(TriggerCommand):
         limit = parse_count(count if counted else None)
         filter_ = parse_trigger_filter(file.event, condition)
         if existing is not None:
-            raise KernelError(errno.EEXIST, f"there is a trigger of the kind of {self.name} for the event")
+            raise KernelError(
+                errno.EEXIST, f"{self.name}: a trigger switches {group}:{event_name}; remove that one first"
+            )
         target.hold()
         try:
             file.add(self.trigger(self.name, self.enable, target, limit, filter_))
@@ -203,7 +218,7 @@ class SwitchCommand(TriggerCommand):
             raise
 
     def remove_all(self, file: EventFile) -> None:
-        """Only what switches histograms goes."""
+        """Remove only triggers that switch histograms."""
         for trigger in tuple(file.triggers):
             if trigger.kind is TriggerKind.HIST_ENABLE:
                 file.remove(trigger)
@@ -219,4 +234,4 @@ PLAIN_COMMANDS: tuple[TriggerCommand, ...] = (
     SwitchCommand("enable_hist", True, HistSwitch),
     SwitchCommand("disable_hist", False, HistSwitch),
 )
-"""In the order of their listing."""
+"""The commands, in the order in which the trigger file lists them."""

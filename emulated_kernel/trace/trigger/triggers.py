@@ -1,4 +1,4 @@
-"""Event triggers: what may hang on an event, the commands that make them, and the trigger files."""
+"""Event triggers: the triggers of each event, the commands that create them, and the trigger files."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
 UNLIMITED = -1
+"""Count of a trigger that has no limit."""
 _LONG_BITS = 64
 
 
 class TriggerCommand(ABC):
-    """A name that commands start with. Mirrors: kernel/trace/trace.h:struct event_command (v6.1)."""
+    """A command, which begins with its name. Mirrors: kernel/trace/trace.h:struct event_command (v6.1)."""
 
     name: str
-    """As written."""
+    """The name as a user writes it."""
 
     @abstractmethod
     def execute(
         self, triggers: EventTriggers, file: EventFile, rest: str | None, /, *, removes: bool
     ) -> None:
-        """Add or remove a trigger; `rest`: what follows the name. Raises: KernelError."""
+        """Add or remove a trigger; `rest` is the text after the name. Raises: KernelError."""
 
     def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most stay
-        """What opening the file with O_TRUNC does."""
+        """Remove the triggers that opening the file with O_TRUNC removes."""
 
 
 class EventTriggers:
     """The triggers of a trace array's events.
 
-    Callers serialize: Linux holds event_mutex. Mirrors: kernel/trace/trace_events_trigger.c (v6.1).
+    Callers serialise: Linux holds event_mutex. Mirrors: kernel/trace/trace_events_trigger.c (v6.1).
     """
 
     def __init__(
@@ -59,21 +60,27 @@ class EventTriggers:
         self._commands = {command.name: command for command in commands}
 
     def file(self, event: TraceEvent) -> EventFile:
-        """The event in this trace array."""
+        """Return the event's state in this trace array."""
         return event.file(self.array)
 
     def find_file(self, group: str, name: str) -> EventFile | None:
-        """The event of that name in this trace array."""
+        """Return the state of the event of that name in this trace array, or None."""
         event = self.registry.find(group, name)
         return None if event is None else self.file(event)
 
     def find_switchable(self, group: str, name: str) -> EventFile | None:
-        """The same, of those that can be enabled. Mirrors: find_event_file (v6.1)."""
+        """Return the state of the event of that name, or None if it cannot be enabled.
+
+        Mirrors: find_event_file (v6.1).
+        """
         file = self.find_file(group, name)
         return file if file is not None and file.event.is_switchable else None
 
     def records(self, event: TraceEvent) -> list[str]:
-        """Lines of the event's trigger file; hidden triggers show only beside others."""
+        """Return the lines of the event's trigger file.
+
+        Hidden triggers are never listed. If there are only hidden ones, or none, the line lists the commands.
+        """
         shown = self.file(event).triggers
         if all(trigger.is_hidden for trigger in shown):
             names = "".join(f" {name}" for name in self._commands)
@@ -81,12 +88,12 @@ class EventTriggers:
         return [to_text(f"{trigger.show()}\n") for trigger in shown if not trigger.is_hidden]
 
     def write(self, event: TraceEvent, data: bytes) -> int:
-        """Execute one write(2); bytes taken: all.
+        """Execute one write to a trigger file and return the bytes taken, which are all.
 
-        Raises: KernelError EINVAL (a page or more, no such command), what the command raises.
+        Raises: KernelError EINVAL (a page or more, no such command), errors of the command.
         """
         if len(data) >= PAGE_SIZE:
-            raise KernelError(errno.EINVAL, "a trigger is shorter than a page")
+            raise KernelError(errno.EINVAL, f"trigger: {len(data)} bytes; write less than {PAGE_SIZE}")
         if data:
             self.execute(event, decode_command(data.partition(b"\0")[0]).strip(SPACES))
         return len(data)
@@ -96,12 +103,12 @@ class EventTriggers:
         word, rest = split_at(text, ": \t")
         name = word.removeprefix("!")
         if name not in self._commands:
-            raise KernelError(errno.EINVAL, f"no trigger called {name!r}")
+            raise KernelError(errno.EINVAL, f"{name!r}: no such trigger; reading the file lists the commands")
         rest = (rest or "").lstrip(SPACES) or None
         self._commands[name].execute(self, self.file(event), rest, removes=word.startswith("!"))
 
     def truncate(self, event: TraceEvent) -> None:
-        """Opening the trigger file with O_TRUNC: histograms go, and what switches them."""
+        """Remove histograms and the triggers that switch them, as opening the file with O_TRUNC does."""
         for command in reversed(self._commands.values()):
             command.remove_all(self.file(event))
 
@@ -114,13 +121,13 @@ class EventTriggers:
 
 
 def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str | None]:
-    """Parameter and filter of `[PARAM] [if FILTER]`; an optional parameter is a number.
+    """Return parameter and filter of `[PARAM] [if FILTER]`. An optional parameter is a number.
 
     Raises: KernelError EINVAL. Mirrors: event_trigger_separate_filter (v6.1).
     """
     if rest is None:
         if required:
-            raise KernelError(errno.EINVAL, "a parameter is missing")
+            raise KernelError(errno.EINVAL, "trigger: the parameter is missing; write NAME:PARAMETER")
         return None, None
     if not required and not is_digit(rest):
         return None, rest
@@ -129,7 +136,7 @@ def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str |
 
 
 def parse_count(param: str | None) -> int:
-    """The number of times a trigger fires; what follows another colon is ignored.
+    """Return how often a trigger fires. The text after another colon is ignored.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: event_trigger_parse_num (v6.1).
     """
@@ -141,13 +148,13 @@ def parse_count(param: str | None) -> int:
 
 
 def parse_trigger_filter(event: TraceEvent, text: str | None) -> EventFilter | None:
-    """Compile `if FILTER`. Linux: error_log tells nothing of what is wrong with it.
+    """Compile `if FILTER`. Linux: errors in the filter are not added to error_log.
 
-    Raises: KernelError EINVAL, as `parse_filter`. Mirrors: set_trigger_filter (v6.1).
+    Raises: KernelError EINVAL, errors of parse_filter(). Mirrors: set_trigger_filter (v6.1).
     """
     if text is None:
         return None
     word, expression = split_at(text)
     if word != "if" or expression is None:
-        raise KernelError(errno.EINVAL, "a filter starts with 'if'")
+        raise KernelError(errno.EINVAL, f"{word!r}: a filter must start with 'if'")
     return parse_event_filter(expression, event.fields)

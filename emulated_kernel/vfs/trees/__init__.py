@@ -1,5 +1,5 @@
-"""The trees, as nested literals: name, mode, what a read shows, what a write does.
+"""The trees of files as nested literals, with the name, mode, read function and write function of each file.
 
-The files hold the kernel's components and live as long as these. The directory of an event, a group or an
-instance is made again for another object of the same name. To add a file, add a row.
+Files refer to the kernel's components and live as long as those. If an event, a group or an instance is
+replaced by another object with the same name, its directory is created again. To add a file, add a row.
 """

@@ -1,4 +1,4 @@
-"""machine/call: guest functions called by lines of text, and their results."""
+"""machine/call: calls guest functions given as lines of text, and shows their results."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from emulated_kernel.util.errors import KernelError
 
 
 class Calls:
-    """Calls in a guest whose registers have so many bytes; `result` is what the last write's calls gave."""
+    """The state of machine/call; `result` is the text of the results of the last write."""
 
     def __init__(self, call: Callable[..., int], word_size: int) -> None:
-        """`call`: of a function by name, with numbers and strings. Raises: KernelError."""
+        """`call` calls a function by name, with numbers and strings as arguments. It raises KernelError.
+
+        `word_size` is the size of the guest's registers in bytes.
+        """
         self._call_function = call
         self._bits = 8 * word_size
         self.result = ""
 
     def execute(self, data: bytes) -> int:
-        """Call a function for each line; the results can be read afterwards.
+        """Call a function for each line, and store the results for the next read.
 
-        Raises: KernelError (of the first call that fails; the calls before it were made).
+        Raises: KernelError (the first call that failed; the calls before it were made).
         """
-        # Of any bytes: what a string of the guest holds is its user's business.
-        lines = filter(None, map(str.strip, data.decode("utf-8", "surrogateescape").split("\n")))
         self.result = ""
-        for line in lines:
+        # Strings may contain any bytes.
+        for text in data.decode("utf-8", "surrogateescape").split("\n"):
+            line = text.strip()
+            if not line:
+                continue
             try:
                 self.result += f"{self._call(line)}\n"
             except KernelError as error:
@@ -36,10 +41,10 @@ class Calls:
         return len(data)
 
     def _call(self, line: str) -> str:
-        """`FUNCTION ARG...`: numbers, strings in quotes; the result in hexadecimal and decimal.
+        """Execute `FUNCTION ARG...` and return the result as text; arguments are numbers or quoted strings.
 
         Raises: KernelError EINVAL (malformed), ERANGE (a number wider than a register), E2BIG (too many
-        arguments), ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it doesn't come back).
+        arguments), ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it didn't return).
         """
         name, *words = _split(line)
         if len(words) > MAX_ARGUMENTS:
@@ -59,7 +64,10 @@ def _split(line: str) -> list[str]:
 
 
 def _result(value: int, bits: int) -> str:
-    """A result register: nothing tells its C type, so a negative int is shown beside the whole."""
+    """Return a result as text.
+
+    Its C type is unknown, so a negative int is shown in addition to the register.
+    """
     if bits > 32 and value >> 31 == 1:
         return f"0x{value:x} ({value}, as an int {value - (1 << 32)})"
     return f"0x{value:x} ({value - (1 << bits) if value >> bits - 1 else value})"

@@ -1,4 +1,4 @@
-"""debugfs kprobes/: the probes themselves, and the switches for all of them."""
+"""debugfs kprobes/: the list of probes, and switches for all of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 def kprobes_directory(
     kernel: KernelComponents, owner: Owner, log: Callable[[str], None] | None = None
 ) -> Directory:
-    """list, enabled, blacklist as Linux has them; `optimization` stands for the sysctl; then our own.
+    """Return kprobes/ with Linux's list, enabled and blacklist, and kprobefs's own files.
 
-    `log`: the kernel log, where a return hook can be chosen.
+    `optimization` is the sysctl's file. `log` writes to the kernel log; without it there is no `return_hook`.
     """
     kprobes = kernel.engine.kprobes
     table = kernel.engine.kprobes.table
@@ -35,7 +35,7 @@ def kprobes_directory(
         0o755,
         {
             "list": SeqFile(0o400, kprobes.list_records),
-            # Linux: a write to `enabled` leaves the file position alone, which CommandFile does too.
+            # Linux: a write to `enabled` doesn't move the file position; CommandFile doesn't either.
             "enabled": CommandFile(0o600, single(lambda: f"{not table.all_disarmed:d}\n"), set_enabled),
             "blacklist": SeqFile(0o400, listing(kprobes.blacklist_text)),
             **sysctl,
@@ -46,7 +46,7 @@ def kprobes_directory(
 
 
 def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
-    """The shadow stacks that there are, in brackets the one in use; a name selects."""
+    """Return the file that lists the shadow stacks, with the current one in brackets; a write selects one."""
 
     def names() -> str:
         return " ".join(f"[{name}]" if name == hooks.return_hook else name for name in SHADOW_STACKS)

@@ -1,4 +1,4 @@
-"""events/: a directory for each group and each event in it."""
+"""events/: a directory for each group, with a directory for each of its events."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from emulated_kernel.vfs.core.seq_file import (
 
 
 def events_directory(tracing: Tracing) -> Directory:
-    """The groups, the switch for all events, and how their records look in binary."""
+    """Return events/: the groups, the switch for all events, and the binary layout of records."""
     events = tracing.events
     return DynamicDirectory(
         DIRECTORY,
         Objects(
             names=events.registry.groups,
-            # One dictionary as long as there is such a group, which has an event at least.
+            # The same dictionary is found while the group exists; a group has at least one event.
             find=lambda group: events.registry.in_group(group) or None,
             make=lambda members: _group_directory(tracing, members),
         ),
@@ -44,7 +44,7 @@ def events_directory(tracing: Tracing) -> Directory:
 
 
 def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Directory:
-    """Linux: the group of tracing's own events has no files, as there is nothing to switch."""
+    """Return the directory of a group. Linux: the group of tracing's own events has no files."""
 
     def switchable() -> list[TraceEvent]:
         return [*tracing.events.switchable(members.values())]
@@ -73,7 +73,7 @@ def _enable(events: ArrayEvents, chosen: Callable[[], Iterable[TraceEvent]]) -> 
 
 
 def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
-    """Its files answer ENODEV once the event is removed: another one of its name has other nodes."""
+    """Return the directory of an event. Once the event is removed, accesses to its files fail with ENODEV."""
     events = tracing.events
     filters = tracing.filters
     triggers = tracing.triggers

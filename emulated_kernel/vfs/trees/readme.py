@@ -1,4 +1,4 @@
-"""tracing/README: what these files take, in the words that scripts and perf search for."""
+"""tracing/README: the syntax of the files, with the words that scripts and perf search for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ARRAY = "<type>\\[<array-size>\\]"
 
 
 def _types() -> str:
-    """The types of fetch arguments; numbers of one kind in one word, which perf searches for."""
+    """Return the line with the types of fetch arguments; perf expects integers of one kind as one word."""
     words: dict[str, str] = {}
     for name in fetch_types(8):
         number = re.fullmatch(r"([a-z])(\d+)", name)
         before = words.get(number[1]) if number else None
         words[number[1] if number else name] = f"{before}/{number[2]}" if number and before else name
-    # Numbers first: one of perf's patterns begins with "type:".
+    # Integers come first, because one of perf's patterns begins with "type:".
     numbers = sorted(word for word in words.values() if "/" in word)
     others = [word for word in words.values() if "/" not in word]
     head = "             type: "

@@ -1,4 +1,4 @@
-"""The root of a mount whose kernel is probed, and what machine/ has of any kernel."""
+"""The root directory of a mount, and the files of machine/ that all kernels have."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def root_tree(
     is_tracefs: bool,
     log: Callable[[str], None] | None = None,
 ) -> NodeTree:
-    """`machine`: the files of machine/; `mounted_on`: directories of the root, for the guest's own.
+    """Return the tree of a mount.
 
-    `is_tracefs`: tracefs is the root, and all that is listed. `log`: see kprobes_directory().
+    `machine` has the files of machine/, `mounted_on` directories of the root for the guest's own files. With
+    `is_tracefs` the root is tracefs, and the other directories aren't listed. For `log` see
+    kprobes_directory().
     """
     tracing = kernel.tracing
     control: dict[str, Node] = {
@@ -51,7 +53,10 @@ def root_tree(
 def machine_files(
     banner: str, kallsyms: Kallsyms, log: Callable[[], Iterable[str]], owner: Owner
 ) -> dict[str, Node]:
-    """Those of any kernel; `banner`: its version and profile, `owner`: may see addresses."""
+    """Return the files of machine/ that all kernels have.
+
+    `banner` is the text of `version`; only `owner` sees addresses in `kallsyms`.
+    """
 
     def symbols(client: Client) -> Records:
         return single(lambda: kallsyms.kallsyms_text(not owner.is_privileged(client)))

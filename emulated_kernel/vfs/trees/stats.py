@@ -1,4 +1,4 @@
-"""kprobes/stats/: a directory for each event's probes, with what Linux doesn't tell about them."""
+"""kprobes/stats/: a directory for each kprobe event, with statistics and state that Linux doesn't show."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _DIRECTORY = 0o755
 _READ_WRITE = 0o644
 _READ_ONLY = 0o444
 _ADDRESS = re.compile(r"0x([0-9a-f]{8,})")
-"""What is as long as an address is taken for one."""
+"""Pattern for addresses: all hexadecimal numbers that are long enough."""
 _GONE = "gone with its module"
-"""Shown of a probe whose code was freed."""
+"""Text for a probe whose code was freed."""
 
 
 def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
-    """stats/<group>/<event>/...; `owner` may see addresses."""
+    """Return stats/, which contains <group>/<event>/; only `owner` sees addresses."""
     events = kernel.tracing.kprobe_events
     registry = events.registry
 
     def find_group(name: str) -> Mapping[str, TraceEvent] | None:
-        """One dictionary as long as there is the group."""
+        """Return the events of a group: the same dictionary while the group exists."""
         members = registry.in_group(name)
         return members if any(events.find(name, event) is not None for event in members) else None
 
@@ -67,22 +67,22 @@ def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
 
 
 ProbeState = Mapping[str, str | int | bool]
-"""Values of a stats directory's files (hits, mode, ...), by their names."""
+"""File name in a stats directory (hits, mode, ...) -> value."""
 
 
 def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Of each event, with its name as `event`; no file is made for that."""
+    """Yield the state of each kprobe event, including its name as `event`."""
     for event in kernel.tracing.kprobe_events.events():
         yield {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
-    """machine/probes: an object of JSON for each event: what its files say, in one request."""
+    """Return machine/probes, which has a line of JSON with the state of each kprobe event."""
     return SeqFile(0o400, listing(lambda: (f"{json.dumps(state)}\n" for state in probe_states(kernel))))
 
 
 class _EventStats:
-    """An event's files: counters are sums over its probes; of other things each probe has a line."""
+    """The files of an event. Counters are sums over its probes; other files have a line for each probe."""
 
     def __init__(self, event: KprobeTraceEvent, kernel: KernelComponents) -> None:
         self._event = event
@@ -92,7 +92,7 @@ class _EventStats:
         self._text = kernel.machine.text
 
     def directory(self, owner: Owner) -> Directory:
-        """`owner` may see addresses."""
+        """Return the event's directory; only `owner` sees addresses."""
         files: dict[str, Node] = {
             "hits": _counter(self._hits, self._reset_hits),
             "nmissed": _counter(self._nmissed, self._reset_nmissed),
@@ -134,7 +134,7 @@ class _EventStats:
         return self._lines(self._kprobes.mode) or "pending"
 
     def _registered(self) -> list[EventProbe]:
-        """A probe in a module that isn't there has none."""
+        """Return the registered kprobes; a probe in a module that isn't loaded has none."""
         return [probe.handle for probe in self._event.probes if isinstance(probe.handle, EventProbe)]
 
     def _lines(self, text: Callable[[Kprobe], str]) -> str:
@@ -154,19 +154,22 @@ class _EventStats:
 
     def _set_enabled(self, enabled: bool) -> None:
         for kprobe in self._registered():
-            (self._kprobes.enable_kprobe if enabled else self._kprobes.disable_kprobe)(kprobe)
+            if enabled:
+                self._kprobes.enable_kprobe(kprobe)
+            else:
+                self._kprobes.disable_kprobe(kprobe)
 
     def _is_optimized(self) -> bool:
         found = self._registered()
         return bool(found) and all(self._kprobes.table.is_patched(kprobe) for kprobe in found)
 
     def _set_optimized(self, wanted: bool) -> None:
-        """Raises: KernelError EOPNOTSUPP (a probe can't be optimized)."""
+        """Optimize or unoptimize all probes. Raises: KernelError EOPNOTSUPP (a probe can't be optimized)."""
         for kprobe in self._registered():
             self._kprobes.set_optimized(kprobe, wanted)
 
     def _asked(self) -> str:
-        """What was written to `optimized` and still counts: 0 holds, 1 made djprobes; empty where nothing."""
+        """Return the value of `optimized` that is in force: 0 forbids jumps, 1 made djprobes, "" for none."""
         found = self._registered()
         heads = [self._kprobes.table.valid(kprobe) for kprobe in found]
         if any(isinstance(head, AggrKprobe) and head.is_held for head in heads):
@@ -174,21 +177,21 @@ class _EventStats:
         return "1" if any(kprobe.length for kprobe in found) else ""
 
     def _hooks(self) -> list[ReturnHook]:
-        """Of return probes."""
+        """Return the return hooks of the event's return probes."""
         found = [rp.hook for rp in self._registered() if isinstance(rp, Kretprobe)]
         return [hook for hook in found if hook is not None]
 
     def _total(self, value: Callable[[ReturnHook], int]) -> str:
-        return str(sum(map(value, self._hooks())))
+        return str(sum(value(hook) for hook in self._hooks()))
 
     def _memory(self) -> str:
-        """What the hooks have alone, and the arrays that all hooks share."""
+        """Return the memory of the hooks in bytes, including the arrays that they share."""
         hooks = self._hooks()
         shared = {hook.stack: hook.stack.shared_memory for hook in hooks}
         return str(sum(hook.memory for hook in hooks) + sum(shared.values()))
 
     def _reason(self) -> str:
-        """Empty for a probe that is in the best mode."""
+        """Return why the probes aren't in the best mode; "" if they are."""
         pending = "the place isn't there: it may be in a module"
         return self._lines(self._kprobes.reason) if self._registered() else pending
 
@@ -196,7 +199,7 @@ class _EventStats:
         return f"0x{kprobe.address:x} {sprint_symbol(self._kernel.tracing.symbols, kprobe.address)}"
 
     def _bytes(self, kprobe: Kprobe) -> str:
-        """The bytes that the probe may replace, original and as they stand in the text now."""
+        """Return the original and the current bytes that the probe may replace."""
         if kprobe.is_gone:
             return _GONE
         detour = self._kprobes.detour(kprobe)
@@ -209,7 +212,10 @@ class _EventStats:
         return f"original {original.hex(' ')}\ncurrent  {current.hex(' ')}"
 
     def _detour(self, kprobe: Kprobe) -> str:
-        """Disassembly of what runs out of line; an emulated instruction has no copy and is shown itself."""
+        """Return the disassembly of the code that runs out of line.
+
+        An emulated instruction has no copy; the instruction itself is shown.
+        """
         if kprobe.is_gone:
             return _GONE
         head = self._kprobes.table.valid(kprobe)
@@ -220,7 +226,7 @@ class _EventStats:
         return handler + self._copy(kprobe)
 
     def _copy(self, kprobe: Kprobe) -> str:
-        """What runs behind a handler that isn't in the same piece, or traps."""
+        """Return the disassembly of the copied instructions, which run after a separate handler or a trap."""
         insn = kprobe.insn
         detour = self._kprobes.detour(kprobe)
         arch = self._arch
@@ -244,22 +250,21 @@ class _EventStats:
         return "\n".join(self._cost_of(probe, it) for probe, it in pairs if isinstance(it, EventProbe))
 
     def _cost_of(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
-        """Hits, and the ns of one: of the latest where Python sees its end, else measured beside it."""
+        """Return hits and cost of a probe; for handlers in guest code, the cost is a separate measurement."""
         head = self._kprobes.table.valid(kprobe)
         if head is None or (head.compiled is None and head.stub is None):
             return kprobe.cost.text(probe.hits)
         traps = 0 if head.compiled is not None or head.stub is None else stub_traps(head, head.stub)
         if traps > 1:
             return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
-        way = (
-            EntryKind.BREAKPOINT
-            if head.compiled is None
-            else EntryKind.CALL
-            if head.is_ftrace
-            else EntryKind.JUMP
-        )
+        if head.compiled is None:
+            entry = EntryKind.BREAKPOINT
+        elif head.is_ftrace:
+            entry = EntryKind.CALL
+        else:
+            entry = EntryKind.JUMP
         costs = self._kernel.tracing.handler_costs
-        cost = None if costs is None else costs.median_ns(probe, head, way)
+        cost = None if costs is None else costs.median_ns(probe, head, entry)
         text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")
         return f"{text}, 1 trap" if traps else f"{text} in guest code"
 
@@ -280,12 +285,12 @@ def _switch(value: Callable[[], bool], set_value: Callable[[bool], None]) -> Fil
 
 
 def _text(value: Callable[[], str]) -> File:
-    """A text of whole lines; an empty one is an empty file."""
+    """Return a file that shows a text with a final newline, or is empty if the text is empty."""
     return SeqFile(_READ_ONLY, single(lambda: f"{text}\n" if (text := value()) else ""))
 
 
 def _addressed(value: Callable[[], str], owner: Owner) -> File:
-    """A text with addresses in it, which are 0 for who may not know them, as in kallsyms."""
+    """Return a file that shows a text; unprivileged clients see 0 for addresses, as in kallsyms."""
 
     def records_for(client: Client) -> Records:
         def show() -> str:

@@ -1,4 +1,4 @@
-"""sysctl/: the part of /proc/sys that is about what this kernel has; names and values as there."""
+"""sysctl/: the sysctls of /proc/sys that this kernel supports, with the same names and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.vfs.core.seq_file import AttributeFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
-    """debug/kprobes-optimization, where the kernel has what they switch, and kernel/stack_tracer_enabled."""
+    """Return sysctl/: kernel/stack_tracer_enabled, and with an optimizer debug/kprobes-optimization."""
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
@@ -25,7 +25,7 @@ def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
 
 
 def kprobes_optimization(kprobes: Kprobes, optimizer: Optimizer) -> File:
-    """debug.kprobes-optimization."""
+    """Return the file of the sysctl debug.kprobes-optimization."""
     return AttributeFile(
         0o644,
         show=lambda: f"{optimizer.allowed:d}\n",

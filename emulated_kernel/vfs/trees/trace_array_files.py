@@ -1,4 +1,4 @@
-"""The files of a trace array: those that the top directory and each instance have alike."""
+"""The files of a trace array, which the top directory and each instance have."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ from emulated_kernel.vfs.trees.events_dir import events_directory
 NAME_MAX = 100
 """Longest tracer name. Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1)."""
 CLOCK_BUFFER = 64
-"""A clock's name is shorter. Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1)."""
+"""Size of the buffer for a clock's name. Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1)."""
 _MASK_CHUNK = 32
 _ULONG_MAX = (1 << 64) - 1
 
 
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
-    """Names and nodes. Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1)."""
+    """Return the files of a trace array: name -> node.
+
+    Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
+    """
     array = tracing.array
     functions = tracing.functions
     return {
@@ -66,7 +69,10 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
 
 
 def instances_directory(arrays: TraceArrays) -> Directory:
-    """A directory for each trace array beside the top one; with an open file it can't be removed: EBUSY."""
+    """Return instances/, with a directory for each trace array except the top one.
+
+    Removing a directory with an open file fails with EBUSY.
+    """
 
     def remove(name: str) -> None:
         node = directory.get(name)
@@ -88,17 +94,17 @@ def instances_directory(arrays: TraceArrays) -> Directory:
 
 
 def list_file(lines: WrittenList) -> File:
-    """A list in the order of its file; what is written adds to it."""
+    """Return a file that shows a list; a write adds entries to it."""
     return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear)
 
 
 def number_file(value: Callable[[], int], store: Callable[[int], None]) -> File:
-    """A number, or a switch; it is written as kstrtoul takes one."""
+    """Return a file for a number or a switch; writes are parsed by kstrtoul."""
     return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)))
 
 
 def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> File:
-    """A time in microseconds, kept as nanoseconds in an unsigned long.
+    """Return a file for a time in microseconds, which is stored in nanoseconds in an unsigned long.
 
     Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1).
     """
@@ -106,7 +112,7 @@ def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> F
 
 
 def filter_file(functions: FilterFile) -> File:
-    """The functions that a tracer is for, or isn't, and what is done when one is called."""
+    """Return a file for a tracer's function filter, which also takes function commands."""
     return CommandFile(READ_WRITE, functions.records_from, functions.write, functions.clear)
 
 
@@ -163,7 +169,7 @@ def _per_cpu(array: TraceArray, cpu: int) -> Directory:
 
 
 def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
-    """options/: a switch each."""
+    """Return options/, which has a switch for each option."""
     names = options.names(instance=instance)
     return Directory(
         DIRECTORY,
@@ -172,7 +178,7 @@ def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
 
 
 class _OpenTrace(OpenCommand):
-    """With option pause-on-trace nothing is recorded while it is open for reading."""
+    """An open `trace`; with option pause-on-trace, recording stops while it is open for reading."""
 
     node: _TraceFile
 
@@ -183,12 +189,13 @@ class _OpenTrace(OpenCommand):
 
     def release(self) -> None:
         if self.readable:
-            # Linux: starts what another reader stopped too, if this one came before the option was set.
+            # Linux: a reader that opened the file before the option was set also undoes another reader's
+            # stop.
             self.node.array.start()
 
 
 class _TraceFile(CommandFile):
-    """trace: what is written to it is ignored; O_TRUNC clears the buffer."""
+    """The file `trace`: writes are ignored, and O_TRUNC clears the buffer."""
 
     opened_as = _OpenTrace
     __slots__ = ("array",)
@@ -208,7 +215,7 @@ class _OpenRaw(OpenPipe):
 
 
 class _RawFile(PipeFile):
-    """trace_pipe_raw, and snapshot_raw; several may be open."""
+    """The files trace_pipe_raw and snapshot_raw, which can be opened several times."""
 
     is_paged = True
     opened_as = _OpenRaw
@@ -227,7 +234,10 @@ def _snapshot(array: TraceArray, cpu: int | None) -> File:
 
 
 def _buffer_size(array: TraceArray, cpu: int | None) -> File:
-    """In KiB. Mirrors: kernel/trace/trace.c:tracing_entries_read, tracing_entries_write (v6.1)."""
+    """Return the file of a buffer's size in KiB.
+
+    Mirrors: kernel/trace/trace.c:tracing_entries_read, tracing_entries_write (v6.1).
+    """
     return AttributeFile(
         READ_WRITE,
         show=lambda: array.buffer_size_text(cpu),
@@ -243,22 +253,28 @@ def _max_latency(array: TraceArray) -> File:
 
 
 def tracer_name(data: bytes) -> str:
-    """The written name, without blanks around it. Mirrors: tracing_set_trace_write (v6.1)."""
+    """Return the written tracer name without surrounding whitespace.
+
+    Mirrors: tracing_set_trace_write (v6.1).
+    """
     return data[:NAME_MAX].decode("latin-1").strip()
 
 
 def clock_name(data: bytes) -> str:
-    """The written name, without blanks around it.
+    """Return the written clock name without surrounding whitespace.
 
     Raises: KernelError EINVAL (too long). Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1).
     """
     if len(data) >= CLOCK_BUFFER:
-        raise KernelError(errno.EINVAL, "no clock has so long a name")
+        raise KernelError(errno.EINVAL, "clock: the name is too long")
     return data.split(b"\0", 1)[0].decode("latin-1").strip()
 
 
 def mask_text(mask: int, cpus: int) -> str:
-    """A set of CPUs in hexadecimal, commas between 32 bits. Mirrors: lib/vsprintf.c:bitmap_string (v6.1)."""
+    """Return a set of CPUs in hexadecimal, with a comma after each 32 bits.
+
+    Mirrors: lib/vsprintf.c:bitmap_string (v6.1).
+    """
     chunks = []
     for start in range((cpus - 1) // _MASK_CHUNK * _MASK_CHUNK, -1, -_MASK_CHUNK):
         digits = -(-min(_MASK_CHUNK, cpus - start) // 4)

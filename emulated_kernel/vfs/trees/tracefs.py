@@ -1,4 +1,4 @@
-"""tracefs, as far as this kernel has it: a file stands here when all of it works."""
+"""tracefs: the files that this kernel supports completely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from emulated_kernel.vfs.trees.trace_array_files import (
 
 
 def tracefs_directory(trace: TracingComponents, further: Mapping[str, Node] | None = None) -> Directory:
-    """The whole of tracefs and `further` files; its root is for its owner alone."""
+    """Return tracefs with `further` files; only the owner can access its root."""
     return Directory(ROOT, {**trace_array_files(trace.arrays.top), **_top_files(trace), **(further or {})})
 
 
@@ -94,15 +94,15 @@ def _stack_files(stack: StackTracer) -> dict[str, Node]:
 
 
 def _definitions_file(events: WrittenList) -> File:
-    """Definitions to read, definitions to write; opening it with O_TRUNC deletes all."""
+    """Return a file of event definitions: writes add or remove definitions, and O_TRUNC removes all."""
     return LinesFile(READ_WRITE, listing(events.records), events.write, events.clear)
 
 
 def kprobe_events_file(events: KprobeEvents) -> File:
-    """As the other files of definitions, of kprobe events alone."""
+    """Return kprobe_events, the file of kprobe event definitions."""
     return LinesFile(READ_WRITE, events.records, events.write, events.clear)
 
 
 def kprobe_profile_file(events: KprobeEvents) -> File:
-    """Hits and misses of each event."""
+    """Return kprobe_profile, which shows hits and misses of each kprobe event."""
     return SeqFile(READ_ONLY, events.profile_records)
