@@ -100,7 +100,10 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
 @pytest.mark.mounted
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"arch": "mips"}, "argument --arch: invalid choice: 'mips'"), ({"cpus": 0}, "'0' is no number from")],
+    [
+        ({"arch": "mips"}, "argument --arch: invalid choice: 'mips'"),
+        ({"cpus": 0}, "'0' is not a number from"),
+    ],
 )
 def test_a_mount_that_fails_says_why(
     options: dict[str, object], why: str, kprobefs_mount: Callable[..., Path]
