@@ -78,7 +78,7 @@ def check_image(path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise CliError(f"{path}: not a regular file", ExitStatus.USAGE)
     if found.st_size > IMAGE_LIMIT:
-        size = f"{found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20}"
+        size = f"{found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20} MiB"
         raise CliError(f"{path}: {size}", ExitStatus.USAGE)
 
 
@@ -110,14 +110,15 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.isolate:
         raise CliError("--isolate: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)
     if is_limited:
-        raise CliError("a distribution's kernel takes no --limit: it has limits of its own", ExitStatus.USAGE)
+        raise CliError("--limit: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)
     if machine.arch != "x86_64" or machine.cpus != 1:
-        raise CliError("a distribution's kernel runs on one CPU, of x86_64", ExitStatus.USAGE)
+        why = "a distribution's kernel runs on one CPU, of x86_64; leave these out"
+        raise CliError(f"--arch, --cpus: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES:
         return
     if machine.profile not in LINUX_PROFILES:
-        known = " and ".join(LINUX_PROFILES)
-        raise CliError(f"a distribution's kernel is probed with --profile {known} alone", ExitStatus.USAGE)
+        why = f"not possible with a distribution's kernel; use {' or '.join(LINUX_PROFILES)}"
+        raise CliError(f"--profile {machine.profile}: {why}", ExitStatus.USAGE)
     if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
         why = "not possible with a distribution's kernel; leave these out"
         raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)

@@ -31,7 +31,9 @@ def which_mount(named: str | None, way: str = "--mount DIR") -> str:
     else:
         found = sorted({point.directory for point in mountpoints.our_mounts()})
         if len(found) != 1:
-            raise CliError(f"which mount? {way}" if found else "nothing is mounted", ExitStatus.NOT_MOUNTED)
+            several = f"several mounts are active; select one with {way}"
+            none = "no mount is active; run kprobefs mount DIR"
+            raise CliError(several if found else none, ExitStatus.NOT_MOUNTED)
         [directory] = found
     mountpoints.check_answers(directory)
     return directory
@@ -59,7 +61,7 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
             failed.append(escape_for_terminal(str(failure)))
         else:
             if "\0" in text:
-                failed.append(escape_for_terminal(f"{file}: no file of definitions: it has a NUL"))
+                failed.append(escape_for_terminal(f"{file}: not a file of definitions; it contains a NUL"))
                 continue
             failed += _first(file, loader.apply(list(definitions.read_lines(file, text))))
     return failed

@@ -70,8 +70,8 @@ def unmount(directory: str, *, force: bool = False) -> None:
         mountpoints.detach(directory)
     forget(directory)
     if is_left:
-        why = "its daemon hangs, and still runs: nobody has noted its pid here"
-        raise CliError(f"{directory}: unmounted, but {why}: whoever started it can end it", ExitStatus.HUNG)
+        why = "its daemon hangs and is not in this user's registry; end it as the user who started it"
+        raise CliError(f"{directory}: unmounted, but {why}", ExitStatus.HUNG)
 
 
 def reboot(directory: str) -> None:
@@ -85,7 +85,8 @@ def reboot(directory: str) -> None:
         # Not made where it isn't there.
         power = os.open(control_root(directory) / "machine" / "power", os.O_WRONLY)
     except FileNotFoundError:
-        raise CliError(f"{directory}: a distribution's kernel isn't booted anew: mount it again") from None
+        why = "a distribution's kernel can't be booted again; unmount it and mount it again"
+        raise CliError(f"{directory}: {why}") from None
     try:
         os.write(power, b"reboot\n")
     finally:
@@ -115,5 +116,5 @@ def _terminate(daemon: Running, *, force: bool) -> None:
             return
     directory = daemon.daemon.directory
     pid = daemon.daemon.pid
-    why = f"is stopped, and ends once it goes on (kill -CONT {pid})" if daemon.is_stopped else "doesn't end"
-    raise CliError(f"{directory}: its daemon, pid {pid}, {why}; or kprobefs umount --force", ExitStatus.HUNG)
+    why = f"is stopped; run kill -CONT {pid}, or" if daemon.is_stopped else "does not end; run"
+    raise CliError(f"{directory}: daemon {pid} {why} kprobefs umount --force {directory}", ExitStatus.HUNG)

@@ -37,7 +37,7 @@ def install(root: str, *, user: bool) -> list[str]:
         directory.mkdir(parents=True, exist_ok=True)
         _check_writable(directory)
     except OSError as error:
-        way = ": --user, or as root" if isinstance(error, PermissionError) and not user else ""
+        way = "; use --user, or run as root" if isinstance(error, PermissionError) and not user else ""
         raise CliError(f"{directory}: {error.strerror}{way}") from None
     for unit in USER_UNITS if user else SYSTEM_UNITS:
         text = _units().joinpath(unit).read_text("utf-8")
@@ -68,7 +68,7 @@ def _units() -> Path:
     for directory in (package / "systemd", package.parent / "systemd"):
         if (directory / SYSTEM_UNITS[0]).exists():
             return directory
-    raise CliError("the units are missing from this installation")
+    raise CliError("systemd units: missing from this installation; install kprobefs again")
 
 
 def _program() -> str:

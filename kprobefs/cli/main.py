@@ -139,7 +139,7 @@ def _mount(parsed: argparse.Namespace) -> int:
     check_kprobes(options)
     check_state(options)
     if options.state is not None and runs_linux(options):
-        _complain_of(["--state: a distribution's kernel keeps none, nothing outlives the daemon"])
+        _complain_of(["--state: not supported with a distribution's kernel; nothing is kept"])
         options = replace(options, state=None)
     log_file = Path(os.path.abspath(parsed.log)) if parsed.log else None
     builder = parsed.build or _builder(options)
@@ -167,7 +167,7 @@ def _images(parsed: argparse.Namespace) -> int:
 
     if parsed.clear:
         removed = snapshot.clear()
-        print(f"{removed} removed from {escape_for_terminal(str(snapshot.directory()))}")
+        print(f"{removed} images removed from {escape_for_terminal(str(snapshot.directory()))}")
         return ExitStatus.OK
     found = snapshot.cached()
     if parsed.json:
@@ -230,7 +230,7 @@ def _completion(parsed: argparse.Namespace) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:
-        raise CliError("the Python package argcomplete is missing: pip install argcomplete") from None
+        raise CliError("argcomplete: the Python package is missing; run pip install argcomplete") from None
     print(shellcode(["kprobefs"], shell=parsed.shell))
     return ExitStatus.OK
 
@@ -280,14 +280,14 @@ def _trace(parsed: argparse.Namespace) -> int:
     from kprobefs.mount_options import LAYOUTS
 
     if not parsed.behind:
-        raise CliError("trace: which command? kprobefs trace PROBE... -- CMD...", ExitStatus.USAGE)
+        raise CliError("trace: no command given; add -- CMD...", ExitStatus.USAGE)
     if parsed.mount and (given := machine_options(parsed.words[1:])):
         raise CliError(
-            f"trace: -m takes no {given[0]}: the mount has its machine (trace --help)", ExitStatus.USAGE
+            f"trace {given[0]}: the mount that -m selects has its own; leave {given[0]} out", ExitStatus.USAGE
         )
     if not parsed.mount and parsed.layout != LAYOUTS[0]:
-        why = "no scratch/, where what the command does to files is the kernel's"
-        raise CliError(f"trace: --layout {parsed.layout} has {why}", ExitStatus.USAGE)
+        why = f"it has no scratch/ for the command; use --layout {LAYOUTS[0]}"
+        raise CliError(f"trace --layout {parsed.layout}: {why}", ExitStatus.USAGE)
     from kprobefs.cli.run import run, run_traced
     from kprobefs.cli.trace import TraceSession
 
@@ -331,7 +331,7 @@ def _reboot(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
-        raise CliError("run: which command? kprobefs run -- CMD...", ExitStatus.USAGE)
+        raise CliError("run: no command given; add -- CMD...", ExitStatus.USAGE)
     from kprobefs.cli.run import run
 
     options = _options(parsed, "")
@@ -381,7 +381,7 @@ def _check_bench(parsed: argparse.Namespace) -> None:
     for name in sorted(known - taken):
         if getattr(parsed, name):
             what = f"{parsed.what} --memory" if taken == {"memory"} else parsed.what
-            raise CliError(f"bench {what} takes no --{name} (kprobefs bench --help)", ExitStatus.USAGE)
+            raise CliError(f"bench {what}: --{name} has no effect; leave it out", ExitStatus.USAGE)
 
 
 def _coverage(parsed: argparse.Namespace) -> int:
@@ -398,7 +398,9 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from kprobefs.measure.djprobe_analyze import analyze
 
     if (parsed.elf is None) == (parsed.image is None):
-        raise CliError("djprobe-analyze: give ELF PLACE, or --image KERNEL PLACE", ExitStatus.USAGE)
+        raise CliError(
+            "djprobe-analyze: it needs exactly one kernel; give ELF or --image KERNEL", ExitStatus.USAGE
+        )
     path = kernel_file(parsed.image) if parsed.image is not None else Path(parsed.elf)
     debug_info = Path(parsed.debug_info) if parsed.debug_info else None
     answer = analyze(path, parsed.place, debug_info, parsed.bug_size)

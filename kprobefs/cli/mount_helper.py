@@ -18,9 +18,9 @@ NOT_OURS = frozenset(
 )
 """Options that are mount(8)'s own, or that a mount of FUSE has anyhow."""
 REFUSED = {
-    "ro": "the files are there to be written: a mount for its owner alone, or files' modes, keep others out",
-    "suid": "mounts of FUSE are nosuid",
-    "dev": "mounts of FUSE are nodev",
+    "ro": "not possible, since the files are there to be written; restrict access by file modes",
+    "suid": "not possible, since FUSE mounts are nosuid; leave it out",
+    "dev": "not possible, since FUSE mounts are nodev; leave it out",
 }
 """Options of mount(8) that a mount can't have, and why."""
 USERSPACE = ("x-", "X-", "comment=")
@@ -36,10 +36,10 @@ def arguments(words: Sequence[str]) -> list[str] | None:
     while left:
         word = left.pop(0)
         if word == "-N":
-            raise ValueError("-N is beyond it: nsenter -t PID -m mount ...")
+            raise ValueError("-N: not supported; use nsenter -t PID -m mount ...")
         if word in ("-o", "-t"):
             if not left:
-                raise ValueError(f"{word} takes a value")
+                raise ValueError(f"{word}: its value is missing; give {word} VALUE")
             value = left.pop(0)
             found += _options(value) if word == "-o" else []
         elif word.startswith("-") and word.strip("sfnv") == "-":
@@ -63,7 +63,7 @@ def _options(text: str) -> list[str]:
         elif name and name not in NOT_OURS and not word.startswith(USERSPACE):
             option = f"--{name.replace('_', '-')}{equals}{value}"
             if _is_unknown(option):
-                raise ValueError(f"-o {name}: no such option: mount.fuse.kprobefs(8) has those there are")
+                raise ValueError(f"-o {name}: no such option; see mount.fuse.kprobefs(8)")
             found.append(option)
     return found
 

@@ -156,7 +156,7 @@ class Probes:
         """Write the other value into `enabled` or `optimized`; why that fails, where it does."""
         value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
         if not self.answers:
-            return f"{probe.event}: {name} {value}: the mount doesn't answer"
+            return f"{probe.event}: {name} {value}: the mount does not answer"
         try:
             (self._control_root / probe.directory / name).write_text(value)
         except OSError as error:
@@ -358,7 +358,7 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     room = height - len(lines) - len(recorded) - 3
     if room > 0:
         left = len(detour) - room + 1
-        kept = detour if left <= 1 else [*detour[: room - 1], f"... {left} lines more"]
+        kept = detour if left <= 1 else [*detour[: room - 1], f"... {left} more lines"]
         lines += [
             Text("runs out of line", style="bold"),
             *(Text(f"  {escape_for_terminal(line)}") for line in kept),
@@ -448,7 +448,9 @@ def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> No
                 time.sleep(delay)
             condition = probes.condition()
             if condition in UNANSWERED:
-                raise CliError(f"{directory}: {condition.value}", condition.status)
+                raise CliError(
+                    f"{directory}: the mount is {condition.value}; see kprobefs status", condition.status
+                )
             view.show(probes.look())
             found = [probes.with_cost(probe) for probe in view.probes]
             print(json.dumps([asdict(probe) for probe in found]) if as_json else plain(found), flush=True)
@@ -476,7 +478,7 @@ def _told(condition: MountState) -> str:
     """What the screen says of a mount's condition."""
     if condition.status is ExitStatus.OK:
         return ""
-    return f"{condition.value}: kprobefs status says more" if condition in UNANSWERED else condition.value
+    return f"{condition.value}: see kprobefs status" if condition in UNANSWERED else condition.value
 
 
 def _live(probes: Probes, view: View, delay: float, count: int | None) -> None:

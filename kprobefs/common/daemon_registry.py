@@ -94,10 +94,10 @@ class Registration:
         while True:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
-                raise CliError(f"{self._path}: not a file for you alone: remove it")
+                raise CliError(f"{self._path}: not a private file of yours; remove it")
             if not _lock(file):
                 file.close()
-                raise CliError(f"{directory}: another kprobefs serves it")
+                raise CliError(f"{directory}: another kprobefs serves it; use another directory")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(self._path)):
                     return file

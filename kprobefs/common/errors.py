@@ -48,8 +48,8 @@ class CliError(Exception):
 FILES, ADDRESS_SPACE = 32, 1_500_000
 """What a mount of the defaults comes up with: `ulimit -n`, and kB of `ulimit -v`."""
 _LACKING = {
-    errno.EMFILE: f"a mount takes up to {FILES} open files (ulimit -n {FILES})",
-    errno.ENOMEM: f"a mount takes {ADDRESS_SPACE} kB of address space (ulimit -v {ADDRESS_SPACE})",
+    errno.EMFILE: f"a mount needs {FILES} open files; run ulimit -n {FILES}",
+    errno.ENOMEM: f"a mount needs {ADDRESS_SPACE} kB of address space; run ulimit -v {ADDRESS_SPACE}",
 }
 
 

@@ -92,12 +92,12 @@ def resolve(path: str) -> str:
     Raises: CliError.
     """
     if not path:
-        raise CliError("the directory's name is empty", ExitStatus.USAGE)
+        raise CliError("directory: its name is empty; give a path", ExitStatus.USAGE)
     ours = [point.directory for point in our_mounts()]
     try:
         found = "/" if path.startswith("/") else os.getcwd()
     except FileNotFoundError:
-        raise CliError("the working directory is gone: give an absolute path") from None
+        raise CliError("working directory: it is gone; give an absolute path") from None
     pending = path.split("/")[::-1]
     links = 0
     while pending:
@@ -155,13 +155,13 @@ def check_answers(directory: str) -> None:
 def unanswered(directory: str, found: MountState) -> CliError:
     """What to say of a mount of ours whose daemon hangs or is gone."""
     if found is MountState.STALE:
-        return CliError(f"{directory}: its daemon is gone (kprobefs umount {directory})", found.status)
+        return CliError(f"{directory}: its daemon is gone; run kprobefs umount {directory}", found.status)
     from kprobefs.common.daemon_registry import known
 
     with known(directory) as daemon:
         stopped = daemon.daemon.pid if daemon is not None and daemon.is_stopped else None
-    way = f"is stopped (kill -CONT {stopped})" if stopped else "doesn't answer"
-    return CliError(f"{directory}: hung: its daemon {way}; or kprobefs umount --force", found.status)
+    why = f"is stopped; run kill -CONT {stopped}, or" if stopped else "does not answer; run"
+    return CliError(f"{directory}: its daemon {why} kprobefs umount --force {directory}", found.status)
 
 
 class _Question:
@@ -255,7 +255,7 @@ def check_owner(point: MountPoint) -> None:
     except KeyError:
         name = f"user {point.owner}"
     others = "" if point.owner == 0 else f"{name} or "
-    raise CliError(f"{point.directory}: {name} has mounted it: only {others}root can unmount it")
+    raise CliError(f"{point.directory}: mounted by {name}; only {others}root can unmount it")
 
 
 @contextmanager
@@ -299,7 +299,7 @@ def _make(directory: str, made: list[str]) -> None:
         try:
             os.mkdir(each)
         except OSError as error:
-            raise CliError(f"{directory}: can't make it: {error.strerror}") from None
+            raise CliError(f"{directory}: can't create it: {error.strerror}") from None
         made.append(each)
 
 
@@ -308,11 +308,11 @@ def _remove_stale(point: MountPoint) -> None:
     found = condition(point.directory)
     if found is MountState.HUNG:
         raise CliError(
-            f"{directory}: kprobefs is mounted there, and hangs (kprobefs umount --force {directory})",
+            f"{directory}: a kprobefs that hangs is mounted there; run kprobefs umount --force {directory}",
             ExitStatus.HUNG,
         )
     if found is not MountState.STALE:
-        raise CliError(f"{directory}: kprobefs is mounted there already (kprobefs umount {directory})")
+        raise CliError(f"{directory}: kprobefs is mounted there already; run kprobefs umount {directory}")
     check_owner(point)
     detach(directory)
 
@@ -322,7 +322,7 @@ def _check_directory(directory: str) -> None:
         if os.listdir(directory):
             raise CliError(f"{directory}: not empty; take an empty directory")
     except FileNotFoundError:
-        raise CliError(f"{directory}: no such directory (mkdir -p {directory}, or --mkdir)") from None
+        raise CliError(f"{directory}: no such directory; run mkdir -p {directory}, or add --mkdir") from None
     except NotADirectoryError:
         raise CliError(f"{directory}: not a directory; take an empty directory") from None
     except OSError as error:
@@ -335,11 +335,13 @@ def _check_device() -> None:
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
-        raise CliError("no /dev/fuse: modprobe fuse, or give the container --device /dev/fuse") from None
+        raise CliError(
+            "/dev/fuse: it does not exist; run modprobe fuse, or give the container --device /dev/fuse"
+        ) from None
     except PermissionError:
-        raise CliError("no access to /dev/fuse: chmod 666 /dev/fuse as root, or run as root") from None
+        raise CliError("/dev/fuse: no access; run chmod 666 /dev/fuse as root, or run as root") from None
     except OSError as error:
-        raise CliError(f"/dev/fuse: {error.strerror}: modprobe fuse") from None
+        raise CliError(f"/dev/fuse: {error.strerror}; run modprobe fuse") from None
 
 
 def _check_configuration() -> None:
@@ -351,7 +353,7 @@ def _check_configuration() -> None:
         except FileNotFoundError:
             is_allowed = False
         if not is_allowed:
-            why = f"{FUSE_CONF} doesn't say {ALLOWS_OTHER}: root may add that line"
+            why = f"{FUSE_CONF} has no line {ALLOWS_OTHER}; add it as root"
             raise CliError(f"--allow-other: {why}", ExitStatus.USAGE)
 
 
@@ -385,6 +387,6 @@ def _fusermount(directory: str) -> None:
             check=False,
         )
     except FileNotFoundError:
-        raise CliError("fusermount is missing: install it (Debian, Fedora: fuse3)") from None
+        raise CliError("fusermount: program not found; install fuse3") from None
     if result.returncode != 0:
         raise CliError(f"{directory}: can't unmount: {result.stderr.strip()}")

@@ -320,7 +320,7 @@ def test_the_program_at_a_tracefs(directory: Path) -> None:
 def test_a_file_of_something_else_is_told_of_shortly(served: Daemon, tmp_path: Path) -> None:
     program = command("apply", served, sys.executable)
     assert program.returncode == ExitStatus.FAILURE
-    assert program.stderr == f"kprobefs: {sys.executable}: no file of definitions: it has a NUL\n"
+    assert program.stderr == f"kprobefs: {sys.executable}: not a file of definitions; it contains a NUL\n"
     file = tmp_path / "text"
     file.write_text("".join(f"word {number} {'long' * 1000}\n" for number in range(100)))
     text = command("apply", served, str(file))

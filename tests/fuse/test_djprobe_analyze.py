@@ -131,7 +131,7 @@ def test_elf_or_image(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "--image", str(kernel), "plain") == "7\n"
     for both in (["plain"], [str(kernel), "plain", "--image", str(kernel)]):
         assert main(["djprobe-analyze", *both]) == ExitStatus.USAGE
-        assert "ELF PLACE, or --image KERNEL PLACE" in capsys.readouterr().err
+        assert "give ELF or --image KERNEL" in capsys.readouterr().err
 
 
 def test_the_running_kernel(

@@ -90,9 +90,9 @@ def test_a_mistyped_command_is_one(words: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("ro", "-o ro: the files are there to be written"),
-        ("suid", "-o suid: mounts of FUSE are nosuid"),
-        ("dev", "-o dev: mounts of FUSE are nodev"),
+        ("ro", "-o ro: not possible, since the files are there to be written"),
+        ("suid", "-o suid: not possible, since FUSE mounts are nosuid"),
+        ("dev", "-o dev: not possible, since FUSE mounts are nodev"),
         ("cpu_count=4", "-o cpu_count: no such option"),
         ("help", "-o help: no such option"),
         ("arch=z80", "argument --arch: invalid choice: 'z80'"),

@@ -55,7 +55,7 @@ def test_others_stay_out_where_the_machine_says_so(user: OrdinaryUser, text: str
         assert refused.returncode == (ExitStatus.USAGE if words[0] == "mount" else ExitStatus.RUN_FAILED)
         assert refused.stdout == ""
         assert refused.stderr == (
-            "kprobefs: --allow-other: /etc/fuse.conf doesn't say user_allow_other: root may add that line\n"
+            "kprobefs: --allow-other: /etc/fuse.conf has no line user_allow_other; add it as root\n"
         )
     assert user.kprobefs("status").stdout == ""
 

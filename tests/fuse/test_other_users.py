@@ -150,7 +150,7 @@ def test_a_record_that_others_could_lock_or_write_is_not_trusted(runtime_path: P
     record.chmod(mode)
     with record.open() as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)
-        with pytest.raises(CliError, match="not a file for you alone"):
+        with pytest.raises(CliError, match="not a private file of yours"):
             Registration(Daemon(os.getpid(), "/x", "x86_64", "full", "0", "now"))
 
 
@@ -301,7 +301,7 @@ def test_a_mount_of_root_is_not_for_others_to_unmount(mounted: Served) -> None:
         except CliError as failure:
             return failure
 
-    expected = f"{mounted.directory}: root has mounted it: only root can unmount it"
+    expected = f"{mounted.directory}: mounted by root; only root can unmount it"
     assert as_nobody(unmount).decode() == expected
     assert is_mounted(mounted.directory)
 

@@ -54,7 +54,7 @@ def test_images_are_files_of_some_size(command: str, kind: str, directory: Path,
     else:
         image.touch()
         os.truncate(image, 40 << 30)
-        why = "40960 MiB; a kernel image has at most 1024"
+        why = "40960 MiB; a kernel image has at most 1024 MiB"
     target = "true" if command == "run" else str(directory)
     result = kprobefs(*command.split(), "--image", str(image), target, program=REAL_PROGRAM)
     assert result.returncode == (ExitStatus.RUN_FAILED if command == "run" else ExitStatus.USAGE)
@@ -142,7 +142,7 @@ def test_what_the_starter_was_given_is_not_kept(directory: Path) -> None:
 @pytest.mark.parametrize("seed", ["12345678901234567890123456", "-1", "1_0", "0x10", "", "\u0664"])
 def test_seeds(seed: str, directory: Path) -> None:
     message = refusal("mount", f"--seed={seed}", str(directory))
-    assert message.startswith(f"argument --seed: {seed!r} is no number from 0 to ")
+    assert message.startswith(f"argument --seed: {seed!r} is not a number from 0 to ")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,8 @@ def test_seeds(seed: str, directory: Path) -> None:
     ids=" ".join,
 )
 def test_numbers_of_benchmarks(arguments: list[str]) -> None:
-    assert f"argument {arguments[1]}: '{arguments[2]}' is no number from 1 to" in refusal("bench", *arguments)
+    expected = f"argument {arguments[1]}: '{arguments[2]}' is not a number from 1 to"
+    assert expected in refusal("bench", *arguments)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
@@ -202,9 +203,8 @@ def test_mkdir(directory: Path) -> None:
     below.rmdir()
     below.parent.rmdir()
     (directory.parent / "file").touch()
-    assert refusal("mount", "--mkdir", f"{directory.parent}/file/x").endswith(
-        "can't make it: Not a directory"
-    )
+    refused = refusal("mount", "--mkdir", f"{directory.parent}/file/x")
+    assert refused.endswith("can't create it: Not a directory")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -291,9 +291,9 @@ def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> No
 @pytest.mark.parametrize(
     ("limit", "needed"),
     [
-        ("-n 5", f"Too many open files: a mount takes up to {FILES} open files (ulimit -n {FILES})"),
-        ("-n 10", f"Too many open files: a mount takes up to {FILES} open files (ulimit -n {FILES})"),
-        ("-v 600000", f"Cannot allocate memory: a mount takes {ADDRESS_SPACE} kB of address space"),
+        ("-n 5", f"Too many open files: a mount needs {FILES} open files; run ulimit -n {FILES}"),
+        ("-n 10", f"Too many open files: a mount needs {FILES} open files; run ulimit -n {FILES}"),
+        ("-v 600000", f"Cannot allocate memory: a mount needs {ADDRESS_SPACE} kB of address space"),
         (f"-n {FILES}", ""),
         (f"-v {ADDRESS_SPACE}", ""),
     ],

@@ -452,7 +452,7 @@ class TestInstallService:
         monkeypatch.setattr(os, "access", lambda _path, _mode: False)
         directory, way = (
             tmp_path / f"etc/systemd/{scope}",
-            {"system": ": --user, or as root", "user": ""}[scope],
+            {"system": "; use --user, or run as root", "user": ""}[scope],
         )
         with pytest.raises(CliError, match=f"^{directory}: Permission denied{way}$"):
             install_service.install(str(tmp_path), user=scope == "user")

@@ -257,7 +257,7 @@ def test_an_opened_probe(watched: Watched) -> None:
     assert lines[2:14] == [
         "runs out of line",
         *(f"  0x{line:x}: nop" for line in range(10)),
-        "  ... 90 lines more",
+        "  ... 90 more lines",
     ]
     assert lines[14:20] == ["last records", *(f"  {record}" for record in records[-10::2])]
 
@@ -317,7 +317,7 @@ def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
     ]
     monkeypatch.setattr(mountpoints, "our_mounts", lambda: points)
     assert main(words.split()) == ExitStatus.NOT_MOUNTED
-    assert capsys.readouterr().err == f"kprobefs: which mount? {way}\n"
+    assert capsys.readouterr().err == f"kprobefs: several mounts are active; select one with {way}\n"
 
 
 @pytest.mark.parametrize("words", ["p:vfs_read", "p:vfs_read --", "nonsense -- true"])
@@ -760,7 +760,7 @@ def test_top_of_a_daemon_that_stops_and_of_one_that_ends(directory: Path) -> Non
         top.until(r"hung: ")
         assert any(re.match(r"kprobes/reads +ftrace +- +\d+ ", line) for line in top.lines())
         top.press("\re")
-        top.until("enabled 0: the mount doesn't answer")
+        top.until("enabled 0: the mount does not answer")
         running.process.send_signal(signal.SIGCONT)
         top.until(r"kprobes/reads  ftrace  \d")
         assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == ExitStatus.OK

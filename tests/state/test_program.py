@@ -101,7 +101,7 @@ def test_a_kernel_of_a_distribution_keeps_none(
     )
     assert [options.state for options in served] == [None]
     assert capsys.readouterr().err == (
-        "kprobefs: --state: a distribution's kernel keeps none, nothing outlives the daemon\n"
+        "kprobefs: --state: not supported with a distribution's kernel; nothing is kept\n"
     )
     assert not place.exists()
 

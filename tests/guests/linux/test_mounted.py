@@ -172,7 +172,7 @@ def names_come_and_go_as_the_hosts_do(directory: Path) -> None:
 
 
 def is_refused_to_reboot(directory: Path) -> None:
-    with pytest.raises(CliError, match="isn't booted anew: mount it again"):
+    with pytest.raises(CliError, match="can't be booted again; unmount it and mount it again"):
         control.reboot(str(directory))
 
 

@@ -74,4 +74,4 @@ def test_bad_input(
 def test_no_images_yet(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["images"]) == 0
     assert main(["images", "--clear"]) == 0
-    assert capsys.readouterr().out == f"0 removed from {cache}/kprobefs/kernels\n"
+    assert capsys.readouterr().out == f"0 images removed from {cache}/kprobefs/kernels\n"
