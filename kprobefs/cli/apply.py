@@ -1,4 +1,4 @@
-"""`kprobefs apply` and `save`: the mount and the files that they use."""
+"""`kprobefs apply` and `kprobefs save`: select the mount, and read or write definitions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from kprobefs.common import mountpoints
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.definitions import dropins
 
-TOLD, WIDTH = 20, 1024
-"""Lines of a file that failed, and characters of each, that are told."""
+MAX_MESSAGES = 20
+"""Failures of one file that are reported."""
+MAX_WIDTH = 1024
+"""Characters of a line of a message."""
 
 
 def which_mount(named: str | None, way: str = "--mount DIR") -> str:
-    """The mount that a command is for: the named one, $KPROBEFS, or the only one. Raises: CliError.
+    """Return the directory of the named mount, of $KPROBEFS, or of the only mount.
 
-    `way`: in which the command has it named.
+    `way` is the command-line argument that selects a mount, for the error message.
+
+    Raises: CliError.
     """
     chosen = named or os.environ.get("KPROBEFS")
     if chosen:
@@ -40,11 +44,11 @@ def which_mount(named: str | None, way: str = "--mount DIR") -> str:
 
 
 def apply(directory: str, files: Sequence[str]) -> list[str]:
-    """Apply files to a mount; if none are named, those of the probes.d directories.
+    """Apply files of definitions to a mount; the default is the files in the probes.d directories.
 
-    Returns a message for each line and file that failed, made fit for a terminal.
+    Return a message for each line and each file that failed, escaped for a terminal.
     """
-    chosen = files or list(map(str, dropins.files()))
+    chosen = files or [str(file) for file in dropins.files()]
     if not chosen:
         return []
     from kprobefs.definitions import loader as definitions
@@ -68,8 +72,8 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
 
 
 def _first(file: str, failed: list[str]) -> list[str]:
-    """What to tell of a file's lines: of many that failed the first ones, none wider than some screens."""
-    told = ["\n".join(line[:WIDTH] for line in each.split("\n")) for each in failed[:TOLD]]
+    """Return the first messages about a file, with limited width, and the number of the others."""
+    told = ["\n".join(line[:MAX_WIDTH] for line in each.split("\n")) for each in failed[:MAX_MESSAGES]]
     more = len(failed) - len(told)
     return [*told, escape_for_terminal(f"{file}: {more} more lines failed")] if more > 0 else told
 
@@ -80,7 +84,7 @@ def _read(file: str) -> str:
 
 
 def saved(directory: str) -> bytes:
-    """What `save` writes."""
+    """Return the output of `kprobefs save` for a mount."""
     from kprobefs.definitions.loader import saved
     from kprobefs.definitions.tracefs_files import HostFiles, control_root
 

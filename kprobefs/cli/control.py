@@ -1,4 +1,4 @@
-"""What is said to daemons that run already: umount, reboot and status."""
+"""Control of running daemons: `kprobefs umount`, `reboot` and `status`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import MountState
 
 END_TIMEOUT = 5.0
-"""Seconds that a daemon may take to unmount by itself."""
+"""Seconds in which a daemon must end after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class MountStatus:
-    """A mount of ours, and its daemon where one is known."""
+    """A mount of kprobefs, its condition, and its daemon if that is known."""
 
     directory: str
     condition: MountState
@@ -27,7 +27,7 @@ class MountStatus:
 
     @property
     def details(self) -> list[str]:
-        """Words about the daemon, for people."""
+        """Return words about the daemon for the output: pid, architecture, layout and start time."""
         if self.daemon is None:
             return []
         return [
@@ -38,25 +38,27 @@ class MountStatus:
         ]
 
     def as_dict(self) -> dict[str, object]:
-        """For machines: directory, condition, daemon (null or its record)."""
+        """Return the keys directory, condition and daemon (None or its record), for JSON."""
         return {**asdict(self), "condition": self.condition.value}
 
 
 def states(directory: str | None = None) -> list[MountStatus]:
-    """All mounts of ours, or the one on `directory`; known in less than two seconds."""
+    """Return the status of all mounts of kprobefs, or of the one on `directory`, within two seconds."""
     found: dict[str, str] = {}
     for point in mountpoints.our_mounts():
-        # A bind mount is no mount of its own, unless somebody asks for it.
+        # A bind mount of a mount is reported only if `directory` names it.
         if directory in (None, point.directory):
             found.setdefault(point.device, point.directory)
-    asked = mountpoints.conditions(dict.fromkeys(found.values()))
-    return [MountStatus(each, condition, running(each)) for each, condition in asked.items()]
+    conditions = mountpoints.conditions(dict.fromkeys(found.values()))
+    return [MountStatus(each, condition, running(each)) for each, condition in conditions.items()]
 
 
 def unmount(directory: str, *, force: bool = False) -> None:
     """End the daemon that serves `directory`, or detach a stale mount.
 
-    Files still open there fail from now on. `force`: a daemon that doesn't end is killed. Raises: CliError.
+    Files that are still open there fail afterwards. If `force` is true, kill a daemon that does not end.
+
+    Raises: CliError.
     """
     point = _mounted_on(directory)
     if point is None:
@@ -75,14 +77,14 @@ def unmount(directory: str, *, force: bool = False) -> None:
 
 
 def reboot(directory: str) -> None:
-    """Boot the kernel of a mount anew. Raises: CliError, OSError (it can't be booted)."""
+    """Boot the kernel of a mount again. Raises: CliError, OSError (the boot failed)."""
     if _mounted_on(directory) is None:
         raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     mountpoints.check_answers(directory)
     from kprobefs.definitions.tracefs_files import control_root
 
     try:
-        # Not made where it isn't there.
+        # Without O_CREAT: the file is missing in mounts of distributions' kernels.
         power = os.open(control_root(directory) / "machine" / "power", os.O_WRONLY)
     except FileNotFoundError:
         why = "a distribution's kernel can't be booted again; unmount it and mount it again"
@@ -101,12 +103,13 @@ def unmount_stale(directory: str) -> None:
 
 
 def _mounted_on(directory: str) -> mountpoints.MountPoint | None:
-    """The mount of ours on a directory, which nothing else covers."""
+    """Return the topmost mount on a directory if it is a kprobefs mount, otherwise None."""
     point = mountpoints.mounted_on(directory)
     return point if point is not None and point.fstype == mountpoints.FSTYPE else None
 
 
 def _terminate(daemon: Running, *, force: bool) -> None:
+    """Send SIGTERM, then SIGKILL if `force` is true, until the daemon ends. Raises: CliError."""
     daemon.send(signal.SIGTERM)
     if daemon.ends(END_TIMEOUT if not daemon.is_stopped else 0):
         return

@@ -1,4 +1,4 @@
-"""`kprobefs install-service`: the units, with this program's own path in them, where systemd finds them."""
+"""`kprobefs install-service`: write the systemd units with the path of this program."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from pathlib import Path
 from kprobefs.common.errors import CliError
 
 PROGRAM = "/usr/bin/kprobefs"
-"""What the units run as they are shipped."""
+"""Program path in the shipped unit files."""
 SYSTEM_UNITS = ("kprobefs.service", "kprobefs@.service")
+"""Units of the system's service manager."""
 USER_UNITS = ("user/kprobefs.service",)
+"""Units of a user's service manager."""
 
 
 def install(root: str, *, user: bool) -> list[str]:
-    """Write the units below `root`, and have a running manager read them; what was done, for people.
+    """Write the units below `root`, and reload the running service manager if `root` is /.
 
-    Raises: CliError, OSError.
+    Return messages about the changes and the next commands. Raises: CliError, OSError.
     """
     is_here = root == "/"
     if user and not is_here:
-        # Packages and images have no user: their units are all users'.
+        # A package or an image has no current user, so its user units are for all users.
         directory = Path(root, "etc/systemd/user")
     elif user:
         config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
@@ -56,14 +58,14 @@ def install(root: str, *, user: bool) -> list[str]:
 
 
 def _check_writable(directory: Path) -> None:
-    """Raises: OSError."""
+    """Check that the directory is writable. Raises: OSError (EROFS or EACCES)."""
     if not os.access(directory, os.W_OK):
         why = errno.EROFS if os.statvfs(directory).f_flag & os.ST_RDONLY else errno.EACCES
         raise OSError(why, os.strerror(why))
 
 
 def _units() -> Path:
-    """Where the units lie: in the package, or beside it in a checkout."""
+    """Return the directory of the unit files: in the package or, in a checkout, next to it."""
     package = Path(str(resources.files("kprobefs")))
     for directory in (package / "systemd", package.parent / "systemd"):
         if (directory / SYSTEM_UNITS[0]).exists():
@@ -72,7 +74,7 @@ def _units() -> Path:
 
 
 def _program() -> str:
-    """How a unit runs this program."""
+    """Return the command by which a unit starts this program, quoted for systemd."""
     path = os.path.abspath(sys.argv[0])
     if os.path.basename(path) == "kprobefs" and os.access(path, os.X_OK):
         return _quoted(path)
@@ -80,6 +82,6 @@ def _program() -> str:
 
 
 def _quoted(path: str) -> str:
-    """Mirrors: systemd.syntax(7)."""
+    """Return the path quoted for a unit file. Mirrors: systemd.syntax(7)."""
     escaped = path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if any(character in " \t'\"\\;" for character in path) else escaped

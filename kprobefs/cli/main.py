@@ -1,4 +1,4 @@
-"""The program: runs the command that is asked for. Nothing heavy is imported before a command needs it."""
+"""The program: runs one command. Each command imports large modules only when it needs them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from kprobefs.mount_options import Builder, MountOptions
 
 IMAGE = ("release", "source", "size")
-"""What `images --json` tells of each."""
+"""Keys of each object in `images --json`."""
 
 
 def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
-    """Run the program; returns its exit status. `build` replaces what makes the served kernel."""
+    """Run the program and return its exit status. `build` replaces the builder of the served kernel."""
     try:
         _open_standard_streams()
         status = _run_command(arguments, build)
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -
     except CliError as failure:
         return _complain(str(failure), failure.status)
     except BrokenPipeError:
-        # Whoever read our output has enough; the interpreter must not try to flush it again.
+        # The reader has closed the pipe; the interpreter must not flush the output again.
         _give_up_output()
         return ExitStatus.FAILURE
     except OSError as error:
@@ -57,7 +57,7 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
         return mount_helper.main(words)
     behind: list[str] = []
     if words[:1] == ["trace"] and "--" in words:
-        # argparse takes no options between two lists of words.
+        # argparse accepts no options between two lists of words.
         at = words.index("--")
         words, behind = words[:at], words[at + 1 :]
     known = argparse.Namespace(behind=behind, build=build, words=words)
@@ -74,9 +74,9 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
 
 
 def _is_of_mount_fuse(words: Sequence[str]) -> bool:
-    """Whether mount.fuse(8) calls, which mount(8) does where there is no mount.fuse.kprobefs in /sbin.
+    """Return True if the arguments are those of mount.fuse(8), which runs if /sbin has no own helper.
 
-    Mirrors: mount.fuse.c (libfuse 3): SOURCE DIR -o OPTIONS, always with these two words.
+    Mirrors: mount.fuse.c (libfuse 3): SOURCE DIR -o OPTIONS, always with (no)dev and (no)suid.
     """
     if len(words) != 4 or words[2] != "-o":
         return False
@@ -85,7 +85,7 @@ def _is_of_mount_fuse(words: Sequence[str]) -> bool:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that completes a command line, and end."""
+    """Answer a shell that completes a command line, and exit."""
     try:
         import argcomplete
     except ImportError:
@@ -94,12 +94,12 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Where the caller has closed one of the three, a file of ours would get its number."""
+    """Open /dev/null for each closed standard stream, so that no other file gets its number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest number that is free. Without need nobody asks for it: it may be closed to the user.
+            # open(2) returns the lowest free number. It is opened only if needed: access may be denied.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -146,7 +146,7 @@ def _mount(parsed: argparse.Namespace) -> int:
     if parsed.foreground:
         daemon.run_in_foreground(options, builder, log_file)
         return ExitStatus.OK
-    # Here too, so that the daemon isn't started in vain.
+    # Check here too, before the daemon is started.
     with mountpoints.prepared(options.directory, make=parsed.mkdir, allow_other=options.allow_other):
         daemon.start_in_background(options, builder, log_file)
     if options.state is not None:
@@ -188,7 +188,7 @@ def _apply(parsed: argparse.Namespace) -> int:
 
     directory = apply.which_mount(parsed.mount)
     if not parsed.files and not dropins.files():
-        # No warning: a daemon that begins with nothing doesn't tell of it.
+        # This is not a warning: a daemon that starts without definitions reports nothing either.
         print(f"nothing to apply: no *.probes in {' '.join(map(escape_for_terminal, dropins.directories()))}")
     failed = apply.apply(directory, parsed.files)
     _complain_of(failed)
@@ -205,7 +205,7 @@ def _save(parsed: argparse.Namespace) -> int:
         try:
             Path(parsed.file).write_bytes(text)
         except OSError as error:
-            # What write(2) says names none.
+            # The error of write(2) has no file name.
             raise CliError(f"{parsed.file}: {error.strerror}") from None
     else:
         sys.stdout.flush()
@@ -215,7 +215,7 @@ def _save(parsed: argparse.Namespace) -> int:
 
 def _complain_of(failed: Sequence[str]) -> None:
     for message in failed:
-        # A message has lines of its own, each escaped already.
+        # A message may have several lines, which are escaped already.
         _tell(message)
 
 
@@ -375,7 +375,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _check_bench(parsed: argparse.Namespace) -> None:
-    """Raises: CliError (an option that would change nothing)."""
+    """Check that each given option has an effect on the benchmark. Raises: CliError."""
     known = {name for names in BENCH_OPTIONS.values() for name in names}
     taken = {"memory"} if parsed.memory and parsed.what == "return" else set(BENCH_OPTIONS[parsed.what])
     for name in sorted(known - taken):
@@ -451,7 +451,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
 
 def _builder(options: MountOptions) -> Builder:
-    """What makes the served kernel; one that takes seconds to boot has booted then."""
+    """Return the builder of the served kernel, after the slow first boot of a distribution's kernel."""
     from kprobefs.daemon.backends import build_kernel, prepare
 
     prepare(options)
@@ -484,4 +484,4 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench": _bench,
     "coverage": _coverage,
 }
-"""What runs each command of arguments.program_parser()."""
+"""Command of parser.program_parser() -> the function that runs it."""

@@ -1,4 +1,4 @@
-"""mount.fuse.kprobefs: what mount(8) runs for `mount -t fuse.kprobefs` and for lines of fstab."""
+"""mount.fuse.kprobefs: the helper that mount(8) runs for `mount -t fuse.kprobefs` and for fstab."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from kprobefs.cli.parser import FLAGS, mount_parser
 from kprobefs.common.errors import CliError, ExitStatus
 
 USAGE = "usage: mount.fuse.kprobefs SOURCE DIR [-sfnv] [-o OPTION[=VALUE],...]"
-WRONG_USAGE, FAILED = 1, 32
-"""Exit statuses of mount(8)."""
+WRONG_USAGE = 1
+"""Exit status of mount(8) after wrong usage."""
+FAILED = 32
+"""Exit status of mount(8) after a failed mount."""
 NOT_OURS = frozenset(
     """defaults rw auto noauto user nouser users nousers owner group nofail _netdev nodev nosuid exec async
     atime relatime norelatime strictatime diratime nodiratime lazytime nolazytime silent loud""".split()  # noqa: SIM905
 )
-"""Options that are mount(8)'s own, or that a mount of FUSE has anyhow."""
+"""Ignored options: mount(8) handles them itself, or each FUSE mount has them."""
 REFUSED = {
     "ro": "not possible, since the files are there to be written; restrict access by file modes",
     "suid": "not possible, since FUSE mounts are nosuid; leave it out",
     "dev": "not possible, since FUSE mounts are nodev; leave it out",
 }
-"""Options of mount(8) that a mount can't have, and why."""
+"""Option of mount(8) that a kprobefs mount cannot have -> reason and remedy."""
 USERSPACE = ("x-", "X-", "comment=")
-"""How options begin that are for others to read in fstab."""
+"""Prefixes of options in fstab that are meant for other programs."""
 
 
 def arguments(words: Sequence[str]) -> list[str] | None:
-    """The program's arguments for those of mount(8); None where nothing is to be done. Raises: ValueError."""
+    """Return the arguments of kprobefs for those of mount(8), or None for a fake mount (-f).
+
+    Raises: ValueError.
+    """
     found: list[str] = []
     places: list[str] = []
     is_fake = False
@@ -52,7 +57,7 @@ def arguments(words: Sequence[str]) -> list[str] | None:
 
 
 def _options(text: str) -> list[str]:
-    """`name=value,...` as options of the program."""
+    """Convert `name=value,...` to options of `kprobefs mount`. Raises: ValueError."""
     found = []
     for word in text.split(","):
         name, equals, value = word.partition("=")
@@ -69,7 +74,7 @@ def _options(text: str) -> list[str]:
 
 
 def _is_unknown(option: str) -> bool:
-    """Whether `kprobefs mount` has none of that name; wrong values it tells of itself."""
+    """Return True if `kprobefs mount` has no option of that name; it reports wrong values itself."""
     try:
         return bool(mount_parser().parse_known_args([option, "--", "/"])[1])
     except CliError:
@@ -77,16 +82,16 @@ def _is_unknown(option: str) -> bool:
 
 
 def _without_defaults(words: Sequence[str]) -> list[str]:
-    """Without the two options that mount.fuse(8) adds by itself, and that no mount of ours has."""
+    """Return the words without `dev` and `suid`, which mount.fuse(8) adds to each call."""
     source, directory, _, options = words
     kept = [word for word in options.split(",") if word not in ("dev", "suid")]
     return [source, directory, "-o", ",".join(kept)]
 
 
 def main(of_mount_fuse: Sequence[str] | None = None) -> int:
-    """Mount, and return when the mount answers; the exit status is one of mount(8)'s.
+    """Mount, and return when the mount answers; the exit status is one of mount(8).
 
-    `of_mount_fuse`: what mount.fuse(8) gives instead of mount(8).
+    If mount.fuse(8) is the caller, `of_mount_fuse` has its arguments.
     """
     try:
         words = arguments(sys.argv[1:] if of_mount_fuse is None else _without_defaults(of_mount_fuse))

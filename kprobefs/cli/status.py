@@ -1,4 +1,4 @@
-"""`kprobefs status` on a terminal: a table."""
+"""`kprobefs status` on a terminal: a table of mounts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kprobefs.common.errors import escape_for_terminal
 GAP = 2
 """Spaces between columns."""
 FEWEST = 3
-"""Columns that are always there."""
+"""Number of columns that are shown at any width."""
 
 
 def print_table(states: Sequence[MountStatus]) -> None:
-    """A row a mount; where it is narrow, what a daemon tells of itself goes first."""
+    """Print a table with one row per mount; a narrow terminal shows fewer columns about daemons."""
     from rich.table import Table
     from rich.text import Text
 
@@ -27,7 +27,7 @@ def print_table(states: Sequence[MountStatus]) -> None:
         heads.pop()
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", show_edge=False)
     for head in heads:
-        # A path may be copied from here: it isn't cut, but goes on in the next line.
+        # Users copy paths from here, so a long path is folded instead of cut.
         table.add_column(head, no_wrap=head != "DIRECTORY", overflow="fold")
     for state, row in zip(states, rows, strict=True):
         colour = "red" if state.condition.status else "green"
@@ -37,7 +37,7 @@ def print_table(states: Sequence[MountStatus]) -> None:
 
 def _cells(state: MountStatus) -> list[str]:
     daemon = state.daemon
-    told = ["-"] * 4
+    details = ["-"] * 4
     if daemon is not None:
-        told = [str(daemon.pid), daemon.arch, daemon.layout, daemon.started.replace("T", " ")[:16]]
-    return [state.condition.value, *map(escape_for_terminal, (state.directory, *told))]
+        details = [str(daemon.pid), daemon.arch, daemon.layout, daemon.started.replace("T", " ")[:16]]
+    return [state.condition.value, *(escape_for_terminal(text) for text in (state.directory, *details))]

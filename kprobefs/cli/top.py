@@ -1,4 +1,4 @@
-"""`kprobefs top`: the probes of a mount, live: how often each is hit, what it costs, and why not less."""
+"""`kprobefs top`: a live view of the probes of a mount, with rates, costs and reasons."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PROBES = "machine/probes"
+"""File of the mount with a JSON object for each probe."""
 COST_AGE = 10.0
-"""Seconds for which a measured cost is shown: measuring stops the kernel for a moment."""
+"""Seconds until a cost is measured again; a measurement stops the kernel for a moment."""
 RECORDS = 500
-"""Lines of the trace, the newest ones, in which an opened probe's records are looked for."""
+"""Newest lines of the trace that are searched for records of an opened probe."""
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  e enable  o optimize"
 MORE_KEYS = "? all keys"
-"""Ends the line of keys where it is too narrow for them."""
+"""End of the line of keys if the terminal is too narrow for all keys."""
 KEYS = (
     ("q", "quit"),
     ("up down, j k", "choose a probe"),
@@ -45,17 +46,18 @@ KEYS = (
     ("?", "these keys"),
 )
 UNANSWERED = (MountState.HUNG, MountState.BUSY)
+"""Conditions in which a request to the mount would block."""
 REASON_LINES = 3
-"""That a reason takes below the list at most."""
+"""Maximal number of lines of a reason below the list."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe event as machine/probes tells of it."""
+    """A probe event, with the fields of a line of machine/probes."""
 
     event: str
-    """group/name"""
+    """Event in the form group/name."""
     mode: str
     enabled: bool
     optimized: bool
@@ -63,19 +65,19 @@ class Probe:
     nmissed: int
     reason: str
     rate: float | None = None
-    """Hits a second since the last look; None where that isn't known."""
+    """Hits per second since the last update, or None if it is not known."""
     cost: float | None = None
-    """Nanoseconds of a hit; None where nothing was measured."""
+    """Nanoseconds per hit, or None if nothing was measured."""
     asked: str = ""
 
     @property
     def shown_cost(self) -> str:
-        """With its unit; "" where there is none."""
+        """Return the cost with its unit, or "" if it is not known."""
         return "" if self.cost is None else f"{self.cost:.1f} ns"
 
     @property
     def directory(self) -> str:
-        """Where the mount has its files."""
+        """Return the directory of the probe's files, relative to the root of the mount."""
         return f"kprobes/stats/{self.event}"
 
 
@@ -89,7 +91,7 @@ SORTS: dict[str, Callable[[Probe], tuple[float | str, ...]]] = {
 
 
 class Probes:
-    """The probes of one mount, looked at again and again; a look is one request."""
+    """The probes of one mount; each update makes one request."""
 
     def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory = Path(directory)
@@ -100,10 +102,10 @@ class Probes:
         self._costs: dict[str, tuple[float, str, str]] = {}
         self._last: list[Probe] = []
         self.answers = True
-        """Whether it may be asked for more: whoever asks one that doesn't answer hangs too."""
+        """Whether further requests may be made: a request to a mount that does not answer would block."""
 
     def condition(self) -> MountState:
-        """How the mount is, before it is looked at. Raises: CliError (there is nothing any more)."""
+        """Return the condition of the mount, and update `answers`. Raises: CliError (the mount is stale)."""
         found = mountpoints.condition(str(self.directory))
         if found is MountState.STALE:
             raise mountpoints.unanswered(str(self.directory), found)
@@ -111,7 +113,10 @@ class Probes:
         return found
 
     def look(self) -> list[Probe]:
-        """As they are now; where they can't be asked, as they were. Raises: CliError (there are none)."""
+        """Return the current probes or, if the mount does not answer, those of the last update.
+
+        Raises: CliError (the mount is gone or has no machine/probes).
+        """
         if not self.answers:
             self._before = {}
             return [replace(probe, rate=None) for probe in self._last]
@@ -137,7 +142,7 @@ class Probes:
         return self._last
 
     def with_cost(self, probe: Probe) -> Probe:
-        """It is read at most every COST_AGE seconds while the mode is the same."""
+        """Return the probe with its cost, measured again after COST_AGE or if the mode has changed."""
         when, mode, cost = self._costs.get(probe.event, (-COST_AGE, "", ""))
         if self.answers and (self._clock() - when >= COST_AGE or mode != probe.mode):
             cost = self.text(probe, "cost").partition("\n")[0]
@@ -145,7 +150,7 @@ class Probes:
         return replace(probe, cost=_median(cost))
 
     def text(self, probe: Probe, name: str) -> str:
-        """A file of it; "" where it has gone."""
+        """Return the text of a file of the probe, or "" if the file is gone or the mount does not answer."""
         with suppress(OSError):
             if not self.answers:
                 return ""
@@ -153,7 +158,7 @@ class Probes:
         return ""
 
     def toggle(self, probe: Probe, name: str) -> str:
-        """Write the other value into `enabled` or `optimized`; why that fails, where it does."""
+        """Invert the file `enabled` or `optimized` of a probe; return an error message, or ""."""
         value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
         if not self.answers:
             return f"{probe.event}: {name} {value}: the mount does not answer"
@@ -164,7 +169,7 @@ class Probes:
         return ""
 
     def records(self, probe: Probe, count: int) -> list[str]:
-        """The newest lines of the trace that are of it, and of somebody else than this process."""
+        """Return the newest `count` trace lines of the probe that this process did not cause."""
         name = probe.event.rpartition("/")[2]
         with suppress(OSError):
             if not self.answers:
@@ -173,42 +178,42 @@ class Probes:
                 self._control_root / "tracing" if self._control_root == self.directory else self.directory
             )
             lines = (tracing / "trace").read_text("utf-8", "surrogateescape").splitlines()
-            # Looking at the mount is traced too.
+            # Requests of this process are traced too.
             others = (line for line in lines[-RECORDS:] if f"-{os.getpid()} " not in line.partition(": ")[0])
             return [line.strip() for line in others if f": {name}: " in line][-count:]
         return []
 
 
 def _rate_since(before: int | None, hits: int, passed: float) -> float | None:
-    """Hits a second; None where there is nothing to compare with, or the count was begun anew."""
+    """Return the hits per second, or None if there is no earlier count or the count was reset."""
     return None if before is None or hits < before else (hits - before) / max(passed, 1e-3)
 
 
 def _median(text: str) -> float | None:
-    """The nanoseconds of a `cost` file's line; None where nothing was measured."""
+    """Return the median in a line of the file `cost`, in nanoseconds, or None if it has none."""
     before, found, after = text.partition("median ")
     return float(after.split()[0]) if found and before else None
 
 
 @dataclass
 class View:
-    """What is on the screen."""
+    """State of the screen: order, selection, messages and probes."""
 
     sort: str = "rate"
     is_reversed: bool = False
     chosen: int = 0
     opened: str = ""
-    """The event that is looked at closely."""
+    """The event whose close-up is shown, or ""."""
     shows_keys: bool = False
     message: str = ""
     condition: str = ""
-    """What the mount is, where it isn't all that it should be."""
+    """The condition of the mount if it is not serving, otherwise ""."""
     page: int = 1
-    """Rows of the list that the screen has room for."""
+    """Number of rows of the list that fit on the screen."""
     probes: list[Probe] = field(default_factory=list)
 
     def show(self, probes: Sequence[Probe]) -> None:
-        """Take what was found."""
+        """Take the probes of an update: sort them and keep the selection valid."""
         self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
         self._choose(self.chosen)
         if self.opened and all(probe.event != self.opened for probe in self.probes):
@@ -219,14 +224,14 @@ class View:
 
     @property
     def selected(self) -> Probe | None:
-        """The opened one, or that under the cursor."""
+        """Return the opened probe, or the one under the cursor."""
         for number, probe in enumerate(self.probes):
             if probe.event == self.opened or (not self.opened and number == self.chosen):
                 return probe
         return None
 
     def press(self, key: str, probes: Probes) -> bool:
-        """Do what a key says; False: the end."""
+        """Execute a key; return False if it quits."""
         self.message = "" if key else self.message
         if key and self.shows_keys:
             self.shows_keys = False
@@ -263,12 +268,12 @@ class View:
 
 
 def table(view: View, probes: Probes, width: int, height: int) -> Group:
-    """The list of probes, for a screen of that size; columns go where it is narrow."""
+    """Return the list of probes for a screen of this size; a narrow screen has fewer columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    # The column is missing or cut where it is narrow.
+    # On a narrow screen the column is missing or cut, so the reason is also below the list.
     why = view.selected.reason.partition("\n")[0] if view.selected is not None else ""
     reason = wrap_lines(
         f"reason  {escape_for_terminal(why)}" if why else "", width, min(REASON_LINES, max(1, height // 6))
@@ -314,7 +319,7 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
 
 
 def wrap_lines(text: str, width: int, most: int, indent: str = "") -> list[Text]:
-    """A text on as many lines as it needs, at most so many; one line at least."""
+    """Wrap a text to at least one line and at most `most` lines."""
     from textwrap import wrap
 
     from rich.text import Text
@@ -327,13 +332,13 @@ def wrap_lines(text: str, width: int, most: int, indent: str = "") -> list[Text]
 
 
 def _middle_cut(name: str, width: int) -> str:
-    """Names differ at their ends."""
+    """Cut the middle out of a long name, because names differ at their ends."""
     before = (width - 1) // 3
     return name if len(name) <= width else f"{name[:before]}…{name[before + 1 - width :]}"
 
 
 def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -> Group:
-    """One probe: its bytes with those that were patched marked, what runs out of line, its last records."""
+    """Return the close-up of a probe: its bytes, the code that runs out of line, and its last records."""
     from rich.console import Group
     from rich.text import Text
 
@@ -370,12 +375,12 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
 
 
 def _instruction(line: str, width: int) -> str:
-    """Without its bytes, where there is no room for them, and without an address's upper half."""
+    """Shorten a line of `detour` for a narrow screen: remove the bytes and the address's upper half."""
     return line if width >= 80 else re.sub(r"^0x(?:ffffffff)?(\w+): (?:[0-9a-f]{2} )+ *", r"\1: ", line)
 
 
 def keys(width: int, height: int) -> Group:
-    """What each key does."""
+    """Return the screen that explains the keys."""
     from rich.console import Group
     from rich.text import Text
 
@@ -388,7 +393,7 @@ def keys(width: int, height: int) -> Group:
 
 
 def marked_bytes(text: str) -> list[Text]:
-    """Lines of a `bytes` file; in those of now, each byte that isn't the original is marked."""
+    """Return the lines of a file `bytes`; each current byte that differs from the original is marked."""
     from rich.text import Text
 
     found = []
@@ -407,7 +412,7 @@ def marked_bytes(text: str) -> list[Text]:
 
 
 def _rate(probe: Probe) -> str:
-    """A probe that is disabled beside another one on the same place has its mode, and no hits."""
+    """Return the rate for display: "-" if it is not known, "off" if the probe is disabled."""
     rate = probe.rate
     if not probe.enabled or rate is None:
         return "-" if probe.enabled else "off"
@@ -429,7 +434,7 @@ def _foot(view: View, keys: str, width: int) -> Text:
 
 
 def picture(view: View, probes: Probes, console: Console) -> Group:
-    """The whole screen."""
+    """Return the contents of the whole screen."""
     width, height = console.size
     if view.shows_keys:
         return keys(width, height)
@@ -439,7 +444,10 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 
 
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
-    """Show the probes until `q`, or `count` times; as text where there is no terminal. Raises: CliError."""
+    """Show the probes until `q` or for `count` updates; without a terminal, print text.
+
+    Raises: CliError.
+    """
     probes = Probes(directory)
     view = View()
     if as_json or not terminal.is_interactive(sys.stdout) or not sys.stdin.isatty():
@@ -459,7 +467,7 @@ def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> No
 
 
 def plain(found: Sequence[Probe]) -> str:
-    """A line a probe, in columns."""
+    """Return a text table with one line per probe."""
     head = ("EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON")
     rows = [head, *(_cells(probe) for probe in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -475,7 +483,7 @@ def _cells(probe: Probe) -> tuple[str, ...]:
 
 
 def _told(condition: MountState) -> str:
-    """What the screen says of a mount's condition."""
+    """Return the message about the condition of a mount, or "" if there is no problem."""
     if condition.status is ExitStatus.OK:
         return ""
     return f"{condition.value}: see kprobefs status" if condition in UNANSWERED else condition.value

@@ -1,4 +1,4 @@
-"""`kprobefs tour`: what probing is, step by step on a mount of its own, in the reader's pace."""
+"""`kprobefs tour`: an interactive introduction to probing, step by step on a temporary mount."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One idea, and the commands that show it."""
+    """One idea, and the commands that demonstrate it."""
 
     title: str
     text: str
@@ -54,7 +54,7 @@ _TRAPPED = Step(
         "cat kprobes/stats/kprobes/inside/{mode,reason,bytes,hits}",
     ),
 )
-"""Where Linux 6.1 has no optimizer."""
+"""The step for architectures on which Linux 6.1 has no optimizer."""
 
 STEPS = (
     Step(
@@ -130,12 +130,12 @@ PROMPT = "Enter goes on, q ends the tour "
 
 
 def steps(arch: str) -> tuple[Step, ...]:
-    """What a mount of that architecture shows."""
+    """Return the steps for an architecture."""
     return tuple(_TRAPPED if step is _OPTIMIZED and arch.startswith("riscv") else step for step in STEPS)
 
 
 def tour(directory: str, walk: Sequence[Step]) -> None:
-    """Go through steps on a mount; waits for a key between them where there is a terminal."""
+    """Run the steps on a mount; on a terminal, wait for a key between them."""
     console = terminal.console()
     interactive = terminal.is_interactive(sys.stdout) and sys.stdin.isatty()
     with _Shell(directory) as shell, terminal.keyboard() if interactive else nullcontext():
@@ -152,7 +152,7 @@ def tour(directory: str, walk: Sequence[Step]) -> None:
 
 
 def typed(command: str, width: int | None) -> Iterator[str]:
-    """A command behind a prompt, in lines of that width that a shell takes as they are."""
+    """Yield a prompt and a command in lines of at most `width`, which a shell accepts unchanged."""
     line = "$"
     for word in re.findall(r"(?:'[^']*'|\S)+", command):
         if width is not None and line.strip() != "$" and len(f"{line} {word} \\") > width:
@@ -203,7 +203,7 @@ class _Shell:
         self._process.wait()
 
     def run(self, command: str) -> Iterator[str]:
-        """What it prints."""
+        """Run a command and yield the lines of its output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\necho; echo '{self._end}'\n")
@@ -211,7 +211,7 @@ class _Shell:
         before: str | None = None
         for line in self._process.stdout:
             if line.rstrip("\n") == self._end:
-                # The line before it is ours too, where the command's output ended with one.
+                # If the output ended with a newline, the empty line before comes from the `echo` above.
                 if before:
                     yield before
                 return
