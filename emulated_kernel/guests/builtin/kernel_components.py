@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from emulated_kernel.components.clock_switch import ClockSwitch
-from emulated_kernel.components.components import KernelComponents
+from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.modules import Modules
 from emulated_kernel.guests.builtin.workloads.workloads import Workloads

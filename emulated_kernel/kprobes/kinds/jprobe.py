@@ -14,8 +14,8 @@ from emulated_kernel.arch.arch_hooks import Arch, Registers
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -50,7 +50,7 @@ class Jprobe:
 class Jprobes:
     """The jprobes of one kernel."""
 
-    def __init__(self, kprobes: Kprobes, machine: Machine, arch: Arch) -> None:
+    def __init__(self, kprobes: Kprobes, machine: ProbedMachine, arch: Arch) -> None:
         self._kprobes = kprobes
         self._memory = machine.memory
         self._registers = arch.registers

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
-from emulated_kernel.components.components import KernelComponents
+from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe

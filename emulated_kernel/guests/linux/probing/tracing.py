@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.components.components import ProbeRegistries, TracingComponents
+from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import LinuxContext, linux_need_resched
