@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, immutable
 
 
 class Stepper(Enum):
@@ -48,6 +48,7 @@ class TrampolineForm(Enum):
     """A breakpoint alone; all registers are live."""
 
 
+@immutable
 @dataclass(frozen=True)
 class Profile:
     """Build options that decide how a probe is reached; each can be chosen by itself."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 
 from emulated_kernel.util.abi import PAGE_SIZE
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 @dataclass(frozen=True)
 class TaskInfo:
     """A task, with the columns of machine/tasks."""
 
-    addr: int
+    addr: int = field(metadata=ADDRESS)
     pid: int
     parent: int
     uid: int
@@ -111,7 +112,7 @@ class ModuleInfo:
     users: int
     used_by: tuple[str, ...]
     state: str
-    address: int
+    address: int = field(metadata=ADDRESS)
     digits: int
     """Hexadecimal digits of an address."""
 

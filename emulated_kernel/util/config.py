@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import IntEnum
 from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, immutable
 from emulated_kernel.util.limits import Limits
 
 DEFAULT_RUN_BUDGET = 1.0
@@ -37,6 +37,7 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
 """Name of a supported architecture -> e_machine of its images; the default comes first."""
 
 
+@immutable
 @dataclass(frozen=True)
 class MachineConfig:
     """Options of an emulated machine; sizes in bytes, times in seconds."""

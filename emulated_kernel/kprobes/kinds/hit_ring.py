@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -23,7 +24,7 @@ from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 _COUNT = 0
 _AT = 1
@@ -37,8 +38,8 @@ class RingEntry:
     """One hit: how many there were before it on its CPU, the probed address, and the registers asked for."""
 
     number: int
-    address: int
-    registers: tuple[int, ...]
+    address: int = field(metadata=ADDRESS)
+    registers: tuple[int, ...] = field(metadata=ADDRESS)
     cpu: int = 0
 
 
