@@ -8,7 +8,7 @@ from dataclasses import field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeAlias
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import Move
@@ -22,13 +22,13 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
 from emulated_kernel.kprobes.codegen.compiler import NO_MEMORY
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.hit.ftrace import Called, FtraceOps
-from emulated_kernel.kprobes.kprobe import CompileHandler
+from emulated_kernel.kprobes.kprobe import CompileHandler, RegsT
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 class FprobeRegs(Enum):
@@ -43,24 +43,29 @@ class FprobeRegs(Enum):
 
 CALLED = 3
 """The virtual register in which programs find the function's address."""
-FprobeHandler = Callable[["Fprobe", int, Any, memoryview], object]
+FprobeHandler: TypeAlias = Callable[["Fprobe[RegsT]", int, RegsT, memoryview], object]
 """(fprobe, address of the function, registers, the call's private data)"""
 
 
 @dataclass(eq=False)
-class Fprobe(AssemblyOwner):
-    """Handlers for the functions whose names match `filter`, but not `notfilter`; both are globs.
+class Fprobe(AssemblyOwner, Generic[RegsT]):
+    """A probe on the entry and exit of all functions that match `filter` but not `notfilter`; both are globs.
 
-    A true result of `entry_handler` means that the call's exit isn't of interest (Linux: from 6.4 on).
-    `entry_registers` and `exit_registers` name what the handlers read, to be checked against `registers`;
-    others don't exist in what they are given. Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
+    `entry_handler(fprobe, address, regs, data)` runs when a function is entered, `exit_handler` with the same
+    arguments when it returns. `address` is the function's, `data` are `entry_data_size` bytes of the call's
+    own. If `entry_handler` returns a true value, the exit of this call is ignored (Linux: since 6.4).
+
+    `entry_registers` and `exit_registers` are names of registers that the handlers read. Registration fails
+    if `registers` does not include them.
+
+    Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
     """
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     filter: str
     notfilter: str | None = None
-    entry_handler: FprobeHandler | None = None
-    exit_handler: FprobeHandler | None = None
+    entry_handler: FprobeHandler[RegsT] | None = None
+    exit_handler: FprobeHandler[RegsT] | None = None
     nr_maxactive: int = 0
     """Calls that can be pending at a time; 0: two a function and CPU."""
     entry_data_size: int = 0
@@ -86,7 +91,7 @@ class Fprobe(AssemblyOwner):
     """Those that `hook` doesn't count, or doesn't any more."""
     raised: int = field(default=0, init=False)
     """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
-    functions: tuple[int, ...] = field(default=(), init=False)
+    functions: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
     """Addresses of the functions that it is attached to; empty while it isn't registered."""
 
     @property

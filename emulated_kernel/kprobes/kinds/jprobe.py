@@ -18,7 +18,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 MAX_STACK_SIZE = 64
 """Bytes of the stack that are kept for the probed function, whose arguments its mirror may overwrite."""
@@ -29,17 +29,19 @@ JprobeHandler = Callable[..., object]
 
 @dataclass(eq=False)
 class Jprobe:
-    """A probe on a function's entry: a function with the same signature, which is called in front of it.
+    """A probe on a function's entry: a function with the same signature is called before it.
 
-    `entry` is the guest address of one. It must end in a jump or call to Jprobes.jprobe_return, and runs with
-    interrupts off. Or `handler` is one in Python: it gets as many arguments as it takes, each a word. Give
-    `symbol_name` or `addr`. Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
+    `handler` is such a function in Python. It gets as many arguments as it takes; each is a word. Instead,
+    `entry` is the guest address of such a function. That function runs with interrupts off, and must end in a
+    jump or call to Jprobes.jprobe_return. Give `symbol_name` or `addr`.
+
+    Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
     """
 
-    entry: int = 0
+    entry: int = field(default=0, metadata=ADDRESS)
     handler: JprobeHandler | None = None
     symbol_name: str | None = None
-    addr: int | None = None
+    addr: int | None = field(default=None, metadata=ADDRESS)
     kp: Kprobe = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeAlias
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
 from emulated_kernel.kprobes.hit.ctlblk import HitStatus
-from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, RegsT
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
@@ -25,27 +25,29 @@ _CLEARED_DATA_SIZE = 64
 
 KretprobeInstance = RethookNode
 """What handlers get: one call of the probed function, from its entry to its return."""
-KretprobeHandler = Callable[[KretprobeInstance, Regs], object]
+KretprobeHandler: TypeAlias = Callable[[KretprobeInstance, RegsT], object]
 
 
 @dataclass(eq=False, slots=True)
-class Kretprobe(Kprobe):
-    """A probe on the return of a function, named as a Kprobe is: by its entry.
+class Kretprobe(Kprobe[RegsT]):
+    """A probe on the return of a function; `symbol_name` or `addr` is the function's entry.
 
-    `entry_handler(instance, regs)` runs when the function is entered; a true result means that this call
-    isn't of interest. `handler(instance, regs)` runs when it returns, with regs.ip where it returns to.
-    `maxactive` calls can be pending at a time (0: a default by the number of CPUs); a call more is missed.
-    `data_size` bytes of `instance.data` belong to the call. Handlers must not sleep.
+    `entry_handler(instance, regs)` runs when the function is entered. If it returns a true value, the return
+    of this call is ignored. `handler(instance, regs)` runs when the function returns; regs.ip is the address
+    that it returns to. At most `maxactive` calls can be pending; further calls are missed. 0 selects a
+    default by the number of CPUs. `data_size` bytes of `instance.data` belong to the call. Handlers must not
+    sleep.
+
     Mirrors: include/linux/kprobes.h:struct kretprobe (v6.1).
     """
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
-    handler: KretprobeHandler | None = None
+    handler: KretprobeHandler[RegsT] | None = None
     return_program: CompileHandler | None = None
     """The handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
     return_code: str | None = None
     """A handler in assembly for returns, as `code` is one for entries, with the same cells."""
-    entry_handler: KretprobeHandler | None = None
+    entry_handler: KretprobeHandler[RegsT] | None = None
     maxactive: int = 0
     data_size: int = 0
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
