@@ -172,7 +172,7 @@ class Fprobes:
         """Those that can be traced, with their addresses."""
         return self._traceable()
 
-    def register_fprobe(self, fp: Fprobe) -> None:
+    def register_fprobe(self, fp: Fprobe[Any]) -> None:
         """Hook all functions that match.
 
         Raises: KernelError EINVAL (none matches, registered already, code that can't be assembled),

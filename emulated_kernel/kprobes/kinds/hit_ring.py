@@ -77,25 +77,27 @@ class HitRing:
         cell[1] = address = self._memory.alloc_pages(self._capacity << self._shift)
         return address
 
-    def probe(self, **place: Any) -> Kprobe:
+    def probe(self, **place: Any) -> Kprobe[Any]:
         """A probe that records its hits here, to be registered; `place` as for Kprobe."""
-        kprobe = Kprobe(pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place)
+        kprobe: Kprobe[Any] = Kprobe(
+            pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place
+        )
         kprobe.program = lambda builder, _way: self._emit(builder, kprobe.address)
         return kprobe
 
-    def return_probe(self, **place: Any) -> Kretprobe:
+    def return_probe(self, **place: Any) -> Kretprobe[Any]:
         """The same for returns of a function; `place` as for Kretprobe. Registers are those at the return.
 
         Guest code records those alone that the calling convention keeps.
         """
-        rp = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
+        rp: Kretprobe[Any] = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
         if self._kept.issuperset(self._registers):
             rp.return_program = lambda builder, _way: self._emit(builder, rp.address)
         return rp
 
-    def fprobe(self, filter_: str, **options: Any) -> Fprobe:
+    def fprobe(self, filter_: str, **options: Any) -> Fprobe[Any]:
         """The same for returns of all functions that match; `options` as for Fprobe."""
-        fp = Fprobe(
+        fp: Fprobe[Any] = Fprobe(
             filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
         )
         if self._kept.issuperset(self._registers):

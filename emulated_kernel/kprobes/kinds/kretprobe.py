@@ -104,7 +104,7 @@ class Kretprobes:
         preemption = kprobes.profile.preemption
         self._default_maxactive = max(_MIN_MAXACTIVE, 2 * cpus) if preemption else cpus
 
-    def register_kretprobe(self, rp: Kretprobe) -> None:
+    def register_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Register a probe on a function's return.
 
         Raises: KernelError EINVAL (not a function's entry, its return can't be hooked, registered already),
