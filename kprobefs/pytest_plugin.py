@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from emulated_kernel.kernel.api import Kernel
+    from emulated_kernel import Kernel
 
 MARKER = "architectures"
 END_TIMEOUT = 20.0
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
-    from emulated_kernel.util.config import ARCHITECTURES
+    from emulated_kernel import ARCHITECTURES
 
     names = marker.args or tuple(ARCHITECTURES)
     unknown = [name for name in names if name not in ARCHITECTURES]
@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def kprobefs_arch(request: pytest.FixtureRequest) -> str:
     """The architecture that the marker chose."""
-    from emulated_kernel.util.config import ARCHITECTURES
+    from emulated_kernel import ARCHITECTURES
 
     return str(getattr(request, "param", next(iter(ARCHITECTURES))))
 
@@ -60,8 +60,7 @@ def kprobefs_arch(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
     """An emulated kernel in this process, for `register_kprobe` and the like; it needs no FUSE."""
-    from emulated_kernel.kernel.api import Kernel
-    from emulated_kernel.util.config import MachineConfig
+    from emulated_kernel import Kernel, MachineConfig
 
     with Kernel(MachineConfig(arch=kprobefs_arch)) as booted:
         yield booted

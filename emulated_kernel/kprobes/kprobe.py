@@ -115,28 +115,36 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.POST)
     symbol_name: str | None = None
+    """Name of the symbol that contains the instruction."""
     offset: int = field(default=0, metadata=ADDRESS)
+    """Offset of the instruction from the symbol or from `addr`, in bytes."""
     addr: int | None = field(default=None, metadata=ADDRESS)
+    """Address of the instruction. Registration sets it."""
     pre_handler: PreHandler[RegsT] | None = None
+    """Called before the instruction."""
     post_handler: PostHandler[RegsT] | None = None
+    """Called after the instruction. A probe with a post_handler is not optimized."""
     program: CompileHandler | None = None
     """The pre_handler as guest code; see Kprobes.handler_changed."""
     code: str | None = None
-    """A handler in assembly, which runs as guest code in front of the others; see Assembler.
+    """A handler in assembly, which runs as guest code before the other handlers.
 
-    It changes no register of the probed code. A name in place of an address is one of `cells`. An
-    instruction that faults ends it, and counts in `failures`.
+    It changes no register of the probed code. A name in the place of an address is one of `cells`. A fault
+    ends the handler, and counts in `failures`.
     """
     post_code: str | None = None
     """A post_handler in assembly, with the same cells."""
     fault_handler: FaultHandler[RegsT] | None = None
-    """Kernels before 5.14; see HitHandling.fix_fault."""
+    """Called with an exception's vector when a handler or the copied instruction faults (Linux before 5.14).
+
+    A true result means that the exception has been handled.
+    """
     break_handler: BreakHandler[RegsT] | None = None
-    """Kernels before 4.19: a true pre_handler leaves the hit open until a breakpoint of its own ends it."""
+    """Called at a breakpoint that ends the hit, if pre_handler returned a true value (Linux before 4.19)."""
     length: int = 0
-    """djprobe: bytes of the region that its jump replaces; 0 for a breakpoint."""
+    """Size of the region that a djprobe's jump replaces, in bytes; 0 for a breakpoint."""
     disabled: bool = False
-    """Register it disabled (KPROBE_FLAG_DISABLED)."""
+    """Whether to register the probe disabled (KPROBE_FLAG_DISABLED)."""
     hits_missed: int = field(default=0, init=False, repr=False)
     """Hits that were not handled because a handler was running."""
     raised: int = field(default=0, init=False)
@@ -181,7 +189,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
     @property
     def nmissed(self) -> int:
-        """Hits that were not handled; it can be set."""
+        """Number of hits that were not handled, because a handler was running. It can be set."""
         return self.hits_missed
 
     @nmissed.setter
@@ -190,7 +198,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
     @property
     def address(self) -> GuestAddr:
-        """The probed address; only a registered probe is sure to have one."""
+        """The probed address of a registered probe."""
         assert self.addr is not None, "a probe has no address before it is registered"
         return GuestAddr(self.addr)
 
@@ -221,7 +229,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
     @property
     def cells(self) -> PerCpuVars:
-        """What `code` reads and writes by name."""
+        """The variables of `code` and `post_code` by name: the sum over all CPUs of 64-bit numbers."""
         if self._cells is None:
             self._cells = PerCpuVars()
         return self._cells

@@ -43,8 +43,11 @@ class MachineConfig:
     """Options of an emulated machine; sizes in bytes, times in seconds."""
 
     arch: str = "x86_64"
+    """The architecture: a key of ARCHITECTURES."""
     cpus: int = 1
+    """Number of CPUs."""
     ram_size: int = 64 << 20
+    """Size of the guest's memory."""
     image: Path | None = None
     """File of the kernel to run; None selects the architecture's prebuilt kernel."""
     clock: str = "virtual"
@@ -52,6 +55,7 @@ class MachineConfig:
     pauses: bool = True
     """Advance the guest's timers by the real time that passes between two requests (virtual clock only)."""
     seed: int = 1
+    """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.
 
@@ -65,11 +69,14 @@ class MachineConfig:
     run_budget: float = DEFAULT_RUN_BUDGET
     """Wall time of one uninterrupted guest run, after which the guest counts as looping."""
     profile: str = "linux-6.1"
-    """Set of kprobes features to emulate: a name in kprobes.profile.PROFILES."""
+    """Set of kprobes features to emulate: a key of PROFILES."""
     save_regs: str | None = None
     """Registers that compiled handlers save: "live" or "all"; None takes the profile's value."""
     return_hook: str | None = None
-    """Kind of return hook: one of kprobes.profile.RETURN_HOOKS; None takes the profile's value."""
+    """Shadow stack of return probes: "rethook", "objpool", "instances", "fgraph" or "unified".
+
+    None takes the profile's value.
+    """
     limits: Limits = field(default_factory=Limits, compare=False)
     """Resource limits of the mount; a kernel that replaces this one shares them."""
     fast_registers: bool = True

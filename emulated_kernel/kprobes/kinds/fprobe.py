@@ -32,13 +32,15 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 class FprobeRegs(Enum):
-    """What handlers are given of the registers."""
+    """The registers that handlers of an fprobe get; others are missing attributes."""
 
     PT_REGS = auto()
-    """All of them, as a breakpoint would."""
+    """All registers."""
     FTRACE_REGS = auto()
-    """On entry those of the calling convention, on exit those of results. Mirrors: struct ftrace_regs,
-    struct fgraph_ret_regs (v6.5)."""
+    """On entry the registers of the calling convention, on exit those of results.
+
+    Mirrors: struct ftrace_regs, struct fgraph_ret_regs (v6.5).
+    """
 
 
 CALLED = 3
@@ -63,27 +65,36 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     filter: str
+    """Glob of the functions' names."""
     notfilter: str | None = None
+    """Glob of names to leave out."""
     entry_handler: FprobeHandler[RegsT] | None = None
+    """Called when a function is entered."""
     exit_handler: FprobeHandler[RegsT] | None = None
+    """Called when a function returns."""
     nr_maxactive: int = 0
-    """Calls that can be pending at a time; 0: two a function and CPU."""
+    """Number of calls that can be pending. 0 selects two for each function and CPU."""
     entry_data_size: int = 0
+    """Size of a call's own data, in bytes."""
     registers: FprobeRegs = FprobeRegs.PT_REGS
+    """The registers that handlers get."""
     entry_registers: Sequence[str] = ()
+    """Names of the registers that the entry_handler reads."""
     exit_registers: Sequence[str] = ()
+    """Names of the registers that the exit_handler reads."""
     entry_program: CompileHandler | None = None
     exit_program: CompileHandler | None = None
     """The handlers as guest code, for EntryKind.CALL and EntryKind.RETURN; see Fprobes.handler_changed.
 
     The virtual register CALLED is the function's address; ip isn't known."""
     code: str | None = None
+    """A handler in assembly for entries, which runs before the other handlers; see Kprobe."""
     return_code: str | None = None
-    """Handlers in assembly for entries and exits, in front of the others, as Kprobe.code; with `cells`."""
+    """A handler in assembly for exits, with the same cells."""
     is_disabled: bool = False
-    """See Fprobes.disable_fprobe."""
+    """Whether the handlers are not called; see Kernel.disable_fprobe."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
-    """What they read and write by name."""
+    """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
     assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """Of a registered one."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
@@ -92,11 +103,11 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
     raised: int = field(default=0, init=False)
     """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
     functions: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
-    """Addresses of the functions that it is attached to; empty while it isn't registered."""
+    """Addresses of the functions that a registered fprobe is attached to."""
 
     @property
     def nmissed(self) -> int:
-        """Calls missed since it was registered: no instance was left, or no room for what is in assembly."""
+        """Number of calls missed since the registration, because no instance or no room for code was left."""
         return self._missed + (0 if self.hook is None else self.hook.missed)
 
     def miss(self) -> None:

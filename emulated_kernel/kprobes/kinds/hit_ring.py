@@ -35,19 +35,23 @@ _FIXED = 2
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """One hit: how many there were before it on its CPU, the probed address, and the registers asked for."""
+    """One hit that a HitRing has recorded."""
 
     number: int
+    """Number of hits before this one on its CPU."""
     address: int = field(metadata=ADDRESS)
+    """The probed address."""
     registers: tuple[int, ...] = field(metadata=ADDRESS)
+    """Values of the ring's registers, in their order."""
     cpu: int = 0
+    """Number of the CPU."""
 
 
 class HitRing:
-    """The latest `capacity` hits of all its probes on each CPU; older ones are overwritten.
+    """A ring of the latest `capacity` hits of its probes on each CPU; Kernel.hit_ring creates it.
 
-    `registers` are names as in pt_regs, two for an entry of four words. What its probes do at a hit is a
-    handful of loads and stores, so that it is the cheapest handler there is.
+    `registers` are names as in pt_regs; with two of them an entry has four words. Its handlers are a few
+    loads and stores in guest code, so that they are the cheapest handlers.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
@@ -78,7 +82,7 @@ class HitRing:
         return address
 
     def probe(self, **place: Any) -> Kprobe[Any]:
-        """A probe that records its hits here, to be registered; `place` as for Kprobe."""
+        """Return a probe that records its hits here; the caller registers it. `place` is as for Kprobe."""
         kprobe: Kprobe[Any] = Kprobe(
             pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place
         )
@@ -86,9 +90,10 @@ class HitRing:
         return kprobe
 
     def return_probe(self, **place: Any) -> Kretprobe[Any]:
-        """The same for returns of a function; `place` as for Kretprobe. Registers are those at the return.
+        """Return a probe that records returns of a function; `place` is as for Kretprobe.
 
-        Guest code records those alone that the calling convention keeps.
+        The registers are those at the return. If the calling convention does not keep all of them, each
+        return traps.
         """
         rp: Kretprobe[Any] = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
         if self._kept.issuperset(self._registers):
@@ -96,7 +101,7 @@ class HitRing:
         return rp
 
     def fprobe(self, filter_: str, **options: Any) -> Fprobe[Any]:
-        """The same for returns of all functions that match; `options` as for Fprobe."""
+        """Return a probe that records returns of all functions that match; `options` are as for Fprobe."""
         fp: Fprobe[Any] = Fprobe(
             filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
         )
@@ -106,11 +111,11 @@ class HitRing:
 
     @property
     def hits(self) -> int:
-        """Hits recorded so far, those too that were overwritten."""
+        """Number of hits recorded so far, including those that were overwritten."""
         return sum(cell[0] for cell in self._cells)
 
     def entries(self) -> list[RingEntry]:
-        """The hits that are still there, oldest first, one CPU's after the other's."""
+        """Return the hits that are not overwritten, by CPU, the oldest first."""
         return [entry for cpu in range(len(self._cells)) for entry in self._entries(cpu)]
 
     def _entries(self, cpu: int) -> Iterator[RingEntry]:
@@ -123,7 +128,7 @@ class HitRing:
         return number % self._capacity << self._shift
 
     def close(self) -> None:
-        """Give the memory back, when none of its probes is registered any more."""
+        """Free the ring's memory; none of its probes may be registered."""
         for view, start in zip(self._views, self._starts, strict=True):
             view.release()
             self._memory.free_pages(start)

@@ -39,10 +39,15 @@ class Jprobe:
     """
 
     entry: int = field(default=0, metadata=ADDRESS)
+    """Guest address of a function with the same signature."""
     handler: JprobeHandler | None = None
+    """A function in Python with the same signature."""
     symbol_name: str | None = None
+    """Name of the probed function."""
     addr: int | None = field(default=None, metadata=ADDRESS)
+    """Address of the probed function."""
     kp: Kprobe = field(init=False)
+    """The kprobe on the function's entry."""
 
     def __post_init__(self) -> None:
         self.kp = Kprobe(symbol_name=self.symbol_name, addr=self.addr)

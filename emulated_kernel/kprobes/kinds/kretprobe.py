@@ -43,13 +43,17 @@ class Kretprobe(Kprobe[RegsT]):
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     handler: KretprobeHandler[RegsT] | None = None
+    """Called when the function returns."""
     return_program: CompileHandler | None = None
     """The handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
     return_code: str | None = None
-    """A handler in assembly for returns, as `code` is one for entries, with the same cells."""
+    """A handler in assembly for returns. `code` is the one for entries; both have the same cells."""
     entry_handler: KretprobeHandler[RegsT] | None = None
+    """Called when the function is entered."""
     maxactive: int = 0
+    """Number of calls that can be pending."""
     data_size: int = 0
+    """Size of a call's own data, in bytes, at most 4096."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     """Calls missed and returned as of its unregistration."""
@@ -64,12 +68,15 @@ class Kretprobe(Kprobe[RegsT]):
 
     @property
     def instances_missed(self) -> int:
-        """Calls missed for want of an instance, or of room for `return_code`; `nmissed` counts them too."""
+        """Number of calls missed because no instance or no room for `return_code` was left.
+
+        `nmissed` includes them.
+        """
         return self._ended[0] if self.hook is None else self.hook.missed
 
     @property
     def returns(self) -> int:
-        """Calls whose return was seen."""
+        """Number of returns that were handled."""
         return self._ended[1] if self.hook is None else self.hook.returned
 
     @property

@@ -15,7 +15,10 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 @dataclass(eq=False, slots=True)
 class RethookNode:
-    """A call whose return is awaited. Mirrors: struct rethook_node (v6.1)."""
+    """One call of a hooked function, from its entry to its return.
+
+    Mirrors: include/linux/rethook.h:struct rethook_node (v6.1).
+    """
 
     hook: ReturnHook
     node: int = field(metadata=ADDRESS)
@@ -28,7 +31,7 @@ class RethookNode:
 
     @property
     def data(self) -> memoryview:
-        """The hook's private bytes for this call; valid until the return handler has ended."""
+        """The call's own data; valid until the return handler has ended."""
         return self.hook.data_of(self.node)
 
     @property
@@ -38,7 +41,10 @@ class RethookNode:
 
     @property
     def rp(self) -> Kprobe | None:
-        """The return probe that awaits it; None for other users. Mirrors: get_kretprobe (v6.1)."""
+        """The return probe of this call, or None for other return hooks.
+
+        Mirrors: include/linux/kprobes.h:get_kretprobe (v6.1).
+        """
         return self.hook.probe
 
 
