@@ -219,10 +219,10 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
     """Raises: AssertionError (hits came by another way than the one that the figure is told of)."""
-    found = kernel.kprobes.mode(probe)
+    found = kernel.probe_mode(probe)
     wanted = _SHOWN.get(mode, mode)
     if found != wanted:
-        raise AssertionError(f"{mode}: hits come as {found}: {kernel.kprobes.reason(probe)}")
+        raise AssertionError(f"{mode}: hits come as {found}: {kernel.probe_reason(probe)}")
 
 
 _SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
@@ -368,11 +368,9 @@ def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Me
 def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
     """Let jumps be written, or taken back; a djprobe's is asked for by itself."""
     kprobes = kernel.kprobes
-    with kernel.lock:
-        if kprobes.optimizer is not None:
-            if enabled is not None and kprobes.profile.djprobe is not None:
-                kprobes.set_optimized(enabled, True)
-            kprobes.optimizer.flush()
+    if enabled is not None and kprobes.optimizer is not None and kprobes.profile.djprobe is not None:
+        kernel.set_optimized(enabled, True)
+    kernel.wait_for_kprobe_optimizer()
 
 
 # Reports

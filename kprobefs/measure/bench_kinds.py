@@ -93,9 +93,7 @@ def measure(case: KindCase, hits: int, rounds: int) -> KindFigure:
         run()
         before = [run() for _ in range(rounds)]
         counts = [_PLACING[kind](kernel) for kind in case.kind]
-        if kernel.kprobes.optimizer is not None:
-            with kernel.lock:
-                kernel.kprobes.optimizer.flush()
+        kernel.wait_for_kprobe_optimizer()
         run()
         probed = [run() for _ in range(rounds)]
         if any(count() not in (None, hits * (rounds + 1)) for count in counts):
