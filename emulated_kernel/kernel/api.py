@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -27,9 +29,15 @@ from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.core.open_file import OpenFile
+
+_ROOT = Client(pid=0, uid=0, gid=0)
+_READ_SIZE = 1 << 16
+"""Bytes of one read; a read of fewer bytes need not be the last."""
 
 
 class Kernel:
@@ -651,6 +659,54 @@ class Kernel:
             return self.modules.loaded()
 
     # Files
+
+    @cached_property
+    def _control_files(self) -> NodeTree:
+        """The tree that read_file and write_file use."""
+        return self.filesystem()
+
+    @contextmanager
+    def _opened(self, path: str, flags: int) -> Iterator[OpenFile]:
+        """Open a control file as root; the lock must be held."""
+        opened = self._control_files.open(path, flags, _ROOT)
+        try:
+            yield opened
+        finally:
+            self._control_files.release(opened)
+
+    def read_file(self, path: str) -> str:
+        """Return the text of a control file, for example "tracing/trace" or "kprobes/list".
+
+        Paths are those of a mount. Bytes that are no UTF-8 become surrogates.
+
+        Deviates: no task of the guest opens the file, so that probes do not see the calls.
+
+        Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno of the file.
+        """
+        data = b""
+        with self._request(), self._opened(path, os.O_RDONLY) as opened:
+            try:
+                while part := opened.read(_READ_SIZE, len(data)):
+                    data += part
+            except WouldBlock:
+                if not data:
+                    raise KernelError(errno.EAGAIN, f"{path}: there is nothing to read yet") from None
+        return data.decode("utf-8", "surrogateescape")
+
+    def write_file(self, path: str, text: str) -> None:
+        """Write to a control file without truncating it, as `echo TEXT >> PATH` does.
+
+            kernel.write_file("tracing/kprobe_events", "p:reads vfs_read count=$arg3")
+
+        Deviates: no task of the guest opens the file, so that probes do not see the calls.
+
+        Raises: KernelError ENOENT (no such file), EISDIR, the errno of the file; see tracing/error_log.
+        """
+        left = text.encode("utf-8", "surrogateescape")
+        with self._request(), self._opened(path, os.O_WRONLY | os.O_APPEND) as opened:
+            # Some files take one word at a time.
+            while left and (taken := opened.write(left, 0)):
+                left = left[taken:]
 
     def filesystem(
         self,

@@ -282,6 +282,26 @@ def test_the_log_of_the_guest(kernel: Kernel) -> None:
     assert not kernel.is_dead
 
 
+def test_control_files_without_a_mount(kernel: Kernel) -> None:
+    kernel.write_file("tracing/kprobe_events", "p:numbers int_sqrt number=%di\n")
+    kernel.write_file("tracing/kprobe_events", "p:lengths strlen\n")
+    assert kernel.read_file("kprobe_events").count("\n") == 2
+    kernel.write_file("tracing/events/kprobes/numbers/enable", "1")
+    with pytest.raises(KernelError) as raised:
+        kernel.read_file("tracing/trace_pipe")
+    assert raised.value.errno == errno.EAGAIN
+    kernel.call("int_sqrt", 144)
+    assert "numbers: (int_sqrt+0x0/" in kernel.read_file("tracing/trace")
+    assert "number=0x90" in kernel.read_file("tracing/trace_pipe")
+    with pytest.raises(KernelError) as raised:
+        kernel.write_file("tracing/kprobe_events", "p:wrong no_such_function\n")
+    assert raised.value.errno == errno.ENOENT
+    assert "no_such_function" in kernel.read_file("tracing/error_log")
+    with pytest.raises(KernelError) as raised:
+        kernel.read_file("tracing/events")
+    assert raised.value.errno == errno.EISDIR
+
+
 def test_a_handler_may_read_and_write_but_not_sleep(kernel: Kernel) -> None:
     seen: list[object] = []
     buffer = kernel.machine.user_buffers.alloc(8)
@@ -316,6 +336,8 @@ ARGUMENTS: dict[str, tuple[object, ...]] = {
     "regs_return_value": (None,),
     "call": ("gcd", 12, 18),
     "printk": ("x",),
+    "read_file": ("kprobe_events",),
+    "write_file": ("kprobe_events", ""),
     "load_module": ("ktgt",),
     "unload_module": ("ktgt",),
     "kallsyms_lookup_name": ("gcd",),

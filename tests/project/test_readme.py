@@ -118,7 +118,7 @@ def test_it_begins_with_what_a_new_user_does() -> None:
         )
 
 
-@pytest.mark.parametrize(("page", "count"), [(README, 1), (FIRST, 1), (ASSEMBLY, 2)])
+@pytest.mark.parametrize(("page", "count"), [(README, 1), (FIRST, 2), (ASSEMBLY, 2)])
 def test_the_python_examples_run(page: Path, count: int) -> None:
     examples = blocks("python", page)
     assert len(examples) == count
