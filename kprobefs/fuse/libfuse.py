@@ -58,9 +58,9 @@ os.environ.setdefault("FUSE_LIBRARY_PATH", "libfuse.so.2")
 try:
     import fuse
 except ImportError as error:
-    raise CliError("the Python package fusepy is missing: pip install fusepy") from error
+    raise CliError("fusepy: Python package missing; run pip install fusepy") from error
 except OSError as error:
-    raise CliError("libfuse 2 is missing: install it (Debian: libfuse2, Fedora: fuse-libs)") from error
+    raise CliError("libfuse 2: missing; install it (Debian: libfuse2, Fedora: fuse-libs)") from error
 finally:
     if not _is_named:
         del os.environ["FUSE_LIBRARY_PATH"]
@@ -228,7 +228,7 @@ def stat_bytes(attributes: Stat) -> bytes:
 
 
 def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
-    """Return what `func` returns, or -errno if it raises. Raises nothing.
+    """Call `func`, and return its result, or -errno if it raises. Raises nothing.
 
     `operations.faults` counts the exceptions that are no KernelError. `operations.reserve` is the
     MemoryReserve.
@@ -324,7 +324,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def poll(self, path: bytes | None, file_info: Any, handle: int | None, mask: Any) -> int:
-        """Set the mask of poll(2); see FuseOperations."""
+        """Set the event mask of a file, and keep its poll handle; see FuseOperations."""
         del path
         mask[0] = self.operations.poll(file_info.contents, handle)
         return 0

@@ -82,7 +82,7 @@ def _not_served() -> NoReturn:
 
 @dataclass(frozen=True)
 class FuseOptions:
-    """How a mount appears, and who may use it."""
+    """Mount options: the mount's entry in /proc/mounts, and its users."""
 
     source: str
     """First field of its line in /proc/mounts, where tools look for "tracefs" or "debugfs"."""
@@ -168,7 +168,7 @@ class Server:
 
 
 class _AttributesFor(threading.local):
-    """Who gets the attributes of the next getattr in this thread: a client, or only libfuse.
+    """Receiver of the attributes of the next getattr in this thread: a client, or only libfuse.
 
     libfuse calls getattr for a stat(2) and for a LOOKUP, which the guest runs as a system call of the client.
     It also calls getattr to complete its reply to create, mknod, mkdir, symlink and link, and while a client
@@ -247,7 +247,7 @@ class _Operations:
         self._mount.release(handle)
 
     def access(self, path: str, mode: int) -> None:
-        """Check a call of access(2) by root, or run a chdir(2), which sends the same request."""
+        """Check the access of root to a file, or run a chdir(2), which sends the same request."""
         if not mode & os.X_OK:
             return
         found = self._mount.getattr(path).mode
@@ -450,12 +450,12 @@ class _Operations:
         self._mount.utimens(_client(), path, *map(_new_time, times))
 
     def _needs_memory(self, data: bytes = b"more") -> None:
-        """Raises: KernelError ENOMEM (the reserve does not serve this request)."""
+        """Check that there is memory for a request that makes something. Raises: KernelError ENOMEM."""
         if not self.reserve.allows(data):
             raise KernelError(errno.ENOMEM, "the host has no memory")
 
     def _needs_reserve(self) -> None:
-        """Raises: KernelError ENOMEM (the reserve is used up; only close(2) is served)."""
+        """Check that the reserve is not used up: then only close(2) is served. Raises: KernelError ENOMEM."""
         if self.reserve.is_spent:
             raise KernelError(errno.ENOMEM, "the host has no memory, and the reserve is used up")
 
