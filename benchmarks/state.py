@@ -30,8 +30,7 @@ def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
         event = kernel.tracing.system.events.find("kprobes", "turn")
         assert event is not None
         kernel.trace_arrays.top.events.set_enabled(event, True)
-        assert kernel.kprobes.optimizer is not None
-        kernel.kprobes.optimizer.flush()
+        kernel.wait_for_kprobe_optimizer()
     return kernel
 
 

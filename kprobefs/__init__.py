@@ -1,8 +1,8 @@
-"""The program: command line, daemon, FUSE adapter.
+"""The program: command line, daemon and FUSE adapter.
 
-cli.COMMANDS is where to begin; adapter.py and session_loop.py alone know FUSE. A request takes the mount's
-control lock. The locks of adapter.py, loops.py and reserve.py are the program's own: the control lock isn't
-waited for while one of them is held.
+Begin with COMMANDS in cli.main. Only the subpackage fuse knows FUSE. A request takes the mount's control
+lock. Hazard: the subpackage fuse has locks of its own. No thread may wait for the control lock while it
+holds one of these.
 """
 
 __version__ = "1.0.0"

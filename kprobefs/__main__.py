@@ -1,12 +1,12 @@
-"""`python -m kprobefs`, and what its command runs: an interrupt ends it in silence from here on."""
+"""Entry point of `kprobefs` and `python -m kprobefs`. ^C ends the program silently from here on."""
 
 import signal
 import sys
 
 
 def main() -> int:
-    """Run the program; returns its exit status."""
-    # One that a shell has it ignore stays ignored.
+    """Run the program, and return its exit status."""
+    # A SIGINT that the shell lets the program ignore stays ignored.
     is_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""MountOptions: what a daemon serves, and where."""
+"""MountOptions, the options of a mount, and their checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from emulated_kernel.util.config import MachineConfig
 
     ServedMount = GuestMount | NativeMount | VmcoreMount
-    """What the adapter serves: all have the same methods."""
+    """Mounts that the FUSE adapter serves. All have the same methods."""
 
 KERNEL_KPROBES = "kernel"
 KPROBES = ("kprobefs", KERNEL_KPROBES)
@@ -32,45 +32,45 @@ ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
-"""Those that our engine probes a distribution's kernel with."""
+"""Profiles for probing a distribution's kernel with kprobefs's own engine."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
 
 @dataclass(frozen=True)
 class MountOptions:
-    """One mount; `directory` is absolute, without symbolic links."""
+    """Options of one mount. `directory` is absolute and without symbolic links."""
 
     directory: str
     machine: MachineConfig
     layout: str = "full"
     allow_other: bool = False
-    """Others than who mounts get in, as far as modes allow."""
+    """Admit other users, subject to file modes."""
     flags: tuple[str, ...] = ()
-    """Options of mount(8) that are FUSE's own."""
+    """Further mount options of libfuse, such as noexec."""
     isolate: bool = False
     """Ignore host processes that do not use the mount, and number clients from PID 1000."""
     make_directory: bool = False
-    """Make the directory where there is none."""
+    """Make a missing directory."""
     kprobes: str = KPROBES[0]
     """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
     state: str | None = None
-    """A directory for what outlives the daemon."""
+    """Directory for definitions and records, which outlive the daemon."""
     vmcore: str | None = None
     """ELF vmcore whose kernel is mounted."""
 
     @property
     def source(self) -> str:
-        """First field in /proc/mounts: what the root directory looks like to tools that search there."""
+        """First field in /proc/mounts, by which tools recognize the root directory."""
         return "tracefs" if self.layout == "tracefs" else "debugfs"
 
 
 Builder = Callable[[MountOptions], "ServedMount"]
-"""Makes the mount that is served: the emulated kernel, or something smaller in tests."""
+"""Function that makes the served mount. Tests use smaller ones."""
 
 
 def check_image(path: Path) -> None:
-    """Raises: CliError (`path` is no file that could be a kernel image; what is in it isn't looked at)."""
+    """Check that `path` is a regular file of an allowed size. Its content is not read. Raises: CliError."""
     try:
         found = path.stat()
     except OSError as error:
@@ -83,7 +83,7 @@ def check_image(path: Path) -> None:
 
 
 def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
-    """What `--limit NAME=VALUE` says, and the run budget in seconds. Raises: CliError."""
+    """Return the limits of `--limit NAME=VALUE`, and the run budget in seconds. Raises: CliError."""
     found: dict[Limit, int | None] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -110,22 +110,25 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.isolate:
         raise CliError("--isolate: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)
     if is_limited:
-        raise CliError("--limit: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)
+        raise CliError(
+            "--limit: not possible with a distribution's kernel, which has limits of its own; leave it out",
+            ExitStatus.USAGE,
+        )
     if machine.arch != "x86_64" or machine.cpus != 1:
         why = "a distribution's kernel runs on one CPU, of x86_64; leave these out"
         raise CliError(f"--arch, --cpus: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES:
         return
     if machine.profile not in LINUX_PROFILES:
-        why = f"not possible with a distribution's kernel; use {' or '.join(LINUX_PROFILES)}"
-        raise CliError(f"--profile {machine.profile}: {why}", ExitStatus.USAGE)
+        known = " or ".join(LINUX_PROFILES)
+        raise CliError(f"--profile: not possible with a distribution's kernel; use {known}", ExitStatus.USAGE)
     if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
         why = "not possible with a distribution's kernel; leave these out"
         raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)
 
 
 def runs_linux(options: MountOptions) -> bool:
-    """Whether a distribution's kernel is mounted."""
+    """Return True if a distribution's kernel is mounted."""
     image = options.machine.image
     if options.kprobes == KERNEL_KPROBES or options.vmcore is not None:
         return True
@@ -144,7 +147,7 @@ def _is_linux(image: Path) -> bool:
 
 
 def check_state(options: MountOptions) -> None:
-    """Raises: CliError (the state would lie in a mount of ours, whose daemon may wait for itself)."""
+    """Check that --state is outside of all mounts: a daemon could wait for itself. Raises: CliError."""
     from kprobefs.common import mountpoints
 
     if options.state is not None and mountpoints.is_inside(options.state, options.directory):

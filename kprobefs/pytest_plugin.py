@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from emulated_kernel.kernel.api import Kernel
+    from emulated_kernel import Kernel
 
 MARKER = "architectures"
 END_TIMEOUT = 20.0
-"""Seconds."""
-# `run` ends with its command, and that with its standard input: nothing outlives pytest.
+"""Seconds that a mount may take to end."""
+# `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
 _STAY = ("sh", "-c", 'printf "%s\\n" "$KPROBEFS"; exec cat > /dev/null')
 
 
@@ -29,16 +29,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
         "markers",
-        f"{MARKER}(*names): run the test once on a kernel of each; all that there are where none is named",
+        f"{MARKER}(*names): run the test once on each architecture (default: on all)",
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with the marker is one test for each architecture."""
+    """Make one test for each architecture of a test with the marker."""
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
-    from emulated_kernel.util.config import ARCHITECTURES
+    from emulated_kernel import ARCHITECTURES
 
     names = marker.args or tuple(ARCHITECTURES)
     unknown = [name for name in names if name not in ARCHITECTURES]
@@ -51,17 +51,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def kprobefs_arch(request: pytest.FixtureRequest) -> str:
-    """The architecture that the marker chose."""
-    from emulated_kernel.util.config import ARCHITECTURES
+    """Return the architecture that the marker chose."""
+    from emulated_kernel import ARCHITECTURES
 
     return str(getattr(request, "param", next(iter(ARCHITECTURES))))
 
 
 @pytest.fixture
 def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
-    """An emulated kernel in this process, for `register_kprobe` and the like; it needs no FUSE."""
-    from emulated_kernel.kernel.api import Kernel
-    from emulated_kernel.util.config import MachineConfig
+    """Boot an emulated kernel in this process, for `register_kprobe` and similar. It needs no FUSE."""
+    from emulated_kernel import Kernel, MachineConfig
 
     with Kernel(MachineConfig(arch=kprobefs_arch)) as booted:
         yield booted
@@ -69,7 +68,7 @@ def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
 
 @pytest.fixture
 def kprobefs_mount(kprobefs_arch: str) -> Iterator[Callable[..., Path]]:
-    """Mounts a kernel of its own, and gives the directory; what was mounted goes with the test.
+    """Return a function that mounts a kernel, and returns the directory until the test ends.
 
     Keyword arguments: `arch` (the marker's, or x86_64), `cpus` (1), `seed` (1), `layout` ("full": kprobes/,
     tracing/, machine/, scratch/; "tracefs": tracefs itself).
@@ -86,7 +85,7 @@ def kprobefs_mount(kprobefs_arch: str) -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture
 def tracefs(kprobefs_mount: Callable[..., Path]) -> Path:
-    """A tracefs of its own, as /sys/kernel/tracing; files in `../scratch` are the emulated kernel's."""
+    """Mount a kernel, and return its tracefs. Files in `../scratch` belong to the emulated kernel."""
     return kprobefs_mount() / "tracing"
 
 
@@ -106,7 +105,7 @@ def _mounted(options: list[str]) -> Iterator[Path]:
     try:
         directory = process.stdout.readline().rstrip("\n")
         if not directory:
-            # It closes its standard input too.
+            # communicate() also closes the standard input.
             raise RuntimeError(process.communicate()[1].strip())
         yield Path(directory)
     finally:

@@ -1,7 +1,8 @@
-"""What happens in the guest, told to trace and to whom it concerns beside it; without knowing host.
+"""The components of a kernel that is probed: how they are built, and what connects several of them.
 
-The machine's clock that records read (ClockSwitch), modules that come and go for image, kprobes and trace
-(ModuleNotifier), and directories in the guest of events in trace (GuestDirectories). What host does for them
-are functions that the builders hand over, for our kernel and for a distribution's. All of it is called under
-the control lock, by who runs the guest or writes a file.
+probe_engine builds the registries of probes, tracing builds tracing, and records holds the results. Both
+makes of kernel use these builders. ClockSwitch, ModuleNotifier and GuestDirectories connect layers below: the
+clock with the trace arrays, the guest's modules with symbols, probes and events, and events with directories
+in the guest. What they need of a guest are functions that the kernel's composition root passes. All of them
+are called with the control lock held.
 """

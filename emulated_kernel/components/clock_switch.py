@@ -1,4 +1,4 @@
-"""Changing what the machine's clock follows, and all that depends on it."""
+"""ClockSwitch: change the mode or the seed of the machine's clock, and everything that depends on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from emulated_kernel.util.control_lock import ControlLock
 
 
 class ClockSwitch:
-    """The clock's mode and seed, for the machine and for the guest code that reads the clock for records."""
+    """Selects the clock of the machine and of the guest code that reads the clock for records."""
 
     def __init__(self, clock: MachineClock, arrays: TraceArrays, lock: ControlLock) -> None:
         self._clock = clock
@@ -16,10 +16,10 @@ class ClockSwitch:
         self._lock = lock
 
     def select(self, kind: str | None, seed: int | None) -> None:
-        """Follow another one; None: the mode, or the seed, stays."""
+        """Select another mode and seed; None keeps the current one."""
         self._lock.assert_held()
         clock = self._clock
         clock.select(clock.kind if kind is None else kind, clock.seed if seed is None else seed)
-        # Guest code that reads the old clock is dropped with the records' ways.
+        # This also drops the compiled handlers, which read the old clock.
         for tracing in self._arrays:
             tracing.array.notify_rewired()

@@ -1,4 +1,7 @@
-"""Directories of events inside the guest: who probes tracefs_create_dir sees them made, as on Linux."""
+"""GuestDirectories: the guest creates a directory for each new event, which probes of it can see.
+
+Linux: registering an event calls tracefs_create_dir for its group and for the event itself.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ _REMOVES = "tracefs_remove"
 
 
 class GuestDirectories(EventWatcher):
-    """A directory for each group, and one in it for each event, that was made while somebody could see it.
+    """Creates and removes directories in the guest, for groups and events, while probes could see it.
 
-    Deviates: the task that makes them is the daemon's, not the writer's, which sleeps meanwhile.
+    Deviates: the daemon's task calls the functions, because the task of the writer sleeps meanwhile.
     """
 
     def __init__(
@@ -27,7 +30,11 @@ class GuestDirectories(EventWatcher):
         is_watched: Callable[[], bool],
         is_running: Callable[[], bool],
     ) -> None:
-        """`call`: a function of the guest's, by its name; `is_running`: the guest is within one already."""
+        """Watch `registry`.
+
+        `call` calls a guest function by its name. `is_watched` tells whether text is patched. `is_running`
+        tells whether the guest runs, so that no function can be called.
+        """
         self._registry = registry
         self._function = call
         self._is_watched = is_watched
@@ -37,8 +44,8 @@ class GuestDirectories(EventWatcher):
         registry.watch(self)
 
     def event_added(self, event: TraceEvent) -> None:
-        """An event was registered."""
-        # Inside a hit nothing can be called.
+        """Create the directory of a new event, and that of its group before the first event."""
+        # In a hit, no guest function can be called.
         if not self._is_watched() or self._is_running():
             return
         if event.group not in self._groups:
@@ -46,7 +53,7 @@ class GuestDirectories(EventWatcher):
         self._events[event] = self._call(MAKES, event.name, self._groups[event.group])
 
     def event_removed(self, event: TraceEvent) -> None:
-        """An event was removed; the last one takes its group along."""
+        """Remove the directory of an event, and that of its group after the last event."""
         directory = self._events.pop(event, 0)
         group = 0 if self._registry.has_group(event.group) else self._groups.pop(event.group, 0)
         for dentry in (directory, group):
@@ -54,7 +61,7 @@ class GuestDirectories(EventWatcher):
                 self._call(_REMOVES, dentry)
 
     def _call(self, function: str, *args: int | str) -> int:
-        """0 where the guest is dead, lacks the function, or died of a probe in it."""
+        """Call a guest function; return 0 if the guest is dead, lacks the function, or dies in it."""
         with suppress(KernelError, GuestFault):
             return self._function(function, *args)
         return 0

@@ -1,4 +1,4 @@
-"""What happens to symbols, probes and events when a module comes, is complete, or goes."""
+"""ModuleNotifier: update symbols, probes and events when the guest loads or unloads a module."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from emulated_kernel.util.abi import ModuleState
 
 
 class ModuleNotifier:
-    """Keeps a LiveImage and the probes in step with the guest's modules.
+    """Updates a LiveImage, probes and events at each change of a module's state.
 
-    Mirrors: kernel/kprobes.c:kprobes_module_callback (v6.1), and those of tracing.
+    Mirrors: kernel/kprobes.c:kprobes_module_callback, and trace_kprobe_module_callback (v6.1).
     """
 
     def __init__(
@@ -30,7 +30,11 @@ class ModuleNotifier:
         events: KprobeEvents,
         forget: Callable[[Sequence[tuple[int, int]], str], None],
     ) -> None:
-        """`read`, `name`: of a struct module; `forget`: told what memory of which module is to be freed."""
+        """Store the parts to update.
+
+        `read` reads a struct module, and `name` its name. `forget` gets the ranges of a module's memory that
+        are about to be freed.
+        """
         self._read = read
         self._name = name
         self._live = live
@@ -41,7 +45,10 @@ class ModuleNotifier:
         self._forget = forget
 
     def __call__(self, state: ModuleState, module: int) -> None:
-        """Raises: as `read` and `name` (the guest shows no sound module)."""
+        """Handle a module's new state; `module` is the address of its struct module.
+
+        Raises: as `read` and `name` (the module's data is corrupt).
+        """
         match state:
             case ModuleState.COMING:
                 self._arrive(self._read(module))
@@ -51,13 +58,14 @@ class ModuleNotifier:
                 self._leave(self._name(module))
 
     def _arrive(self, module: Module) -> None:
+        """Add a module's symbols and tables, and register the events that waited for it."""
         self._live.put(module)
         self._tables_changed()
         self._functions.module_came(module.name, module.mcount)
         self._events.module_coming(module.name)
 
     def _settle(self, name: str) -> None:
-        """Its init text is about to be freed."""
+        """Forget what is freed after the module's init function has returned."""
         module = self._live.find(name)
         if module is None:
             return
@@ -69,6 +77,7 @@ class ModuleNotifier:
         self._tables_changed()
 
     def _leave(self, name: str) -> None:
+        """Remove a module's symbols and tables, and let the probes in it be gone."""
         module = self._live.find(name)
         if module is None:
             return
@@ -79,5 +88,6 @@ class ModuleNotifier:
         self._tables_changed()
 
     def _tables_changed(self) -> None:
+        """Drop what was derived from the symbols and tables before."""
         self._kprobes.tables_changed()
         self._symbols.tables_changed()

@@ -1,4 +1,4 @@
-"""Puts tracing together over any kernel that is probed, in the order in which one part needs the other."""
+"""Build tracing over any kernel: events, trace arrays, tracers and the files of dynamic events."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.components.components import ProbeRegistries, TracingComponents
+from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.services import RELEASE, TracingServices
-from emulated_kernel.trace.compiled.guest_addresses import NeedResched
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.context.call_stack import CallStack
 from emulated_kernel.trace.context.function_frames import FrameTables
@@ -36,6 +36,8 @@ from emulated_kernel.trace.synth.synthetic_events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
+from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -44,116 +46,187 @@ from emulated_kernel.util.limits import Limits
 
 @dataclass(frozen=True, eq=False)
 class TracedKernel:
-    """What tracing asks of a kernel, whoever made it."""
+    """The input of the builder: a booted kernel with its tracepoints, whichever kernel that is."""
 
     machine: ProbedMachine
     live: LiveImage[Any]
-    """Its text and tables, with those of its modules."""
+    """Text and tables of the kernel and its loaded modules."""
     abi: Mapping[str, int]
-    """Offsets in its structures and per-CPU areas, by the names of our own image's table."""
+    """Offsets in structures and per-CPU areas, by the names that the table of kprobefs's own image has."""
     symbols: KernelSymbols
     tasks: Tasks
     context: HitContext
     events: Iterable[TraceEvent]
-    """Its own, in the order of their files."""
+    """The kernel's static events, in the order of their files."""
     points: Mapping[str, Tracepoint]
-    """Of these events, by GROUP:EVENT; complete when all of them have been made."""
+    """GROUP:EVENT -> tracepoint; complete only after `events` has been iterated."""
     syscall_name: Callable[[int], str | None]
+    """Returns the name of a system call's number."""
     fentry: Collection[int]
-    """Addresses at which its functions can be traced."""
+    """Addresses at which functions can be traced."""
     resched: NeedResched
     limits: Limits
     log: Callable[[str], None]
-    """A line of its log."""
+    """Writes a line to the kernel log."""
     release: str = RELEASE
+    """Release of the kernel, as uname -r prints it."""
     printk_formats: Callable[[], Iterable[str]] = tuple
-    """Lines of that file: nothing where none of its own records is formatted as it is shown."""
+    """Returns the lines of the file printk_formats."""
     has_graph: bool = True
+    """Whether calls can be followed to their returns, for function_graph and the profiler."""
     measured: Machine | None = None
-    """The machine where a handler can be run beside the kernel, to see what it costs."""
+    """The machine, if handlers can run beside the kernel to measure their cost."""
 
 
 def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:
-    """Tracing with nothing on, over a kernel whose probes are registered with `engine`."""
-    machine = kernel.machine
-    abi = kernel.abi
-    symbols = kernel.symbols
-    memory = machine.memory
-    tasks = kernel.tasks
-    context = kernel.context
-    kprobes = engine.kprobes
-    hook_sets = engine.hook_sets
+    """Build tracing, with nothing enabled, over a kernel whose probes are registered with `engine`."""
     registry = EventRegistry()
     cmdlines = SavedCmdlines()
-    records = GuestRecords(machine.records, tasks, cmdlines, machine.clock)
-    for event in kernel.events:
+    records = GuestRecords(kernel.machine.records, kernel.tasks, cmdlines, kernel.machine.clock)
+    # Before anything that looks up tracepoints, which exist when the events have been iterated.
+    markers = _register_static_events(registry, kernel.events, arch)
+    system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines)
+    functions = _build_functions(kernel, engine, arch)
+    arrays = _build_arrays(kernel, engine, system, functions)
+    addresses = records.places(
+        kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
+    )
+    graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
+    commands = EventCommands(registry, arrays.top.errors, kernel.log, kernel.limits)
+    probes = _build_probes(kernel, engine, arch, addresses)
+    kprobe_events = KprobeEvents(probes, commands)
+    fprobe_events = FprobeEvents(probes, commands) if engine.kprobes.profile.fprobe_events else None
+    synthetic_events = SyntheticEvents(commands, arch.word_size)
+    uprobe_events = UprobeEvents(arch, commands)
+    # A command is offered to each kind in this order.
+    kinds = (kprobe_events, fprobe_events, synthetic_events, uprobe_events)
+    event_probes = EventProbes(arch, kernel.symbols, commands)
+    return TracingComponents(
+        symbols=kernel.symbols,
+        system=system,
+        arrays=arrays,
+        functions=functions,
+        function_graph=graph,
+        function_profiler=profiler,
+        stack_tracer=StackTracer(functions, system, kernel.machine.memory, kernel.abi),
+        printk_formats=kernel.printk_formats,
+        guest_records=records,
+        handler_costs=_build_handler_costs(kernel, engine, arch, records, addresses),
+        dynamic_events=DynamicEvents(commands, *(kind for kind in kinds if kind is not None), event_probes),
+        kprobe_events=kprobe_events,
+        fprobe_events=fprobe_events,
+        synthetic_events=synthetic_events,
+        uprobe_events=uprobe_events,
+    )
+
+
+def _register_static_events(registry: EventRegistry, events: Iterable[TraceEvent], arch: Arch) -> PrintEvent:
+    """Register the kernel's events and those of ftrace; return the event of markers."""
+    for event in events:
         registry.add(event)
-    here = ProbeHit(memory, tasks, context.trace_ctx, machine.regs)
     markers = PrintEvent(arch.word_size)
     for own in (markers, *ftrace_entry_events(arch.word_size)):
         registry.add_own(own)
-    tables = FrameTables(machine.text, kernel.live, symbols, arch, hook_sets)
-    system = TracingServices(
+    return markers
+
+
+def _build_services(
+    kernel: TracedKernel,
+    engine: ProbeRegistries,
+    arch: Arch,
+    registry: EventRegistry,
+    records: GuestRecords,
+    markers: PrintEvent,
+    cmdlines: SavedCmdlines,
+) -> TracingServices:
+    """Build the services that all trace arrays share."""
+    machine = kernel.machine
+    kprobes = engine.kprobes
+    hook_sets = engine.hook_sets
+    tables = FrameTables(machine.text, kernel.live, kernel.symbols, arch, hook_sets)
+    return TracingServices(
         lock=kprobes.lock,
         cpus=len(machine.per_cpu_bases),
         now_ns=machine.clock.read_ns,
         events=registry,
-        symbols=symbols,
+        symbols=kernel.symbols,
         arch=arch,
-        tasks=tasks,
-        stack=CallStack(memory, tables, abi, symbols, arch, hook_sets, kprobes),
-        current_ctx=here,
+        tasks=kernel.tasks,
+        stack=CallStack(machine.memory, tables, kernel.abi, kernel.symbols, arch, hook_sets, kprobes),
+        current_ctx=ProbeHit(machine.memory, kernel.tasks, kernel.context.trace_ctx, machine.regs),
         memory=records,
         markers=markers,
         cmdlines=cmdlines,
         printk=kernel.log,
         release=kernel.release,
     )
-    called = ProbeHit(memory, tasks, context.trace_ctx)
-    functions = KernelFunctions(kprobes.sites, kernel.fentry, symbols, called, kprobes.probe_checker, arch)
-    hists = HistCommand(HistServices(registry, kernel.syscall_name))
-    arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, kprobes.lock, kernel.limits)
-    places = records.places(abi, arch.interrupt_flag, context.breakpoint_trace_ctx, kernel.resched)
+
+
+def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
+    """Build the tracing of calls at fentry sites."""
+    kprobes = engine.kprobes
+    called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
+    return KernelFunctions(kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch)
+
+
+def _build_arrays(
+    kernel: TracedKernel, engine: ProbeRegistries, system: TracingServices, functions: KernelFunctions
+) -> TraceArrays:
+    """Build the top trace array, to which instances are added later."""
+    hists = HistCommand(HistServices(system.events, kernel.syscall_name))
+    now_ns = kernel.machine.clock.now_ns
+    return TraceArrays(system, hists, functions, now_ns, engine.kprobes.lock, kernel.limits)
+
+
+def _build_graphs(
+    kernel: TracedKernel,
+    engine: ProbeRegistries,
+    arrays: TraceArrays,
+    functions: KernelFunctions,
+    addresses: GuestAddresses,
+) -> tuple[GraphTracer | None, FunctionProfiler | None]:
+    """Build the function_graph tracer and the function profiler, if the kernel can have them."""
+    if not kernel.has_graph:
+        return None, None
     top = arrays.top
-    graph = None
-    profiler = None
-    if kernel.has_graph:
-        graph, profiler = build_graphs(
-            kprobes, hook_sets, top.array, top.functions, functions.functions, kernel.points, context, places
-        )
-    commands = EventCommands(registry, top.errors, kernel.log, kernel.limits)
-    hit = ProbeHit(memory, tasks, context.hit_trace_ctx)
-    probes = ProbeEngine(
-        arch, symbols, kprobes, engine.kretprobes, engine.fprobes, hit, places, kprobes.profile.jprobes
+    return build_graphs(
+        engine.kprobes,
+        engine.hook_sets,
+        top.array,
+        top.functions,
+        functions.functions,
+        kernel.points,
+        kernel.context,
+        addresses,
     )
-    kprobe_events = KprobeEvents(probes, commands)
-    fprobe_events = FprobeEvents(probes, commands) if kprobes.profile.fprobe_events else None
-    synthetic_events = SyntheticEvents(commands, arch.word_size)
-    uprobe_events = UprobeEvents(arch, commands)
-    costs = None
-    if kernel.measured is not None:
-        costs = HandlerCosts(kernel.measured, arch, kprobes.compiler, records, places)
-    return TracingComponents(
-        symbols=symbols,
-        system=system,
-        arrays=arrays,
-        functions=functions,
-        function_graph=graph,
-        function_profiler=profiler,
-        stack_tracer=StackTracer(functions, system, memory, abi),
-        printk_formats=kernel.printk_formats,
-        guest_records=records,
-        handler_costs=costs,
-        dynamic_events=DynamicEvents(
-            commands,
-            kprobe_events,
-            *((fprobe_events,) if fprobe_events else ()),
-            synthetic_events,
-            uprobe_events,
-            EventProbes(arch, symbols, commands),
-        ),
-        kprobe_events=kprobe_events,
-        fprobe_events=fprobe_events,
-        synthetic_events=synthetic_events,
-        uprobe_events=uprobe_events,
+
+
+def _build_probes(
+    kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, addresses: GuestAddresses
+) -> ProbeEngine:
+    """Build what dynamic events register their probes with."""
+    kprobes = engine.kprobes
+    hit = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.hit_trace_ctx)
+    return ProbeEngine(
+        arch,
+        kernel.symbols,
+        kprobes,
+        engine.kretprobes,
+        engine.fprobes,
+        hit,
+        addresses,
+        kprobes.profile.jprobes,
     )
+
+
+def _build_handler_costs(
+    kernel: TracedKernel,
+    engine: ProbeRegistries,
+    arch: Arch,
+    records: GuestRecords,
+    addresses: GuestAddresses,
+) -> HandlerCosts | None:
+    """Build the measurement of handlers' costs, or return None if the kernel cannot be measured."""
+    if kernel.measured is None:
+        return None
+    return HandlerCosts(kernel.measured, arch, engine.kprobes.compiler, records, addresses)

@@ -7,7 +7,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from itertools import accumulate
 from typing import Self
 
@@ -21,7 +21,7 @@ from emulated_kernel.image.elf import (
     nm_letter,
 )
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 _OWN_TABLES = frozenset(
     f"kallsyms_{table}"
@@ -47,9 +47,9 @@ class Symbol:
     """A symbol; `type` is nm's letter, `size` the distance in bytes to the next higher symbol."""
 
     name: str
-    address: int
+    address: int = field(metadata=ADDRESS)
     type: str
-    size: int = 0
+    size: int = field(default=0, metadata=ADDRESS)
 
     def __str__(self) -> str:
         return self.name
@@ -65,7 +65,7 @@ class Location:
     """An address as a symbol and an offset in bytes."""
 
     symbol: Symbol
-    offset: int
+    offset: int = field(metadata=ADDRESS)
     module: str | None = None
     """Name of the symbol's module; None for the kernel itself."""
 

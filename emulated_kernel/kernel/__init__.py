@@ -1,1 +1,1 @@
-"""The public API of kprobefs's own kernel, and the builder behind it."""
+"""The public API of kprobefs's own kernel, and its composition root."""

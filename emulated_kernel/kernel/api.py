@@ -1,42 +1,43 @@
-"""Kernel: the public API; no logic of its own."""
+"""Kernel: the public API of a kernel of kprobefs's own, which takes the control lock; no logic of its own."""
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
+from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.mounts.mounts import Mounts
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout, build_filesystem
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.kernel.builder import build
 from emulated_kernel.kprobes.kinds.batch import register_all
+from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.kprobe import Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import Kprobe, Regs, RegsT
+from emulated_kernel.kprobes.probe_text import ProbeText
 from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.machine.guest_info import Message, ModuleInfo
+from emulated_kernel.trace.symbols import sprint_symbol
+from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.core.open_file import OpenFile
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _controlled(find: Callable[[Kernel], Callable[_P, _T]]) -> Callable[Concatenate[Kernel, _P], _T]:
-    """A method of Kernel that calls one of its parts' under the control lock; it says more."""
-
-    def method(kernel: Kernel, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with kernel._control():
-            return find(kernel)(*args, **kwargs)
-
-    return method
+_ROOT = Client(pid=0, uid=0, gid=0)
+_READ_SIZE = 1 << 16
+"""Bytes of one read; a read of fewer bytes need not be the last."""
 
 
 class Kernel:
@@ -46,11 +47,17 @@ class Kernel:
             kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=...))
             kernel.call("vfs_read", ...)
 
-    One lock serialises everything; the methods here take it. `watch` tells of host processes. `profile`
-    is for switches that no preset has, and goes before the one that `config` names. `lock` is that of a
-    kernel whose place this one takes, by replace_kernel(); it is held.
+    `config` describes the emulated computer. `profile` takes precedence over the profile that `config` names;
+    it is for switches that no preset has. `watch` reports host processes to the guest. `lock` is the held
+    lock of the kernel that this one replaces; see replace_kernel.
 
-    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that doesn't boot), OSError.
+    Methods may be called from any thread: each takes the control lock. Hold `lock` around several calls to
+    make them one step. After close(), each method raises KernelError ENODEV.
+
+    In a probe's handler, only methods that read or write text, symbols, memory, registers and the clock may
+    be called, and those that report a probe's state. All others raise KernelError EDEADLK there.
+
+    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that does not boot), OSError.
     """
 
     def __init__(
@@ -60,11 +67,14 @@ class Kernel:
         profile: Profile | None = None,
         lock: ControlLock | None = None,
     ) -> None:
+        """Boot the kernel to its first system call."""
         self.components = parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
         self.config = parts.config
         self.lock = parts.lock
         self.arch = parts.arch
-        self.live, self.image, self.machine = parts.live, parts.live.core, parts.machine
+        self.live = parts.live
+        self.image = parts.live.core
+        self.machine = parts.machine
         self.guest = parts.guest
         self.modules = parts.modules
         self.loads = parts.loads
@@ -75,118 +85,628 @@ class Kernel:
         self.trace_arrays = parts.tracing.arrays
         self.trace = parts.tracing.arrays.top.array
         self._mounts = Mounts(self.machine.text, self.guest, self.lock, self.config.limits)
+        self._probe_text = ProbeText(self.kprobes, self.arch, self.machine.text)
+        self._is_closed = False
+
+    # The lock
+
+    def _check_open(self) -> None:
+        """Raise KernelError ENODEV if the kernel is closed."""
+        if self._is_closed:
+            raise KernelError(errno.ENODEV, "the kernel is closed: create another one")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the control lock, for what a probe's handler may do too.
+
+        Raises: KernelError ENODEV (closed).
+        """
+        with self.lock:
+            self._check_open()
+            yield
 
     @contextmanager
     def _control(self) -> Iterator[None]:
-        """The control lock, for what may sleep. Raises: KernelError EDEADLK (in a probe's handler).
+        """Hold the control lock, for what may sleep.
 
-        Linux: there it would deadlock, or be a "scheduling while atomic".
+        Linux: in a probe's handler it would deadlock, or be a "scheduling while atomic".
+
+        Raises: KernelError ENODEV (closed), EDEADLK (in a probe's handler).
         """
-        with self.lock:
+        with self._locked():
             if self.machine.is_running:
-                raise KernelError(errno.EDEADLK, "not from a probe's handler: the guest stands in its hit")
+                raise KernelError(
+                    errno.EDEADLK, "a probe's handler must not sleep: wait until the hit has ended"
+                )
             yield
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """The same for what counts as a request."""
+        """Hold the control lock, for what counts as a request: delayed work that is due is done first.
+
+        Raises: as _control.
+        """
         with self._control():
             self.components.requests.request_begins(by_program=True)
             yield
 
-    # Probes: by the kernel's own names what Kprobes, Kretprobes, Fprobes and Jprobes do
+    # Kprobes
 
-    register_kprobe = _controlled(lambda kernel: kernel.kprobes.register_kprobe)
-    unregister_kprobe = _controlled(lambda kernel: kernel.kprobes.unregister_kprobe)
-    enable_kprobe = enable_kretprobe = _controlled(lambda kernel: kernel.kprobes.enable_kprobe)
-    disable_kprobe = disable_kretprobe = _controlled(lambda kernel: kernel.kprobes.disable_kprobe)
-    commit_kprobes = _controlled(lambda kernel: kernel.kprobes.commit_kprobes)
-    register_kretprobe = _controlled(lambda kernel: kernel.kretprobes.register_kretprobe)
-    unregister_kretprobe = _controlled(lambda kernel: kernel.kretprobes.unregister_kretprobe)
-    register_fprobe = _controlled(lambda kernel: kernel.fprobes.register_fprobe)
-    unregister_fprobe = _controlled(lambda kernel: kernel.fprobes.unregister_fprobe)
-    enable_fprobe = _controlled(lambda kernel: kernel.fprobes.enable_fprobe)
-    disable_fprobe = _controlled(lambda kernel: kernel.fprobes.disable_fprobe)
-    register_jprobe = _controlled(lambda kernel: kernel.jprobes.register_jprobe)
-    unregister_jprobe = _controlled(lambda kernel: kernel.jprobes.unregister_jprobe)
+    def register_kprobe(self, kprobe: Kprobe[RegsT]) -> None:
+        """Register a kprobe, and arm it unless it is disabled or all kprobes are disarmed.
 
-    @property
-    def jprobes(self) -> Jprobes:
-        """Raises: KernelError EOPNOTSUPP (in a profile without)."""
-        if self.components.engine.jprobes is None:
-            raise KernelError(errno.EOPNOTSUPP, f"{self.kprobes.profile.name} has no jprobes")
-        return self.components.engine.jprobes
+        Raises: KernelError EINVAL (a contradicting place, registered already, blacklisted, no text, code that
+        cannot be assembled), ENOENT (an unknown symbol, or an address outside of any), EILSEQ (no boundary of
+        an instruction), EOPNOTSUPP (a handler that the profile's kernel does not have), ENOMEM.
 
-    def enable_jprobe(self, jprobe: Jprobe) -> None:
-        """See Kprobes.enable_kprobe."""
-        self.enable_kprobe(jprobe.kp)
+        Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
+        """
+        with self._control():
+            self.kprobes.register_kprobe(kprobe)
 
-    def disable_jprobe(self, jprobe: Jprobe) -> None:
-        """See Kprobes.disable_kprobe."""
-        self.disable_kprobe(jprobe.kp)
+    def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
+        """Disarm and forget a kprobe; one that is not registered only loses its address.
 
-    def register_kprobes(self, kprobes: Sequence[Kprobe]) -> None:
-        """See register_all."""
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: kernel/kprobes.c:unregister_kprobe (v6.1).
+        """
+        with self._control():
+            self.kprobes.unregister_kprobe(kprobe)
+
+    def enable_kprobe(self, kprobe: Kprobe[Any]) -> None:
+        """Enable a registered kprobe, and arm it unless all kprobes are disarmed.
+
+        Raises: KernelError EINVAL (not registered, or the probed code is gone).
+
+        Mirrors: kernel/kprobes.c:enable_kprobe (v6.1).
+        """
+        with self._control():
+            self.kprobes.enable_kprobe(kprobe)
+
+    def disable_kprobe(self, kprobe: Kprobe[Any]) -> None:
+        """Disable a registered kprobe: its handlers are not called until it is enabled again.
+
+        Raises: KernelError EINVAL (not registered).
+
+        Mirrors: kernel/kprobes.c:disable_kprobe (v6.1).
+        """
+        with self._control():
+            self.kprobes.disable_kprobe(kprobe)
+
+    def register_kprobes(self, kprobes: Sequence[Kprobe[Any]]) -> None:
+        """Register kprobes in order; if one fails, unregister those before it.
+
+        Raises: KernelError, as register_kprobe, EINVAL (an empty sequence).
+
+        Mirrors: kernel/kprobes.c:register_kprobes (v6.1).
+        """
         with self._control():
             register_all(kprobes, self.kprobes.register_kprobe, self.kprobes.unregister_kprobe)
 
-    def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
-        """See register_all. Raises: KernelError EOPNOTSUPP (a kernel without them)."""
-        with self._control():
-            register_all(jprobes, self.jprobes.register_jprobe, self.jprobes.unregister_jprobe)
+    def unregister_kprobes(self, kprobes: Iterable[Kprobe[Any]]) -> None:
+        """Unregister kprobes in order.
 
-    def register_kretprobes(self, rps: Sequence[Kretprobe]) -> None:
-        """See register_all."""
-        with self._control():
-            register_all(rps, self.kretprobes.register_kretprobe, self.kretprobes.unregister_kretprobe)
+        Raises: KernelError, as unregister_kprobe.
 
-    def unregister_kprobes(self, kprobes: Iterable[Kprobe]) -> None:
-        """See Kprobes.unregister_kprobe."""
+        Mirrors: kernel/kprobes.c:unregister_kprobes (v6.1).
+        """
         for kprobe in kprobes:
             self.unregister_kprobe(kprobe)
 
-    def unregister_jprobes(self, jprobes: Iterable[Jprobe]) -> None:
-        """See Jprobes.unregister_jprobe."""
-        for jprobe in jprobes:
-            self.unregister_jprobe(jprobe)
+    def commit_kprobes(self) -> None:
+        """Write the jumps of all registered djprobes.
 
-    def unregister_kretprobes(self, rps: Iterable[Kretprobe]) -> None:
-        """See Kretprobes.unregister_kretprobe."""
+        Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
+
+        Raises: KernelError EOPNOTSUPP (the profile's kernel has no djprobes), EBUSY (a task is in the way).
+        """
+        with self._control():
+            self.kprobes.commit_kprobes()
+
+    def arm_all_kprobes(self) -> None:
+        """Arm all enabled kprobes, as writing 1 to kprobes/enabled does.
+
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: kernel/kprobes.c:arm_all_kprobes (v6.1).
+        """
+        with self._control():
+            self.kprobes.set_enabled(True)
+
+    def disarm_all_kprobes(self) -> None:
+        """Disarm all kprobes, as writing 0 to kprobes/enabled does; they stay registered.
+
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: kernel/kprobes.c:disarm_all_kprobes (v6.1).
+        """
+        with self._control():
+            self.kprobes.set_enabled(False)
+
+    # Kretprobes, fprobes, jprobes
+
+    def register_kretprobe(self, rp: Kretprobe[RegsT]) -> None:
+        """Register a probe on a function's return.
+
+        Raises: KernelError, as register_kprobe, EINVAL (no entry of a function, or its return cannot be
+        hooked), E2BIG (data_size), EOPNOTSUPP (unified shadow stack, and the function cannot be traced).
+
+        Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
+        """
+        with self._control():
+            self.kretprobes.register_kretprobe(rp)
+
+    def unregister_kretprobe(self, rp: Kretprobe[Any]) -> None:
+        """Unregister a return probe; pending calls return without its handler.
+
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: kernel/kprobes.c:unregister_kretprobe (v6.1).
+        """
+        with self._control():
+            self.kretprobes.unregister_kretprobe(rp)
+
+    def enable_kretprobe(self, rp: Kretprobe[Any]) -> None:
+        """Enable a registered return probe.
+
+        Raises: KernelError, as enable_kprobe.
+
+        Mirrors: include/linux/kprobes.h:enable_kretprobe (v6.1).
+        """
+        self.enable_kprobe(rp)
+
+    def disable_kretprobe(self, rp: Kretprobe[Any]) -> None:
+        """Disable a registered return probe.
+
+        Raises: KernelError, as disable_kprobe.
+
+        Mirrors: include/linux/kprobes.h:disable_kretprobe (v6.1).
+        """
+        self.disable_kprobe(rp)
+
+    def register_kretprobes(self, rps: Sequence[Kretprobe[Any]]) -> None:
+        """Register return probes in order; if one fails, unregister those before it.
+
+        Raises: KernelError, as register_kretprobe, EINVAL (an empty sequence).
+
+        Mirrors: kernel/kprobes.c:register_kretprobes (v6.1).
+        """
+        with self._control():
+            register_all(rps, self.kretprobes.register_kretprobe, self.kretprobes.unregister_kretprobe)
+
+    def unregister_kretprobes(self, rps: Iterable[Kretprobe[Any]]) -> None:
+        """Unregister return probes in order.
+
+        Raises: KernelError, as unregister_kretprobe.
+
+        Mirrors: kernel/kprobes.c:unregister_kretprobes (v6.1).
+        """
         for rp in rps:
             self.unregister_kretprobe(rp)
 
-    def hit_ring(self, *registers: str, capacity: int = 128) -> HitRing:
-        """A ring that probes record their latest hits in; see HitRing.
+    def register_fprobe(self, fp: Fprobe[RegsT]) -> None:
+        """Register a probe on the entries and exits of all functions that match its filter.
 
-        Raises: ValueError (a register's name, a capacity that is no power of 2), HardwareError (no memory).
+        Raises: KernelError EINVAL (no function matches, registered already, code that cannot be assembled),
+        EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.
+
+        Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
+        """
+        with self._control():
+            self.fprobes.register_fprobe(fp)
+
+    def unregister_fprobe(self, fp: Fprobe[Any]) -> None:
+        """Unregister an fprobe; pending calls return without its handler.
+
+        Raises: KernelError EINVAL (not registered).
+
+        Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
+        """
+        with self._control():
+            self.fprobes.unregister_fprobe(fp)
+
+    def enable_fprobe(self, fp: Fprobe[Any]) -> None:
+        """Let the handlers of an fprobe be called again.
+
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: include/linux/fprobe.h:enable_fprobe (v6.1).
+        """
+        with self._control():
+            self.fprobes.enable_fprobe(fp)
+
+    def disable_fprobe(self, fp: Fprobe[Any]) -> None:
+        """Stop calling the handlers of an fprobe until it is enabled again.
+
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1).
+        """
+        with self._control():
+            self.fprobes.disable_fprobe(fp)
+
+    @property
+    def jprobes(self) -> Jprobes:
+        """The registry of jprobes.
+
+        Raises: KernelError EOPNOTSUPP (the profile's kernel has no jprobes).
+        """
+        with self._locked():
+            jprobes = self.components.engine.jprobes
+        if jprobes is None:
+            raise KernelError(errno.EOPNOTSUPP, f"{self.kprobes.profile.name} has no jprobes")
+        return jprobes
+
+    def register_jprobe(self, jprobe: Jprobe) -> None:
+        """Register a jprobe.
+
+        Raises: KernelError, as register_kprobe, EINVAL (no entry of a function), EEXIST (the function has a
+        jprobe), EOPNOTSUPP (the profile's kernel has no jprobes).
+
+        Mirrors: kernel/kprobes.c:register_jprobe (v4.14).
+        """
+        with self._control():
+            self.jprobes.register_jprobe(jprobe)
+
+    def unregister_jprobe(self, jprobe: Jprobe) -> None:
+        """Disarm and forget a jprobe.
+
+        Raises: KernelError EOPNOTSUPP (the profile's kernel has no jprobes).
+
+        Mirrors: kernel/kprobes.c:unregister_jprobe (v4.14).
+        """
+        with self._control():
+            self.jprobes.unregister_jprobe(jprobe)
+
+    def enable_jprobe(self, jprobe: Jprobe) -> None:
+        """Enable a registered jprobe.
+
+        Raises: KernelError, as enable_kprobe.
+
+        Mirrors: include/linux/kprobes.h:enable_jprobe (v4.14).
+        """
+        self.enable_kprobe(jprobe.kp)
+
+    def disable_jprobe(self, jprobe: Jprobe) -> None:
+        """Disable a registered jprobe.
+
+        Raises: KernelError, as disable_kprobe.
+
+        Mirrors: include/linux/kprobes.h:disable_jprobe (v4.14).
+        """
+        self.disable_kprobe(jprobe.kp)
+
+    def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
+        """Register jprobes in order; if one fails, unregister those before it.
+
+        Raises: KernelError, as register_jprobe, EINVAL (an empty sequence).
+
+        Mirrors: kernel/kprobes.c:register_jprobes (v4.14).
+        """
+        with self._control():
+            register_all(jprobes, self.jprobes.register_jprobe, self.jprobes.unregister_jprobe)
+
+    def unregister_jprobes(self, jprobes: Iterable[Jprobe]) -> None:
+        """Unregister jprobes in order.
+
+        Raises: KernelError, as unregister_jprobe.
+
+        Mirrors: kernel/kprobes.c:unregister_jprobes (v4.14).
+        """
+        for jprobe in jprobes:
+            self.unregister_jprobe(jprobe)
+
+    def hit_ring(self, *registers: str, capacity: int = 128) -> HitRing:
+        """Return a ring in guest memory, in which its probes record their latest hits without a trap.
+
+        `registers` are names as in pt_regs. `capacity` is the number of hits kept for each CPU.
+
+        Raises: ValueError (an unknown register, or a capacity that is no power of 2), HardwareError (no
+        memory).
         """
         with self._control():
             return HitRing(self.machine, self.arch, registers, capacity)
 
-    # The guest
+    # How hits are handled
+
+    def _check_registered(self, kprobe: Kprobe[Any]) -> None:
+        """Raise KernelError EINVAL if a probe is not registered."""
+        if self.kprobes.table.valid(kprobe) is None:
+            raise KernelError(errno.EINVAL, "the probe isn't registered: register it first")
+
+    def wait_for_kprobe_optimizer(self) -> None:
+        """Optimize and unoptimize all queued kprobes now, instead of some jiffies later.
+
+        Deviates: a kprobe stays queued if a task's stack or instruction pointer is in the bytes to be
+        replaced, because the guest is stopped. Without an optimizer nothing happens.
+
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
+        """
+        with self._control():
+            if self.kprobes.optimizer is not None:
+                self.kprobes.optimizer.flush()
+
+    def allow_optimization(self, allowed: bool) -> None:
+        """Optimize all kprobes that can be, or unoptimize all, as sysctl debug.kprobes-optimization does.
+
+        Raises: KernelError EOPNOTSUPP (the profile's kernel has no optimizer).
+
+        Mirrors: kernel/kprobes.c:proc_kprobes_optimization_handler (v6.1).
+        """
+        with self._control():
+            self.kprobes.set_optimization(allowed)
+
+    def set_optimized(self, kprobe: Kprobe[Any], wanted: bool) -> None:
+        """Unoptimize one address and hold it so, or ask for its optimization again.
+
+        Raises: KernelError EINVAL (not registered), EOPNOTSUPP (no jump is possible; the message says why).
+        """
+        with self._control():
+            self.kprobes.set_optimized(kprobe, wanted)
+
+    def probe_mode(self, kprobe: Kprobe[Any]) -> str:
+        """Return how hits of a registered probe are handled now.
+
+        The modes are "int3", "boosted", "optimized", "ftrace", "disarmed" and "gone".
+
+        Raises: KernelError EINVAL (not registered).
+        """
+        with self._locked():
+            self._check_registered(kprobe)
+            return self.kprobes.mode(kprobe)
+
+    def probe_reason(self, kprobe: Kprobe[Any]) -> str:
+        """Return the address and the rule that keep a registered probe from a better mode.
+
+        The string is empty in the best mode.
+
+        Raises: KernelError EINVAL (not registered).
+        """
+        with self._locked():
+            self._check_registered(kprobe)
+            return self.kprobes.reason(kprobe)
+
+    def optimized_region(self, addr: int) -> range:
+        """Return the addresses of the whole instructions that the jump of a probe at `addr` would replace.
+
+        Raises: KernelError EOPNOTSUPP (no jump is possible; the message names the rule), or the errno that
+        register_kprobe would raise for this address.
+        """
+        with self._locked():
+            checker = self.kprobes.probe_checker
+            refused = checker.may_probe(addr)
+            if refused is not None:
+                raise KernelError(refused.errno, refused.text)
+            region = checker.optimized_region(addr)
+            if isinstance(region, Rejection):
+                raise KernelError(errno.EOPNOTSUPP, region.text)
+            return range(region.addr, region.end)
+
+    def read_detour(self, kprobe: Kprobe[Any]) -> str:
+        """Return the disassembly of the code that hits of a registered probe run out of line.
+
+        Depending on the mode, this is the detour buffer, the insn slot, or a compiled handler, one line for
+        each instruction: address, bytes, mnemonic and operands.
+
+        Raises: KernelError EINVAL (not registered).
+        """
+        with self._locked():
+            self._check_registered(kprobe)
+            return self._probe_text.out_of_line(kprobe)
+
+    # Text, symbols, memory and clock: handlers may call these
+
+    def read_text(self, addr: int, size: int) -> bytes:
+        """Return `size` bytes of text as they are now, with breakpoints and jumps.
+
+        Raises: MemoryFault (not mapped).
+        """
+        with self._locked():
+            return self.machine.text.current(addr, size)
+
+    def read_original_text(self, addr: int, size: int) -> bytes:
+        """Return `size` bytes of text as they are without probes.
+
+        Raises: MemoryFault (not mapped).
+        """
+        with self._locked():
+            return self.machine.text.original(addr, size)
+
+    def patched_addresses(self) -> list[int]:
+        """Return the addresses of all bytes of text that differ from the original, in ascending order."""
+        with self._locked():
+            return sorted(self.machine.text.ledger)
+
+    def disassemble(self, addr: int, size: int) -> str:
+        """Return the disassembly of text as it is now, one line for each instruction.
+
+        Raises: MemoryFault (not mapped).
+        """
+        with self._locked():
+            return self._probe_text.disassembly(addr, size)
+
+    def kallsyms_lookup_name(self, name: str) -> int:
+        """Return the address of a symbol of the kernel or of a loaded module.
+
+        Deviates: Linux returns 0 for an unknown symbol.
+
+        Raises: KernelError ENOENT (no such symbol).
+
+        Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1).
+        """
+        with self._locked():
+            address = self.live.kallsyms.lookup_name(name)
+        if address is None:
+            raise KernelError(errno.ENOENT, f"no symbol named {name}")
+        return address
+
+    def sprint_symbol(self, addr: int) -> str:
+        """Return an address as `name+0xoffset/0xsize [module]`, or in hexadecimal if it is in no symbol.
+
+        Mirrors: kernel/kallsyms.c:sprint_symbol (v6.1).
+        """
+        with self._locked():
+            return sprint_symbol(self.tracing.symbols, addr)
+
+    def read_memory(self, addr: int, size: int) -> bytes:
+        """Return `size` bytes of guest memory.
+
+        Raises: MemoryFault (not mapped).
+        """
+        with self._locked():
+            return self.machine.memory.read(addr, size)
+
+    def write_memory(self, addr: int, data: bytes) -> None:
+        """Write bytes to guest memory.
+
+        Raises: MemoryFault (not mapped, or not writable, as text is).
+        """
+        with self._locked():
+            self.machine.memory.write(addr, data)
+
+    def read_cstring(self, addr: int, limit: int = PAGE_SIZE) -> bytes:
+        """Return the bytes of a string in guest memory, without its NUL; at most `limit` bytes are read.
+
+        Raises: MemoryFault (not mapped).
+        """
+        with self._locked():
+            return self.machine.memory.read_cstring(addr, limit)
+
+    def ktime_get_ns(self) -> int:
+        """Read the guest's clock: nanoseconds since boot.
+
+        Mirrors: include/linux/timekeeping.h:ktime_get_ns (v6.1).
+        """
+        with self._locked():
+            return self.machine.clock.read_ns()
 
     def regs_return_value(self, regs: Regs) -> int:
-        """What a function has returned, for handlers at its return. Mirrors: regs_return_value (v6.1)."""
+        """Return a function's result from the registers that a handler gets at its return.
+
+        Mirrors: arch/x86/include/asm/ptrace.h:regs_return_value (v6.1).
+        """
+        self._check_open()
         return int(getattr(regs, self.arch.registers.return_value))
 
-    def call(self, function: str, *args: int | str | bytes) -> int:
-        """Call a guest function in a task of its own; see Guest.call_function.
+    # The guest
 
-        Raises: KernelError, what the first probe handler that failed during the call raised (after it).
+    def call(self, function: str, *args: int | str | bytes) -> int:
+        """Call a guest function in a task of its own and return its raw result.
+
+        Strings are passed by address. Missing arguments are 0.
+
+        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, too few arguments, a string with
+        NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped; see messages()), EIO (the
+        guest was dead before). If handlers of probes raised exceptions, the first of them.
         """
         with self._request():
             return self.kprobes.hits.failures.raised_behind(lambda: self.guest.call_function(function, *args))
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the guest takes no more calls, because it has panicked or is lost."""
+        with self._locked():
+            return self.guest.is_dead
+
+    def messages(self) -> list[Message]:
+        """Return the kernel log, oldest message first."""
+        with self._locked():
+            return self.guest.messages()
+
+    def printk(self, message: str) -> None:
+        """Write a line to the kernel log; nothing happens if the guest is dead.
+
+        Raises: KernelError EDEADLK (in a handler).
+
+        Mirrors: kernel/printk/printk.c:_printk (v6.1).
+        """
+        with self._control():
+            self.guest.log(message)
+
     def load_module(self, name: str) -> None:
-        """Load a module that comes with the image, or a file, told by a slash; see Modules.load."""
+        """Load a module that comes with the image, and those that it needs; or a file, if `name` has a slash.
+
+        Raises: KernelError ENOENT (no such module, or an unresolved symbol), EINVAL (no regular file), EFBIG,
+        ENOEXEC (no module for this kernel), EEXIST (a file's module is loaded), ENOMEM, the errno of its init
+        function, EFAULT (its init function was killed).
+        """
+        self._check_open()
+        # Without the lock: this process itself may have to serve the file.
         files = self.modules.read(name)
         with self._request():
             self.modules.load(files)
 
     def unload_module(self, name: str) -> None:
-        """See Modules.unload."""
+        """Unload a module; probes in it are gone.
+
+        Raises: KernelError ENOENT (not loaded), EWOULDBLOCK (in use), EBUSY (its init function has not
+        returned, or it cannot be unloaded), EFAULT (its exit function was killed).
+
+        Mirrors: kernel/module/main.c:delete_module (v6.1).
+        """
         with self._request():
             self.modules.unload(name)
+
+    def loaded_modules(self) -> list[ModuleInfo]:
+        """Return the loaded modules, newest first.
+
+        Raises: KernelError EIO (the guest's list of modules is corrupt).
+        """
+        with self._control():
+            return self.modules.loaded()
+
+    # Files
+
+    @cached_property
+    def _control_files(self) -> NodeTree:
+        """The tree that read_file and write_file use."""
+        return self.filesystem()
+
+    @contextmanager
+    def _opened(self, path: str, flags: int) -> Iterator[OpenFile]:
+        """Open a control file as root; the lock must be held."""
+        opened = self._control_files.open(path, flags, _ROOT)
+        try:
+            yield opened
+        finally:
+            self._control_files.release(opened)
+
+    def read_file(self, path: str) -> str:
+        """Return the text of a control file, for example "tracing/trace" or "kprobes/list".
+
+        Paths are those of a mount. Bytes that are no UTF-8 become surrogates.
+
+        Deviates: no task of the guest opens the file, so that probes do not see the calls.
+
+        Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno of the file.
+        """
+        data = b""
+        with self._request(), self._opened(path, os.O_RDONLY) as opened:
+            try:
+                while part := opened.read(_READ_SIZE, len(data)):
+                    data += part
+            except WouldBlock:
+                if not data:
+                    raise KernelError(errno.EAGAIN, f"{path}: there is nothing to read yet") from None
+        return data.decode("utf-8", "surrogateescape")
+
+    def write_file(self, path: str, text: str) -> None:
+        """Write to a control file without truncating it, as `echo TEXT >> PATH` does.
+
+            kernel.write_file("tracing/kprobe_events", "p:reads vfs_read count=$arg3")
+
+        Deviates: no task of the guest opens the file, so that probes do not see the calls.
+
+        Raises: KernelError ENOENT (no such file), EISDIR, the errno of the file; see tracing/error_log.
+        """
+        left = text.encode("utf-8", "surrogateescape")
+        with self._request(), self._opened(path, os.O_WRONLY | os.O_APPEND) as opened:
+            # Some files take one word at a time.
+            while left and (taken := opened.write(left, 0)):
+                left = left[taken:]
 
     def filesystem(
         self,
@@ -194,42 +714,65 @@ class Kernel:
         owner: Owner | None = None,
         further: Mapping[str, Node] = MappingProxyType({}),
     ) -> NodeTree:
-        """The files of this kernel as a tree, belonging to `owner` (root where not given).
+        """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` files of machine/ are the front end's.
+        `further` are files of the front end in machine/.
+
+        Raises: KernelError ENODEV (closed).
         """
-        return build_filesystem(self.components, layout, owner, further)
+        with self._locked():
+            return build_filesystem(self.components, layout, owner, further)
 
     def mount(self, layout: RootLayout = RootLayout.FULL, owner: Owner | None = None) -> GuestMount:
-        """These files for a front end to serve, with the guest's part in each request."""
+        """Return a mount for a front end to serve: the files, with the guest's part in each request.
+
+        Raises: KernelError ENODEV (closed).
+        """
         return self.mounted(self.filesystem(layout, owner))
 
     def mounted(self, files: NodeTree) -> GuestMount:
-        """As mount(), of a tree that was made before."""
-        with self.lock:
+        """Return a mount of a tree that filesystem() returned.
+
+        Raises: KernelError ENODEV (closed).
+        """
+        with self._locked():
             return self._mounts.add(files)
 
     def replace_kernel(self, old: Kernel, define: Callable[[], None]) -> None:
-        """Go on where a kernel of the same lock and configuration ended, which can't be used any more then.
+        """Continue where `old` ended, a kernel of the same lock and configuration; it is unusable afterwards.
 
-        Time goes on; events that `define` makes have the ids that those of their names had, so that the old
-        records, which come with a mark behind them, can still be printed. Needs the lock.
-        Where it fails the old kernel goes on. Raises: MemoryError, what `define` does.
+        Time continues. Events that `define` registers get the ids that events of the same names had, so that
+        the old records can still be printed. A mark follows the old records. The lock must be held. If this
+        fails, the old kernel continues.
+
+        Raises: MemoryError, as `define`.
         """
+        self._check_open()
         self.components.replace_kernel(old.components, define)
 
     def adopt_mount(self, mount: GuestMount, files: NodeTree) -> None:
-        """A mount of the kernel that this one succeeds shows `files`, of this kernel, from now on."""
+        """Let a mount of the kernel that this one replaces show `files`, of this kernel, from now on.
+
+        Raises: KernelError ENODEV (closed).
+        """
+        self._check_open()
         self._mounts.adopt_mount(mount, files)
 
+    # The end
+
     def close(self) -> None:
-        """Free the machine; its loads end."""
+        """Stop the workloads and free the machine; further calls have no effect."""
         with self.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
             self.loads.stop()
             self.machine.close()
 
     def __enter__(self) -> Self:
+        """Return the kernel itself."""
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        """Close the kernel."""
         self.close()

@@ -1,4 +1,4 @@
-"""Puts the parts of a kernel together, in the order in which one needs the other."""
+"""Build a kernel of kprobefs's own: machine, guest, probe engine, tracing, modules, in this order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.components.clock_switch import ClockSwitch
-from emulated_kernel.components.components import ProbeRegistries, TracingComponents
 from emulated_kernel.components.guest_directories import GuestDirectories
 from emulated_kernel.components.module_notifier import ModuleNotifier
+from emulated_kernel.components.probe_engine import ProbedKernel, build_probe_engine
+from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.guest import Guest, boot_guest
@@ -22,14 +23,9 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.live_image import LiveImage
-from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
-from emulated_kernel.kprobes.kinds.jprobe import Jprobes
-from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
 from emulated_kernel.kprobes.quiescence import GracePeriod
-from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
@@ -40,7 +36,6 @@ from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.tracepoints import Tracepoints
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.tracers.fgraph import traceable_functions
 from emulated_kernel.util.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
@@ -54,42 +49,49 @@ def build(
     profile: Profile | None = None,
     lock: ControlLock | None = None,
 ) -> BuiltinKernelComponents:
-    """A kernel booted to its first system call, with the engine and tracing around it.
+    """Boot a kernel to its first system call, and build the probe engine and tracing over it.
 
-    `profile` goes before the one that `config` names; `lock` is one that is held, where the kernel takes
-    another one's place.
-    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that doesn't boot), OSError.
+    `profile` takes precedence over the profile that `config` names. `lock` is the held lock of the kernel
+    that this one replaces.
+
+    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that does not boot), OSError.
     """
-    profile = profile or profile_named(config.profile)
-    if config.save_regs is not None:
-        profile = replace(profile, saving=RegisterSaving(config.save_regs))
+    profile = _select_profile(config, profile)
     live = LiveImage(load_image(config.image, config.arch))
     try:
         machine = Machine(config, live.core)
         try:
-            return _on_machine(machine, live, watch, profile, lock or ControlLock())
+            return _build_on_machine(machine, live, watch, profile, lock or ControlLock())
         except BaseException:
             machine.close()
             raise
     except (GuestFault, HardwareError, MemoryFault) as error:
-        # What stops a kernel on its way to its first task is the image's fault.
+        # Whatever stops a kernel before its first task is a defect of the image.
         raise KernelError(errno.ENOEXEC, f"{live.core.path.name} doesn't boot: {error}") from error
 
 
-def _on_machine(
+def _select_profile(config: MachineConfig, profile: Profile | None) -> Profile:
+    """Return the given profile, or the one that `config` names, with the registers that `config` saves."""
+    profile = profile or profile_named(config.profile)
+    if config.save_regs is None:
+        return profile
+    return replace(profile, saving=RegisterSaving(config.save_regs))
+
+
+def _build_on_machine(
     machine: Machine, live: LiveImage[KernelImage], watch: ProcessWatch, profile: Profile, lock: ControlLock
 ) -> BuiltinKernelComponents:
+    """Build everything that runs on the machine, in the order in which one part needs the other."""
     config = machine.config
-    image = live.core
     arch = arch_named(config.arch)
-    guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
-    if (most := config.limits[Limit.SCRATCH_BYTES]) is not None:
-        guest.kernel.limit_file_pages(most // PAGE_SIZE)
+    guest = _boot(machine, live.core, watch, lock)
     clock = RequestClock(machine.clock, pauses=config.pauses)
-    engine = _engine(machine, live, arch, guest, clock, lock, profile)
+    engine = build_probe_engine(_probed_kernel(machine, live, arch, guest, clock, lock, profile))
+    tracing = build_trace(_traced_kernel(machine, live, arch, guest, engine), engine, arch)
     requests = RequestObserver(clock, engine.kprobes)
-    guest.runner.events.watch(requests)
-    trace = _tracing(machine, live, arch, guest, engine)
+    # The hook sets are missing: this kernel itself drops the pending calls of a task that ends.
+    guest.runner.events.watch(requests, tracing.guest_records, tracing.arrays)
+    _show_event_directories(machine, guest, tracing)
     return BuiltinKernelComponents(
         config=config,
         lock=lock,
@@ -98,18 +100,24 @@ def _on_machine(
         machine=machine,
         guest=guest,
         engine=engine,
-        tracing=trace,
-        modules=_modules(machine, arch, live, guest, engine, trace),
+        tracing=tracing,
+        modules=_build_modules(machine, arch, live, guest, engine, tracing),
         requests=requests,
-        clock=ClockSwitch(machine.clock, trace.arrays, lock),
+        clock=ClockSwitch(machine.clock, tracing.arrays, lock),
         loads=Workloads(guest, lock, requests),
     )
 
 
-# The engine
+def _boot(machine: Machine, image: KernelImage, watch: ProcessWatch, lock: ControlLock) -> Guest:
+    """Boot the kernel to its first system call, and limit the memory of its files."""
+    guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
+    scratch_bytes = machine.config.limits[Limit.SCRATCH_BYTES]
+    if scratch_bytes is not None:
+        guest.kernel.limit_file_pages(scratch_bytes // PAGE_SIZE)
+    return guest
 
 
-def _engine(
+def _probed_kernel(
     machine: Machine,
     live: LiveImage[KernelImage],
     arch: Arch,
@@ -117,45 +125,36 @@ def _engine(
     clock: RequestClock,
     lock: ControlLock,
     profile: Profile,
-) -> ProbeRegistries:
-    image = live.core
-    scheduler = GracePeriod(guest.kernel, clock.jiffies, lambda: guest.call_function("yield"), guest.frozen)
-    kprobes = Kprobes(machine, live, arch, guest.log, scheduler, lock, profile)
-    machine.on_switch.append(kprobes.hits.ctlblk.switch_to)
-    hook_sets = HookSets(machine, image.abi, arch, kprobes, scheduler, machine.config.return_hook)
-    kretprobes = Kretprobes(
-        kprobes, hook_sets.first, cpus=machine.config.cpus, blacklist=never_returning(image, arch)
-    )
-    cpus = machine.config.cpus
-    return ProbeRegistries(
-        kprobes,
-        Jprobes(kprobes, machine, arch) if profile.jprobes else None,
-        kretprobes,
-        hook_sets,
-        Fprobes(
-            kprobes,
-            kretprobes.hooks,
-            arch,
-            partial(traceable_functions, image, kprobes.probe_checker),
-            cpus=cpus,
+) -> ProbedKernel:
+    """Describe the booted kernel to the builder of the probe engine."""
+    return ProbedKernel(
+        machine=machine,
+        tables=live,
+        image=live.core,
+        abi=live.core.abi,
+        arch=arch,
+        grace_period=GracePeriod(
+            guest.kernel, clock.jiffies, lambda: guest.call_function("yield"), guest.frozen
         ),
+        log=guest.log,
+        lock=lock,
+        profile=profile,
+        cpus=machine.config.cpus,
+        return_hook=machine.config.return_hook,
     )
 
 
-# Tracing
-
-
-def _tracing(
+def _traced_kernel(
     machine: Machine,
     live: LiveImage[KernelImage],
     arch: Arch,
     guest: Guest,
     engine: ProbeRegistries,
-) -> TracingComponents:
+) -> TracedKernel:
+    """Describe the booted kernel and its tracepoints to the builder of tracing."""
     kprobes = engine.kprobes
     image = live.core
     memory = machine.memory
-    events = guest.runner.events
     tasks = Tasks(machine, image.abi)
     context = HitContext(
         kprobes.hits.ctlblk,
@@ -169,7 +168,7 @@ def _tracing(
     keys = StaticKeys(image.jump_labels, machine, kprobes.poker, arch)
     hit = ProbeHit(memory, tasks, context.trace_ctx)
     points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments)
-    traced = TracedKernel(
+    return TracedKernel(
         machine=machine,
         live=live,
         abi=image.abi,
@@ -185,22 +184,23 @@ def _tracing(
         log=guest.log,
         measured=machine,
     )
-    trace = build_trace(traced, engine, arch)
-    events.watch(trace.guest_records)
-    events.watch(trace.arrays)
+
+
+def _show_event_directories(machine: Machine, guest: Guest, tracing: TracingComponents) -> None:
+    """Create and remove events' directories in the guest while its text is patched."""
     is_patched = partial(bool, machine.text.ledger.words)
-    GuestDirectories(trace.system.events, guest.call_function, is_patched, lambda: machine.is_running)
-    return trace
+    GuestDirectories(tracing.system.events, guest.call_function, is_patched, lambda: machine.is_running)
 
 
-def _modules(
+def _build_modules(
     machine: Machine,
     arch: Arch,
     live: LiveImage[KernelImage],
     guest: Guest,
     engine: ProbeRegistries,
-    trace: TracingComponents,
+    tracing: TracingComponents,
 ) -> Modules:
+    """Build the loader of modules, and let the guest's modules register probes by a hypercall."""
     probes = GuestProbes(
         engine.kprobes, engine.kretprobes, engine.jprobes, machine, arch, guest.runner.note, guest.log
     )
@@ -210,9 +210,9 @@ def _modules(
         guest.kernel.module_name,
         live,
         engine.kprobes,
-        trace.symbols,
-        trace.functions,
-        trace.kprobe_events,
+        tracing.symbols,
+        tracing.functions,
+        tracing.kprobe_events,
         probes.forget_within,
     )
     return Modules(guest, notifier)

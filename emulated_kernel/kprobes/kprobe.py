@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from enum import Flag, auto
 from inspect import Parameter, signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
@@ -20,7 +20,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
 )
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, DetourBuffer, OutOfLine
 from emulated_kernel.util.abi import GuestAddr
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 MOST_HANDLERS = 400
 """Made guest code in one request, and so of one address: Python calls thousands as fast as the emulator."""
@@ -28,17 +28,33 @@ COSTS_KEPT = 63
 """Latest hits whose cost is kept; an odd number has a median."""
 
 Regs = Any
-"""The live registers at a hit, by Linux's pt_regs names; writing one changes the guest."""
+"""The registers at a hit, for code that works on every architecture; handlers of users have RegsT."""
+
+if TYPE_CHECKING:
+    # Type checkers have typing_extensions of their own. A default needs Python 3.13 in the standard library.
+    from typing_extensions import TypeVar
+
+    from emulated_kernel.kprobes.regs import X86Regs
+
+    RegsT = TypeVar("RegsT", default=X86Regs)
+else:
+    from typing import TypeVar
+
+    RegsT = TypeVar("RegsT")
+"""The registers that a probe's handlers get: X86Regs, I386Regs or RiscvRegs of kprobes.regs."""
 
 FailureReport = Callable[["Kprobe", BaseException], None]
 """Takes what a handler raised."""
-PreHandler = Callable[["Kprobe", Regs], int | None]
-PostHandler = Callable[..., object]
+PreHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
+PostHandler: TypeAlias = (
+    Callable[["Kprobe[RegsT]", RegsT], object] | Callable[["Kprobe[RegsT]", RegsT, int], object]
+)
+"""The optional third argument is Linux's flags, which are always 0."""
 CompileHandler = Callable[[ProgramBuilder, EntryKind], bool]
 """Adds what the pre_handler does to a program; False, with nothing added, where it must run itself."""
-FaultHandler = Callable[["Kprobe", Regs, int], int | None]
+FaultHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT, int], int | None]
 """Takes the exception's vector; a true result means that it has dealt with it."""
-BreakHandler = Callable[["Kprobe", Regs], int | None]
+BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
 
 
 class HitCost:
@@ -81,41 +97,54 @@ _OPTIMIZED = KprobeFlag.OPTIMIZED.value
 
 
 @dataclass(eq=False, slots=True)
-class Kprobe(AssemblyOwner):
-    """A probe on one instruction: give `symbol_name` (and `offset`, bytes) or `addr`, never both.
+class Kprobe(AssemblyOwner, Generic[RegsT]):
+    """A probe on one instruction: give `symbol_name` (and `offset`, in bytes) or `addr`, never both.
 
-    `pre_handler(kprobe, regs)` runs before the instruction; a true result means that it has set
-    regs.ip itself and the instruction is not run. `post_handler(kprobe, regs)` runs after it; one that needs
-    a third argument gets Linux's flags, which are 0.
-    Handlers run inside the guest's run and must not sleep: calling into the guest and (un)registering
-    probes fails there with EDEADLK. One that raises counts as one that returned 0; see HandlerFailures.
+    `pre_handler(kprobe, regs)` runs before the instruction. If it returns a true value, it has set regs.ip
+    itself, and the instruction does not run. `post_handler(kprobe, regs)` runs after the instruction. If it
+    takes a third argument, it gets Linux's flags, which are always 0.
+
+    The type of `regs` is the type parameter: `Kprobe[RiscvRegs]` for riscv64. The default is X86Regs.
+
+    Handlers run while the guest is stopped in the hit, and must not sleep. In a handler, calling a guest
+    function and registering or unregistering a probe fail with EDEADLK. A handler that raises counts as one
+    that returned 0. `Kernel.call` raises its exception afterwards.
+
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
     """
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.POST)
     symbol_name: str | None = None
-    offset: int = 0
-    addr: int | None = None
-    pre_handler: PreHandler | None = None
-    post_handler: PostHandler | None = None
+    """Name of the symbol that contains the instruction."""
+    offset: int = field(default=0, metadata=ADDRESS)
+    """Offset of the instruction from the symbol or from `addr`, in bytes."""
+    addr: int | None = field(default=None, metadata=ADDRESS)
+    """Address of the instruction. Registration sets it."""
+    pre_handler: PreHandler[RegsT] | None = None
+    """Called before the instruction."""
+    post_handler: PostHandler[RegsT] | None = None
+    """Called after the instruction. A probe with a post_handler is not optimized."""
     program: CompileHandler | None = None
     """The pre_handler as guest code; see Kprobes.handler_changed."""
     code: str | None = None
-    """A handler in assembly, which runs as guest code in front of the others; see Assembler.
+    """A handler in assembly, which runs as guest code before the other handlers.
 
-    It changes no register of the probed code. A name in place of an address is one of `cells`. An
-    instruction that faults ends it, and counts in `failures`.
+    It changes no register of the probed code. A name in the place of an address is one of `cells`. A fault
+    ends the handler, and counts in `failures`.
     """
     post_code: str | None = None
     """A post_handler in assembly, with the same cells."""
-    fault_handler: FaultHandler | None = None
-    """Kernels before 5.14; see HitHandling.fix_fault."""
-    break_handler: BreakHandler | None = None
-    """Kernels before 4.19: a true pre_handler leaves the hit open until a breakpoint of its own ends it."""
+    fault_handler: FaultHandler[RegsT] | None = None
+    """Called with an exception's vector when a handler or the copied instruction faults (Linux before 5.14).
+
+    A true result means that the exception has been handled.
+    """
+    break_handler: BreakHandler[RegsT] | None = None
+    """Called at a breakpoint that ends the hit, if pre_handler returned a true value (Linux before 4.19)."""
     length: int = 0
-    """djprobe: bytes of the region that its jump replaces; 0 for a breakpoint."""
+    """Size of the region that a djprobe's jump replaces, in bytes; 0 for a breakpoint."""
     disabled: bool = False
-    """Register it disabled (KPROBE_FLAG_DISABLED)."""
+    """Whether to register the probe disabled (KPROBE_FLAG_DISABLED)."""
     hits_missed: int = field(default=0, init=False, repr=False)
     """Hits that were not handled because a handler was running."""
     raised: int = field(default=0, init=False)
@@ -160,7 +189,7 @@ class Kprobe(AssemblyOwner):
 
     @property
     def nmissed(self) -> int:
-        """Hits that were not handled; it can be set."""
+        """Number of hits that were not handled, because a handler was running. It can be set."""
         return self.hits_missed
 
     @nmissed.setter
@@ -169,7 +198,7 @@ class Kprobe(AssemblyOwner):
 
     @property
     def address(self) -> GuestAddr:
-        """The probed address; only a registered probe is sure to have one."""
+        """The probed address of a registered probe."""
         assert self.addr is not None, "a probe has no address before it is registered"
         return GuestAddr(self.addr)
 
@@ -200,7 +229,7 @@ class Kprobe(AssemblyOwner):
 
     @property
     def cells(self) -> PerCpuVars:
-        """What `code` reads and writes by name."""
+        """The variables of `code` and `post_code` by name: the sum over all CPUs of 64-bit numbers."""
         if self._cells is None:
             self._cells = PerCpuVars()
         return self._cells
@@ -261,11 +290,12 @@ class Kprobe(AssemblyOwner):
         return self.break_handler is not None
 
     def run_post_handler(self, regs: Regs) -> None:
-        assert self.post_handler is not None
+        # Of either type of PostHandler, as takes_flags says.
+        post_handler: Any = self.post_handler
         if self.takes_flags:
-            self.post_handler(self, regs, 0)
+            post_handler(self, regs, 0)
         else:
-            self.post_handler(self, regs)
+            post_handler(self, regs)
 
     def run_break_handler(self, regs: Regs) -> int | None:
         return self.break_handler(self, regs) if self.break_handler is not None else None
@@ -456,7 +486,7 @@ class AggrKprobe(Kprobe):
         return pre_handlers
 
 
-def takes_flags(handler: PostHandler) -> bool:
+def takes_flags(handler: PostHandler[Any]) -> bool:
     """Whether a post_handler can't do without a third argument."""
     try:
         parameters = signature(handler).parameters.values()
@@ -466,11 +496,11 @@ def takes_flags(handler: PostHandler) -> bool:
     return sum(it.kind in positional and it.default is Parameter.empty for it in parameters) == 3
 
 
-def _nothing_else(_kprobe: Kprobe, _regs: Regs) -> None:
+def _nothing_else(_kprobe: Kprobe[Any], _regs: Regs) -> None:
     """The pre_handler in Python of a probe that has one in assembly alone."""
 
 
-def _nothing_behind(_kprobe: Kprobe, _regs: Regs) -> None:
+def _nothing_behind(_kprobe: Kprobe[Any], _regs: Regs) -> None:
     """The same of its post_handler."""
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, immutable
 
 
 class Stepper(Enum):
@@ -48,35 +48,39 @@ class TrampolineForm(Enum):
     """A breakpoint alone; all registers are live."""
 
 
+@immutable
 @dataclass(frozen=True)
 class Profile:
-    """Build options that decide how a probe is reached; each can be chosen by itself."""
+    """Build options of a kernel that decide how probes work; each can be selected on its own."""
 
     name: str
+    """Name of the preset."""
     preemption: bool = True
-    """CONFIG_PREEMPTION: without it boostable instructions run with a jump back behind their copies."""
+    """CONFIG_PREEMPTION. Without it, the copy of a boostable instruction ends in a jump back."""
     stepper: Stepper = Stepper.BREAKPOINT
+    """How the step of a copied instruction ends."""
     ftrace: bool = True
-    """CONFIG_KPROBES_ON_FTRACE: probes on fentry sites are called; without it the sites are plain nops."""
+    """CONFIG_KPROBES_ON_FTRACE. Without it, fentry sites are plain nops."""
     optimizer: bool = True
     """CONFIG_OPTPROBES: jump optimization."""
     strategies: tuple[str, ...] = ("optprobe",)
-    """Whose rules it follows: the first of Arch.strategies that the architecture has."""
+    """Names of optimizers' rules; the first that the architecture has is followed."""
     djprobe: QuiesceMethod | None = None
-    """How commit_kprobes() waits, which writes the jumps; without it no probe has a `length`."""
+    """How commit_kprobes() waits before it writes the jumps. If it is None, there are no djprobes."""
     jprobes: bool = False
-    """register_jprobe(), up to Linux 4.14."""
+    """Whether register_jprobe() exists (Linux up to 4.14)."""
     fprobe_events: bool = False
-    """dynamic_events takes `f` lines, as from Linux 6.5 on."""
+    """Whether dynamic_events accepts `f` lines (Linux since 6.5)."""
     fault_handlers: bool = False
-    """A probe may have a fault_handler, up to Linux 5.13."""
+    """Whether a probe may have a fault_handler (Linux up to 5.13)."""
     return_hook: str = "rethook"
-    """The shadow stack: one of RETURN_HOOKS."""
+    """The shadow stack of return probes: one of RETURN_HOOKS."""
     trampoline: TrampolineForm = TrampolineForm.ASSEMBLY
+    """How hooked functions reach the return handlers."""
     saving: RegisterSaving = RegisterSaving.LIVE
-    """Linux knows no other than ALL."""
+    """Registers that compiled handlers save. Linux: always ALL."""
     compiled: bool = True
-    """Handlers of events become guest code. Without it each hit is handled by Python."""
+    """Whether handlers of events become guest code. Without it, Python handles each hit."""
 
 
 DEFAULT = "linux-6.1"
@@ -127,7 +131,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         )
     }
 )
-"""The presets by name."""
+"""Name -> preset."""
 
 
 def profile_named(name: str) -> Profile:

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
@@ -105,7 +106,7 @@ class Kprobes:
 
     # Registration
 
-    def register_kprobe(self, kprobe: Kprobe) -> None:
+    def register_kprobe(self, kprobe: Kprobe[Any]) -> None:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
 
         Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text), ENOENT

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 
 from emulated_kernel.util.abi import PAGE_SIZE
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 @dataclass(frozen=True)
 class TaskInfo:
     """A task, with the columns of machine/tasks."""
 
-    addr: int
+    addr: int = field(metadata=ADDRESS)
     pid: int
     parent: int
     uid: int
@@ -42,15 +43,19 @@ class CpuInfo:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of the kernel log; its time is in nanoseconds since boot."""
+    """One message of the kernel log."""
 
     sequence: int
+    """Number of messages before this one."""
     time_ns: int
+    """Nanoseconds since boot."""
     level: int
+    """Mirrors: include/linux/kern_levels.h (v6.1)."""
     text: str
+    """Lines of text, without a newline at the end."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the message as dmesg prints it: each line is prefixed with the time."""
+        """Yield each line of the text with the time before it, as dmesg prints it."""
         seconds, rest = divmod(self.time_ns // 1000, 1_000_000)
         for line in self.text.split("\n"):
             yield f"[{seconds:5d}.{rest:06d}] {line}\n"
@@ -104,19 +109,28 @@ class MemoryInfo:
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module, with the columns of /proc/modules."""
+    """A loaded module, as /proc/modules shows it."""
 
     name: str
+    """Name of the module."""
     size: int
+    """Size of its memory, in bytes."""
     users: int
+    """Its reference count."""
     used_by: tuple[str, ...]
+    """Names of the modules that use it."""
     state: str
-    address: int
+    """"Live", "Loading" or "Unloading"."""
+    address: int = field(metadata=ADDRESS)
+    """Address of its text."""
     digits: int
-    """Hexadecimal digits of an address."""
+    """Number of hexadecimal digits of an address."""
 
     def line(self, *, zero_address: bool) -> str:
-        """Return the module's line of /proc/modules. Mirrors: kernel/module/procfs.c:m_show (v6.1)."""
+        """Return the module's line of /proc/modules.
+
+        Mirrors: kernel/module/procfs.c:m_show (v6.1).
+        """
         used_by = "".join(f"{name}," for name in self.used_by) or "-"
         address = 0 if zero_address else self.address
         return f"{self.name} {self.size} {self.users} {used_by} {self.state} 0x{address:0{self.digits}x}\n"

@@ -56,8 +56,9 @@ class TaskEvents:
         self.exited: PidObservers = []
         self.died: PidObservers = []
 
-    def watch(self, observer: TaskObserver) -> None:
-        """Call the observer's overridden methods from now on."""
-        for event, observers in vars(self).items():
-            if getattr(type(observer), event) is not getattr(TaskObserver, event):
-                observers.append(getattr(observer, event))
+    def watch(self, *observers: TaskObserver) -> None:
+        """Notify these observers from now on, in their order, after those that came before."""
+        for observer in observers:
+            for event, callbacks in vars(self).items():
+                if getattr(type(observer), event) is not getattr(TaskObserver, event):
+                    callbacks.append(getattr(observer, event))

@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import IntEnum
 from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, immutable
 from emulated_kernel.util.limits import Limits
 
 DEFAULT_RUN_BUDGET = 1.0
@@ -37,13 +37,17 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
 """Name of a supported architecture -> e_machine of its images; the default comes first."""
 
 
+@immutable
 @dataclass(frozen=True)
 class MachineConfig:
     """Options of an emulated machine; sizes in bytes, times in seconds."""
 
     arch: str = "x86_64"
+    """The architecture: a key of ARCHITECTURES."""
     cpus: int = 1
+    """Number of CPUs."""
     ram_size: int = 64 << 20
+    """Size of the guest's memory."""
     image: Path | None = None
     """File of the kernel to run; None selects the architecture's prebuilt kernel."""
     clock: str = "virtual"
@@ -51,6 +55,7 @@ class MachineConfig:
     pauses: bool = True
     """Advance the guest's timers by the real time that passes between two requests (virtual clock only)."""
     seed: int = 1
+    """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.
 
@@ -64,11 +69,14 @@ class MachineConfig:
     run_budget: float = DEFAULT_RUN_BUDGET
     """Wall time of one uninterrupted guest run, after which the guest counts as looping."""
     profile: str = "linux-6.1"
-    """Set of kprobes features to emulate: a name in kprobes.profile.PROFILES."""
+    """Set of kprobes features to emulate: a key of PROFILES."""
     save_regs: str | None = None
     """Registers that compiled handlers save: "live" or "all"; None takes the profile's value."""
     return_hook: str | None = None
-    """Kind of return hook: one of kprobes.profile.RETURN_HOOKS; None takes the profile's value."""
+    """Shadow stack of return probes: "rethook", "objpool", "instances", "fgraph" or "unified".
+
+    None takes the profile's value.
+    """
     limits: Limits = field(default_factory=Limits, compare=False)
     """Resource limits of the mount; a kernel that replaces this one shares them."""
     fast_registers: bool = True

@@ -1,24 +1,64 @@
-"""dataclass() that makes classes six times as fast as the standard library's: start-up makes 200 of them."""
+"""dataclass(), whose classes are created in a sixth of the time: start-up creates two hundred of them.
+
+Also ADDRESS, for fields whose values a repr shows in hexadecimal, and immutable(), for public value objects.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["dataclass"]
+__all__ = ["ADDRESS", "dataclass", "immutable"]
+
+
+_T = TypeVar("_T")
+
+
+def show_address(value: object) -> str:
+    """Return an address, or a tuple of addresses, in hexadecimal; anything else as repr() does."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(show_address, value))}{',' if len(value) == 1 else ''})"
+    return hex(value) if isinstance(value, int) else repr(value)
+
+
+ADDRESS = {"repr": show_address}
+"""Metadata of a field: a guest address, which the repr of its object shows in hexadecimal."""
+
+
+def immutable(made: type[_T]) -> type[_T]:
+    """Let a frozen dataclass without slots refuse assignments at run time, as the standard library's do.
+
+    Each field can be assigned once, which `__init__` does. No function is compiled for that.
+    """
+    names = frozenset(each.name for each in dataclasses.fields(made))  # type: ignore[arg-type]
+
+    def assign(self: Any, name: str, value: object) -> None:
+        values = self.__dict__
+        if name in values or name not in names:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        values[name] = value
+
+    def delete(_self: Any, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+    made.__setattr__ = assign  # type: ignore[method-assign]
+    made.__delattr__ = delete  # type: ignore[method-assign]
+    return made
+
 
 if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
-    import dataclasses
     from operator import attrgetter
     from reprlib import recursive_repr
 
     _REFUSED = {"order", "unsafe_hash"}
 
     def dataclass(made=None, /, *, frozen=False, eq=True, repr=True, **options):
-        """Make a dataclass like the standard library's, but compile one function per class, not six.
+        """Create a dataclass as the standard library does, but compile one function instead of six.
 
-        Deviates: only mypy enforces `frozen`, so that creating an object costs no more than without it.
+        Deviates: only mypy checks `frozen`, so that creating a frozen object costs no more than another one.
+        See immutable() for classes that check it at run time too.
 
         Raises: TypeError (unsupported options).
         """
@@ -50,8 +90,10 @@ else:
 
     @recursive_repr()
     def _repr(self):
-        shown = (each.name for each in dataclasses.fields(self) if each.repr)
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        shown = (each for each in dataclasses.fields(self) if each.repr)
+        values = ", ".join(
+            f"{each.name}={each.metadata.get('repr', repr)(getattr(self, each.name))}" for each in shown
+        )
         return f"{type(self).__qualname__}({values})"
 
     def _key(names):

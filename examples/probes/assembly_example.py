@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.util.config import MachineConfig
+from emulated_kernel import Kernel, Kprobe, MachineConfig
 
 CODE = {
     "x86_64": """
@@ -39,7 +37,7 @@ CODE = {
 
 
 def main() -> None:
-    """Plants it, calls the function, and shows the cells."""
+    """Register the probe, call the function, and print the cells."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", choices=CODE, default="x86_64")
     arch = parser.parse_args().arch
@@ -47,7 +45,7 @@ def main() -> None:
         probe = Kprobe(symbol_name="int_sqrt", code=CODE[arch])
         kernel.register_kprobe(probe)
         roots = [kernel.call("int_sqrt", number) for number in (81, 144, 9)]
-        print(f"roots {roots}, by {kernel.kprobes.mode(probe)}")
+        print(f"roots {roots}, by {kernel.probe_mode(probe)}")
         kernel.unregister_kprobe(probe)
         print(f"{probe.cells['hits']} hits, the largest argument {probe.cells['largest']}")
 

@@ -3,46 +3,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.util.config import MachineConfig
+from emulated_kernel import Kernel, Kprobe, MachineConfig, X86Regs
 
 FUNCTIONS = ("int_sqrt", "strlen")
 
 
 def main() -> None:
-    """Plants one on each function, commits them, and takes them out again."""
+    """Register a djprobe on each function, commit them, and unregister them again."""
     hits: list[str] = []
 
-    def handler(kprobe: Kprobe, _regs: Any) -> None:
+    def handler(kprobe: Kprobe, _regs: X86Regs) -> None:
         hits.append(f"{kprobe.symbol_name}")
 
     with Kernel(MachineConfig(profile="djprobe-2007")) as kernel:
         probes = []
         for name in FUNCTIONS:
-            address = kernel.image.kallsyms.lookup_name(name)
-            assert address is not None
-            region = kernel.kprobes.probe_checker.optimized_region(address)
-            assert isinstance(region, Region), region
-            probe = Kprobe(symbol_name=name, length=region.length, pre_handler=handler)
+            region = kernel.optimized_region(kernel.kallsyms_lookup_name(name))
+            probe = Kprobe(symbol_name=name, length=len(region), pre_handler=handler)
             kernel.register_kprobe(probe)
             probes.append(probe)
-            print(
-                f"{name}: a region of {region.length} bytes, {kernel.kprobes.mode(probe)} before the commit"
-            )
+            print(f"{name}: a region of {len(region)} bytes, {kernel.probe_mode(probe)} before the commit")
         kernel.commit_kprobes()
         for probe in probes:
-            print(f"{probe.symbol_name}: {kernel.kprobes.mode(probe)} behind it")
+            print(f"{probe.symbol_name}: {kernel.probe_mode(probe)} after it")
         kernel.call("int_sqrt", 144)
         kernel.call("strlen", "probes")
         print(f"hits: {', '.join(hits)}")
         for probe in probes:
             kernel.unregister_kprobe(probe)
         kernel.commit_kprobes()
-        print(f"bytes of text that differ: {len(kernel.machine.text.ledger)}")
+        print(f"bytes of text that differ: {len(kernel.patched_addresses())}")
 
 
 if __name__ == "__main__":

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kinds.jprobe import Jprobe
-from emulated_kernel.util.config import MachineConfig
+from emulated_kernel import Jprobe, Kernel, MachineConfig
 
 
 def mirror(a: int, b: int) -> None:
-    """As unsigned long gcd(unsigned long a, unsigned long b)."""
+    """Print the arguments; the signature is that of unsigned long gcd(unsigned long a, unsigned long b)."""
     print(f"jprobe: a = {a}, b = {b}")
 
 
 def main() -> None:
-    """Plants it, calls the function, and takes it out again."""
+    """Register the jprobe, call the function, and unregister the jprobe."""
     with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
         jprobe = Jprobe(handler=mirror, symbol_name="gcd")
         kernel.register_jprobe(jprobe)

@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.util.config import MachineConfig
+from emulated_kernel import Kernel, Kprobe, MachineConfig, X86Regs
 
 
-def before(kprobe: Kprobe, regs: Any) -> None:
-    """Where the probe is, as the handler sees it: a breakpoint leaves ip behind itself."""
+def before(kprobe: Kprobe, regs: X86Regs) -> None:
+    """Print where the probe is; regs.ip is the address after the breakpoint."""
     print(f"pre_handler: {kprobe.symbol_name}, ip = {regs.ip:#x}, flags = {regs.flags:#x}")
 
 
-def after(kprobe: Kprobe, regs: Any, _flags: int) -> None:
-    """The instruction has run, out of line; Linux passes 0 as the last argument, and so do we."""
+def after(kprobe: Kprobe, regs: X86Regs, _flags: int) -> None:
+    """Print the registers after the instruction, which has run out of line; the flags are always 0."""
     print(f"post_handler: {kprobe.symbol_name}, ip = {regs.ip:#x}, flags = {regs.flags:#x}")
 
 
 def main() -> None:
-    """Plants it, calls the function, and takes it out again."""
+    """Register the probe, call the function, and unregister the probe."""
     with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
         probe = Kprobe(symbol_name="int_sqrt", pre_handler=before, post_handler=after)
         kernel.register_kprobe(probe)

@@ -7,28 +7,24 @@ kretprobe_example.py [FUNCTION]
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
-from emulated_kernel.util.config import MachineConfig
+from emulated_kernel import Kernel, Kretprobe, KretprobeInstance, MachineConfig, X86Regs
 
-ARGUMENTS = {"int_sqrt": (144,), "strlen": ("probes",)}
-"""Of the functions that can be asked for."""
+ARGUMENTS: dict[str, tuple[int | str, ...]] = {"int_sqrt": (144,), "strlen": ("probes",)}
+"""Function -> arguments of the call."""
 STAMP = 8
-"""Bytes of a call's own data: when it was entered."""
+"""Bytes of a call's own data: the time when it was entered."""
 
 
 def main(function: str = "int_sqrt") -> None:
-    """Plants it, calls the function, and takes it out again."""
+    """Register the probe, call the function, and unregister the probe."""
     with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
-        clock = kernel.machine.clock
 
-        def entered(instance: KretprobeInstance, _regs: Any) -> None:
-            instance.data[:] = clock.read_ns().to_bytes(STAMP, "little")
+        def entered(instance: KretprobeInstance, _regs: X86Regs) -> None:
+            instance.data[:] = kernel.ktime_get_ns().to_bytes(STAMP, "little")
 
-        def returned(instance: KretprobeInstance, regs: Any) -> None:
-            took = clock.read_ns() - int.from_bytes(instance.data, "little")
+        def returned(instance: KretprobeInstance, regs: X86Regs) -> None:
+            took = kernel.ktime_get_ns() - int.from_bytes(instance.data, "little")
             assert instance.rp is rp
             print(
                 f"{function} returned {kernel.regs_return_value(regs)} and took {took} ns of the guest's time"

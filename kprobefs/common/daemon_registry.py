@@ -1,4 +1,4 @@
-"""The registry of running daemons: a record each, for its owner alone, of who serves which directory."""
+"""The registry of running daemons: one record for each, which only its owner can read."""
 
 from __future__ import annotations
 
@@ -22,30 +22,35 @@ from kprobefs.common.errors import CliError
 
 LOCK_ATTEMPTS = 5
 LOCK_PAUSE = 0.02
+"""Seconds between two attempts."""
 FALLBACK = "/tmp/kprobefs-"
-"""What the uid follows in the directory's name, where the user has no place of their own."""
+"""Start of the runtime directory's name, before the uid, if the user has no other directory for it."""
 KEPT_LOGS = 10
-"""Logs of daemons that failed which are kept, the newest ones."""
+"""Number of logs of failed daemons that are kept, the newest ones."""
 STARTING = 10.0
-"""Seconds between a daemon's opening of its log and its record, at most."""
-STATE, PARENT, START_TIME = 0, 1, 19
-"""Indices of state, ppid and starttime among the fields of /proc/PID/stat behind the name; see proc(5)."""
+"""Seconds at most from the start of a daemon's log to its record."""
+STATE = 0
+"""Index of `state` among the fields of /proc/PID/stat after the name; see proc(5)."""
+PARENT = 1
+"""Index of `ppid`."""
+START_TIME = 19
+"""Index of `starttime`."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """What tells a process from any other that has its pid later."""
+    """Identity of a process, which distinguishes it from a later one with the same pid."""
 
     pid: int
     started: int
-    """Clock ticks from the host's boot to its start."""
+    """Clock ticks from the host's boot to the process's start."""
     executable: tuple[int, int]
-    """Device and inode."""
+    """Device and inode of its executable."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """What a running daemon tells about itself."""
+    """A daemon's record of itself."""
 
     pid: int
     directory: str
@@ -53,35 +58,35 @@ class Daemon:
     layout: str
     version: str
     started: str
-    """ISO 8601, with the offset from UTC."""
+    """Time of its start: ISO 8601, with the offset from UTC."""
 
 
 def process_of(pid: int) -> Process:
-    """The process that has this pid now. Raises: OSError."""
+    """Return the process that has this pid now. Raises: OSError."""
     executable = os.stat(f"/proc/{pid}/exe")
     return Process(pid, start_time(pid), (executable.st_dev, executable.st_ino))
 
 
 def start_time(pid: int) -> int:
-    """Clock ticks from the host's boot to its start. Raises: OSError."""
+    """Return the clock ticks from the host's boot to the process's start. Raises: OSError."""
     return int(_fields(pid)[START_TIME])
 
 
 def parent_of(pid: int) -> int:
-    """The pid of its parent. Raises: OSError."""
+    """Return the pid of the process's parent. Raises: OSError."""
     return int(_fields(pid)[PARENT])
 
 
 def _fields(pid: int) -> list[str]:
-    """Those of /proc/PID/stat behind the name. Raises: OSError."""
+    """Return the fields of /proc/PID/stat after the name. Raises: OSError."""
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
 class Registration:
-    """Held by the daemon for its life; its lock keeps a second one from the same directory."""
+    """The record of a running daemon. Its lock keeps a second daemon from the same directory."""
 
     def __init__(self, daemon: Daemon) -> None:
-        """Raises: CliError (another daemon serves the directory)."""
+        """Write the record. Raises: CliError (another daemon serves the directory)."""
         sweep()
         self._path = _record_path(daemon.directory)
         self._file = self._locked(daemon.directory)
@@ -90,27 +95,27 @@ class Registration:
         self._file.flush()
 
     def _locked(self, directory: str) -> TextIO:
-        """The record, locked; a new one where a daemon that ended removed it while we waited."""
+        """Open and lock the record. If an ending daemon removes it meanwhile, open a new one."""
         while True:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
                 raise CliError(f"{self._path}: not a private file of yours; remove it")
             if not _lock(file):
                 file.close()
-                raise CliError(f"{directory}: another kprobefs serves it; use another directory")
+                raise CliError(f"{directory}: another kprobefs daemon serves it; unmount it first")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(self._path)):
                     return file
             file.close()
 
     def close(self) -> None:
-        """The daemon ends."""
+        """Remove the record, since the daemon ends."""
         self._path.unlink(missing_ok=True)
         self._file.close()
 
 
 def _open_record(path: Path, flags: int) -> TextIO | None:
-    """A record that nobody but its owner could have written or locked; None where it isn't one."""
+    """Open a record. Return None if somebody else than its owner could write or lock it."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -120,7 +125,7 @@ def _open_record(path: Path, flags: int) -> TextIO | None:
 
 
 def _lock(file: TextIO) -> bool:
-    # sweep() holds the lock for an instant: a daemon holds it for longer than these attempts.
+    # sweep() holds the lock for an instant, a daemon for longer than all attempts.
     for _ in range(LOCK_ATTEMPTS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,32 +137,32 @@ def _lock(file: TextIO) -> bool:
 
 
 def running(directory: str) -> Daemon | None:
-    """The daemon that serves `directory` in this mount namespace; None where none is known to live."""
+    """Return the live daemon that serves `directory` in this mount namespace, or None."""
     with known(directory) as found:
         return found.daemon if found else None
 
 
 @dataclass(frozen=True)
 class Running:
-    """A daemon of the registry that lives, held by a descriptor: its pid can't become another's meanwhile."""
+    """A live daemon, held by a pidfd so that signals cannot reach another process with its pid."""
 
     daemon: Daemon
     descriptor: int
 
     def send(self, number: signal.Signals) -> None:
-        """Signal it."""
+        """Send a signal to the daemon."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, number)
 
     def ends(self, timeout: float) -> bool:
-        """Whether it ends in so many seconds."""
+        """Wait up to `timeout` seconds. Return True if the daemon ended."""
         waiting = poll()
         waiting.register(self.descriptor, POLLIN)
         return bool(waiting.poll(timeout * 1000))
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
+        """Whether a signal or a debugger has stopped the daemon."""
         with suppress(OSError, IndexError):
             return _fields(self.daemon.pid)[STATE] in "Tt"
         return False
@@ -165,7 +170,7 @@ class Running:
 
 @contextmanager
 def known(directory: str) -> Iterator[Running | None]:
-    """The living daemon of a directory, for as long as the context lasts; None where none is known."""
+    """Hold the live daemon of a directory while the context lasts. Yield None if none is known."""
     found = _find(directory)
     try:
         yield found
@@ -186,7 +191,7 @@ def _find(directory: str) -> Running | None:
         descriptor = os.pidfd_open(daemon.pid)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    # Only now: what the descriptor holds is what has the pid.
+    # Hazard: compare only after the pidfd is open, which keeps the pid from being reused.
     with suppress(OSError, IndexError):
         if process_of(daemon.pid) == process:
             return Running(daemon, descriptor)
@@ -195,7 +200,7 @@ def _find(directory: str) -> Running | None:
 
 
 def sweep() -> None:
-    """Remove records of daemons that were killed, and all of their logs but the newest."""
+    """Remove the records of killed daemons, and their logs except the newest KEPT_LOGS."""
     directory = runtime_directory()
     for path in directory.glob("*.json"):
         with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as file:
@@ -207,9 +212,9 @@ def sweep() -> None:
 
 
 def forget(directory: str) -> None:
-    """A killed daemon's mount is gone: so is its record, and its log if that says nothing.
+    """Remove the record of a killed daemon whose mount is gone, and its log if that is empty.
 
-    One that is starting has written its log's first byte, or has a record, before that is so old.
+    A starting daemon has a record, or has written to its log, before an empty log is STARTING seconds old.
     """
     with suppress(FileNotFoundError, CliError):
         sweep()
@@ -228,7 +233,7 @@ def _age(path: Path) -> float:
 
 
 def runtime_directory() -> Path:
-    """Where records and logs lie, for their owner alone. Raises: CliError."""
+    """Return the directory of records and logs, which only its owner can enter. Raises: CliError."""
     path = _base_path() / "daemons"
     for each, mode in ((path.parent, 0o755), (path, 0o700)):
         try:
@@ -236,7 +241,7 @@ def runtime_directory() -> Path:
             found = each.lstat()
         except OSError as error:
             raise CliError(f"{each}: {error.strerror}; set XDG_RUNTIME_DIR") from None
-        # In /tmp somebody else may have made it first.
+        # Hazard: in /tmp another user may have made it first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise CliError(f"{each}: belongs to somebody else; set XDG_RUNTIME_DIR")
     if found.st_mode & 0o077:
@@ -245,7 +250,7 @@ def runtime_directory() -> Path:
 
 
 def _base_path() -> Path:
-    """/run/kprobefs, or below the user's runtime directory, or a directory of the user's own."""
+    """Return /run/kprobefs, or a directory in the user's runtime, cache or home directory, or one in /tmp."""
     if chosen := os.environ.get("KPROBEFS_RUNTIME_DIRECTORY"):
         return Path(chosen)
     user = _outer_uid()
@@ -257,7 +262,7 @@ def _base_path() -> Path:
         os.path.join(os.environ.get("HOME", ""), ".cache"),
     )
     for place in places:
-        # sudo and su leave the environment of somebody else.
+        # sudo(8) and su(1) keep the environment of another user.
         with suppress(OSError):
             if place.startswith("/") and os.stat(place).st_uid == os.geteuid():
                 return Path(place, "kprobefs")
@@ -265,7 +270,7 @@ def _base_path() -> Path:
 
 
 def _outer_uid() -> int:
-    """This process's user as the user namespace above calls it: two users may both be root in theirs."""
+    """Return this process's uid in the parent user namespace: two users may both be root in their own."""
     user = os.geteuid()
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/uid_map").read_text().splitlines():
@@ -276,7 +281,7 @@ def _outer_uid() -> int:
 
 
 def log_path(directory: str) -> Path:
-    """The log of a daemon in the background."""
+    """Return the path of the log of a daemon in the background."""
     return _record_path(directory).with_suffix(".log")
 
 

@@ -1,4 +1,4 @@
-"""CliError: an error for the person at the terminal, in one line that says what to do."""
+"""CliError, an error that the program reports in one line, and the exit statuses."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from emulated_kernel.util.errors import KernelError
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of the program; `run` otherwise passes on its command's."""
+    """Exit statuses of the program. `run` passes on its command's status."""
 
     OK = 0
     FAILURE = 1
     USAGE = 2
     NOT_MOUNTED = 3
-    """umount, status: nothing of ours is mounted there."""
+    """umount, status: kprobefs is not mounted there."""
     BUSY = 4
-    """status: the mount's kernel has been at something for a while."""
+    """status: the mount's kernel is busy with a long request."""
     PANICKED = 5
     """status: the mount's kernel has stopped for good."""
     HUNG = 6
-    """status, mount, umount: the mount's daemon doesn't answer, or doesn't end."""
+    """status, mount, umount: the mount's daemon does not answer or does not end."""
     STALE = 7
     """status: the mount's daemon is gone."""
     RUN_FAILED = 125
-    """run: the mount failed, the command wasn't started."""
+    """run: the mount failed, so the command was not started."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
 
 
 class CliError(Exception):
-    """Ends the program with one line on standard error and an exit status."""
+    """An error that ends the program with one line on standard error and an exit status."""
 
     def __init__(
         self, message: str, status: ExitStatus = ExitStatus.FAILURE, *, is_explained: bool = False
     ) -> None:
-        """`is_explained`: standard error says why already."""
+        """Make the error. `is_explained`: standard error already says why."""
         super().__init__(message)
         self.status = status
         self.is_explained = is_explained
 
 
-FILES, ADDRESS_SPACE = 32, 1_500_000
-"""What a mount of the defaults comes up with: `ulimit -n`, and kB of `ulimit -v`."""
+FILES = 32
+"""`ulimit -n` that suffices to start a default mount."""
+ADDRESS_SPACE = 1_500_000
+"""`ulimit -v`, in kB, that suffices to start a default mount."""
 _LACKING = {
     errno.EMFILE: f"a mount needs {FILES} open files; run ulimit -n {FILES}",
     errno.ENOMEM: f"a mount needs {ADDRESS_SPACE} kB of address space; run ulimit -v {ADDRESS_SPACE}",
@@ -54,18 +56,21 @@ _LACKING = {
 
 
 def resource_hint(error: BaseException) -> str:
-    """Of which of the caller's limits it comes, and what a mount needs; "" where it's none of them."""
+    """Return which of the caller's limits caused the error, and what a mount needs; "" if none did."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     return f"{os.strerror(number)}: {_LACKING[number]}" if number in _LACKING else ""
 
 
 def escape_for_terminal(text: str) -> str:
-    """Text with names in it that others gave, for a terminal: nothing in it moves the cursor or hides."""
+    """Escape the unprintable characters of a text with names that others chose.
+
+    They would otherwise move the cursor or hide text.
+    """
     return "".join(character if character.isprintable() else _escape(character) for character in text)
 
 
 def _escape(character: str) -> str:
-    # Bytes that are no UTF-8 arrive as surrogates.
+    # Bytes that are not UTF-8 arrive as surrogates.
     if "\udc80" <= character <= "\udcff":
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
@@ -73,7 +78,7 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Raises: CliError (which names the image)."""
+    """Turn errors of a kernel image into CliError, which names the image. Raises: CliError."""
     try:
         yield
     except KernelError as error:

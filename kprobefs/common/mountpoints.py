@@ -1,4 +1,4 @@
-"""Mount points: where ours are, whether they answer, and how to be rid of them."""
+"""Mount points of kprobefs: list them, check whether their daemons answer, and unmount them."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from kprobefs.common.errors import CliError, ExitStatus
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
-"""A symbolic link in each mount's root that no listing shows; its target is the mount's condition."""
+"""A hidden symbolic link in each mount's root. Its target is the mount's state."""
 FUSE_CONF = "/etc/fuse.conf"
 ALLOWS_OTHER = "user_allow_other"
-"""Its line that lets ordinary users take --allow-other. Mirrors: mount.fuse(8)."""
+"""Line of FUSE_CONF that permits --allow-other to ordinary users. Mirrors: mount.fuse(8)."""
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 MAX_LINKS = 40
 ANSWER_TIMEOUT = 1.2
-"""Seconds after which a mount counts as hung."""
+"""Seconds without an answer after which a mount counts as hung."""
 CONTROL_TIMEOUT = 0.5
-"""Seconds more after which one that answers counts as busy: something keeps its kernel."""
+"""Further seconds after which an answering mount counts as busy: its kernel does not answer."""
 REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
 _STALE = (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 class MountState(Enum):
-    """What a mount of ours is found to be."""
+    """State of a mount of kprobefs."""
 
     SERVING = "serving"
     BUSY = "busy"
-    """Its daemon answers, and its kernel has been at something for a while."""
+    """Its daemon answers, but its kernel is busy with a long request."""
     PANICKED = "panicked"
     """Its kernel has stopped for good; the files still answer."""
     HUNG = "hung"
-    """Its daemon doesn't answer."""
+    """Its daemon does not answer."""
     STALE = "stale"
     """Its daemon is gone."""
     MOUNTED = "mounted"
-    """Another user's, which lets nobody else ask."""
+    """Another user's mount, which this user cannot enter."""
 
     @property
     def status(self) -> ExitStatus:
-        """Exit status of `kprobefs status`."""
+        """Return the exit status of `kprobefs status`."""
         return ExitStatus.OK if self in (MountState.SERVING, MountState.MOUNTED) else ExitStatus[self.name]
 
 
@@ -62,42 +62,42 @@ class MountPoint:
 
     directory: str
     device: str
-    """major:minor"""
+    """Device number, as major:minor."""
     fstype: str
     source: str
     owner: int | None
-    """Who mounted it, where that is said: the user_id of FUSE mounts."""
+    """User who mounted it: the option user_id of FUSE mounts. None for other mounts."""
 
 
 def mount_points() -> list[MountPoint]:
-    """All mounts of this mount namespace; a later one covers an earlier one on the same directory."""
+    """Return all mounts of this mount namespace. A later one covers an earlier one on the same directory."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         return [_parse(line) for line in lines]
 
 
 def our_mounts() -> list[MountPoint]:
-    """Mounts of kprobefs."""
+    """Return the mounts of kprobefs."""
     return [point for point in mount_points() if point.fstype == FSTYPE]
 
 
 def mounted_on(directory: str) -> MountPoint | None:
-    """What is mounted on a directory, on top; None where it is no mount point."""
+    """Return the topmost mount on a directory, or None if the directory is no mount point."""
     found = [point for point in mount_points() if point.directory == directory]
     return found[-1] if found else None
 
 
 def resolve(path: str) -> str:
-    """Absolute and without symbolic links; a mount of ours is asked for nothing: its daemon may hang.
+    """Return the absolute path without symbolic links.
 
-    Raises: CliError.
+    No request goes to a mount of kprobefs, since its daemon may hang. Raises: CliError.
     """
     if not path:
-        raise CliError("directory: its name is empty; give a path", ExitStatus.USAGE)
+        raise CliError("empty directory name; give a directory", ExitStatus.USAGE)
     ours = [point.directory for point in our_mounts()]
     try:
         found = "/" if path.startswith("/") else os.getcwd()
     except FileNotFoundError:
-        raise CliError("working directory: it is gone; give an absolute path") from None
+        raise CliError("the working directory was removed; give an absolute path") from None
     pending = path.split("/")[::-1]
     links = 0
     while pending:
@@ -123,7 +123,7 @@ def resolve(path: str) -> str:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Whether a path lies in a mount of ours, or in the one to be on `directory`. Raises: CliError."""
+    """Return True if a path is in a mount of kprobefs or below `directory`. Raises: CliError."""
     found = resolve(path)
     return any(_is_in(found, each) for each in (directory, *(point.directory for point in our_mounts())))
 
@@ -133,27 +133,27 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def conditions(directories: Iterable[str]) -> dict[str, MountState]:
-    """What mounts of ours are, all asked at the same time, in less than two seconds."""
-    # A request that has reached a hung daemon can't be interrupted: only processes of their own wait for it.
+    """Return directory -> state of the mount on it. All mounts are asked at once, within two seconds."""
+    # Hazard: a request that has reached a hung daemon cannot be interrupted, so a child process waits for it.
     asked = {directory: _Question(directory) for directory in directories}
     start = time.monotonic()
     return {directory: question.answer(start) for directory, question in asked.items()}
 
 
 def condition(directory: str) -> MountState:
-    """What a mount of ours is."""
+    """Return the state of a mount of kprobefs."""
     return conditions([directory])[directory]
 
 
 def check_answers(directory: str) -> None:
-    """Raises: CliError (the daemon of a mount of ours hangs or is gone)."""
+    """Check that a mount's daemon answers. Raises: CliError (it hangs or is gone)."""
     found = condition(directory)
     if found in (MountState.STALE, MountState.HUNG):
         raise unanswered(directory, found)
 
 
 def unanswered(directory: str, found: MountState) -> CliError:
-    """What to say of a mount of ours whose daemon hangs or is gone."""
+    """Return the error for a mount whose daemon hangs or is gone."""
     if found is MountState.STALE:
         return CliError(f"{directory}: its daemon is gone; run kprobefs umount {directory}", found.status)
     from kprobefs.common.daemon_registry import known
@@ -165,7 +165,7 @@ def unanswered(directory: str, found: MountState) -> CliError:
 
 
 class _Question:
-    """A process that asks a mount how it is."""
+    """A child process that asks a mount for its state."""
 
     def __init__(self, directory: str) -> None:
         self._pipe, writer = os.pipe()
@@ -178,7 +178,7 @@ class _Question:
         self._readable.register(self._pipe, POLLIN)
 
     def answer(self, start: float) -> MountState:
-        """What comes of it, waiting no longer than the time-outs from `start`."""
+        """Return the mount's state. Wait no longer than the timeouts after `start`."""
         try:
             found = self._line(start + ANSWER_TIMEOUT)
             if not found:
@@ -195,14 +195,14 @@ class _Question:
         finally:
             os.close(self._pipe)
             os.kill(self._child, signal.SIGKILL)
-            # One that can't be interrupted is left to init.
+            # A child that cannot be interrupted is left to init.
             for _ in range(REAP_ATTEMPTS):
                 if os.waitpid(self._child, os.WNOHANG) != (0, 0):
                     break
                 time.sleep(REAP_PAUSE)
 
     def _line(self, deadline: float) -> str:
-        """The next line that it tells; "" where none comes in time."""
+        """Return the child's next line, or "" if none comes in time."""
         while b"\n" not in self._told:
             if not self._readable.poll(1000 * max(0, deadline - time.monotonic())):
                 return ""
@@ -215,13 +215,13 @@ class _Question:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Write the errno of a request that the daemon answers alone, then the state, which needs its kernel."""
+    """Write the errno of a request that needs only the daemon, then the state, which needs its kernel."""
     try:
-        # Whoever waits for the end of our parent's output must not wait for us.
+        # A process that waits for the end of the parent's output must not wait for this child.
         os.closerange(0, writer)
         os.closerange(writer + 1, 1 << 20)
         try:
-            # Not stat(2): the host kernel may know the attributes of a moment ago.
+            # Not stat(2), for which the host's kernel may use cached attributes.
             os.statvfs(directory)
         except OSError as error:
             os.write(writer, f"{error.errno}\n".encode())
@@ -237,7 +237,7 @@ def _ask(directory: str, writer: int) -> NoReturn:
 
 
 def detach(directory: str) -> None:
-    """Take a mount out of the tree at once; open files stay until they are closed. Raises: CliError."""
+    """Unmount a directory at once. Open files stay until they are closed. Raises: CliError."""
     if os.geteuid() == 0:
         _umount2(directory)
     else:
@@ -245,7 +245,7 @@ def detach(directory: str) -> None:
 
 
 def check_owner(point: MountPoint) -> None:
-    """Raises: CliError (only somebody else may unmount it)."""
+    """Check that this user may unmount a directory. Raises: CliError."""
     if os.geteuid() in (0, point.owner) or point.owner is None:
         return
     import pwd
@@ -260,10 +260,10 @@ def check_owner(point: MountPoint) -> None:
 
 @contextmanager
 def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -> Iterator[None]:
-    """See that `directory` can be mounted on; what a killed daemon of ours left there is removed.
+    """Prepare a directory for a mount, and remove the stale mount of a killed daemon.
 
-    `make`: a directory that isn't there is made, and goes again where what follows ends in an exception.
-    `allow_other`: others shall get in. Raises: CliError.
+    `make`: make a missing directory, and remove it again if the context ends in an exception.
+    `allow_other`: other users will be admitted. Raises: CliError.
     """
     for point in our_mounts():
         if point.directory != directory and _is_in(directory, point.directory):
@@ -282,14 +282,14 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
         yield
     except BaseException:
         for each in reversed(made):
-            # Somebody may have put something there.
+            # It is no longer empty.
             with suppress(OSError):
                 os.rmdir(each)
         raise
 
 
 def _make(directory: str, made: list[str]) -> None:
-    """Make what of the path isn't there, and note it in `made`. Raises: CliError."""
+    """Make the missing directories of a path, and append them to `made`. Raises: CliError."""
     missing = []
     place = directory
     while not os.path.lexists(place):
@@ -320,15 +320,15 @@ def _remove_stale(point: MountPoint) -> None:
 def _check_directory(directory: str) -> None:
     try:
         if os.listdir(directory):
-            raise CliError(f"{directory}: not empty; take an empty directory")
+            raise CliError(f"{directory}: not empty; use an empty directory")
     except FileNotFoundError:
         raise CliError(f"{directory}: no such directory; run mkdir -p {directory}, or add --mkdir") from None
     except NotADirectoryError:
-        raise CliError(f"{directory}: not a directory; take an empty directory") from None
+        raise CliError(f"{directory}: not a directory; use an empty directory") from None
     except OSError as error:
-        raise CliError(f"{directory}: {error.strerror}; take a directory of yours") from None
+        raise CliError(f"{directory}: {error.strerror}; use a directory that belongs to you") from None
     if os.geteuid() != 0 and not os.access(directory, os.W_OK):
-        raise CliError(f"{directory}: not writable for you; take a directory of yours")
+        raise CliError(f"{directory}: not writable for you; use a directory that belongs to you")
 
 
 def _check_device() -> None:
@@ -336,7 +336,7 @@ def _check_device() -> None:
         os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
         raise CliError(
-            "/dev/fuse: it does not exist; run modprobe fuse, or give the container --device /dev/fuse"
+            "/dev/fuse: missing; run modprobe fuse, or give the container --device /dev/fuse"
         ) from None
     except PermissionError:
         raise CliError("/dev/fuse: no access; run chmod 666 /dev/fuse as root, or run as root") from None
@@ -345,7 +345,7 @@ def _check_device() -> None:
 
 
 def _check_configuration() -> None:
-    # One that can't be read is left to fusermount, which may.
+    # An unreadable file is left to fusermount, which can read it.
     with suppress(PermissionError):
         try:
             with open(FUSE_CONF, encoding="utf-8", errors="replace") as lines:
@@ -387,6 +387,6 @@ def _fusermount(directory: str) -> None:
             check=False,
         )
     except FileNotFoundError:
-        raise CliError("fusermount: program not found; install fuse3") from None
+        raise CliError("fusermount: missing; install it (Debian, Fedora: fuse3)") from None
     if result.returncode != 0:
         raise CliError(f"{directory}: can't unmount: {result.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, for who watches a terminal."""
+"""A progress bar on standard error, for terminals."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from kprobefs.common import terminal
 
 T = TypeVar("T")
 _WIDTH = 30
+"""Characters of the longest bar."""
 _INTERVAL = 0.1
-"""Seconds between two pictures of it."""
+"""Seconds between two updates."""
 
 
 class Progress:
-    """How much of something is done; prints nothing where standard error can't move its cursor."""
+    """A progress bar. If standard error cannot move its cursor, nothing is printed."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what = what
@@ -34,25 +35,25 @@ class Progress:
         self.end()
 
     def add(self, amount: int) -> None:
-        """More is done."""
+        """Add an amount of finished work."""
         self._done += amount
         if self._shown and time.monotonic() >= self._next:
             self._next = time.monotonic() + _INTERVAL
             share = min(self._done / self._total, 1)
-            # Two brackets, two spaces, the share, and room for the ^C that a terminal shows.
-            room = shutil.get_terminal_size().columns - len(self._what) - 10
-            width = min(_WIDTH, room)
+            # Two brackets, two spaces, the share, and space for the ^C that a terminal shows.
+            space = shutil.get_terminal_size().columns - len(self._what) - 10
+            width = min(_WIDTH, space)
             bar = f"[{'#' * int(width * share):<{width}}] " if width > 0 else ""
             print(f"\r{self._what} {bar}{share:4.0%}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leaves an empty line to whatever is printed next."""
+        """Clear the line for the next output."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """The items, one after the other; the bar moves between them alone."""
+    """Yield the items, and advance a progress bar after each."""
     with Progress(what, len(items)) as progress:
         for item in items:
             yield item

@@ -1,4 +1,4 @@
-"""What commands for a terminal share: whether there is one, its size and colours, keys that are pressed."""
+"""Terminal input and output that commands share: detection, line wrapping, colours and keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ESCAPE_TIMEOUT = 0.05
-"""Seconds in which the rest of an escape sequence follows its first byte."""
+"""Seconds to wait for the rest of an escape sequence after its first byte."""
 KEYS = {
     "\x1b[A": "up",
     "\x1bOA": "up",
@@ -33,33 +33,35 @@ KEYS = {
     "\x1b": "escape",
     "\r": "\n",
 }
-"""What some keys send."""
+"""Input of a key -> its name."""
 _SEQUENCE = re.compile(rb"\x1b(?:O.|\[[0-?]*[ -/]*[@-~]|[^O\[])|.{16,}", re.DOTALL)
-"""Mirrors: ECMA-48, control sequences; no longer than any key's."""
+"""A key's input, of limited length. Mirrors: ECMA-48, control sequences."""
 
 
 def is_interactive(stream: TextIO) -> bool:
-    """Whether pictures may be drawn there: a terminal that can move its cursor."""
+    """Return True if the stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def has_colours(stream: TextIO) -> bool:
-    """As https://no-color.org says, and as far as the terminal can."""
+    """Return True if the terminal has colours and NO_COLOR is unset.
+
+    Source: https://no-color.org
+    """
     return is_interactive(stream) and not os.environ.get("NO_COLOR")
 
 
 def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
-    """A line for a terminal of its width, broken between words, what goes on indented; as it is elsewhere.
+    """Return a line, broken between words if it is too long for the terminal.
 
-    `first`: what stands before the line, broken or not.
-
-    A caret in a second line stands below its place as the terminal wraps both.
+    `indent`: start of each further line. `first`: text before the line. A text of several lines stays as it
+    is: it may have a caret below a column, and the terminal breaks both lines alike.
     """
     if "\n" in text or not is_interactive(stream):
         return first + text
     from textwrap import fill
 
-    # One that nobody has given a size says 0.
+    # A terminal without a size reports 0.
     width = os.get_terminal_size(stream.fileno()).columns or 80
     if len(first + text) <= width:
         return first + text
@@ -74,7 +76,7 @@ def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
 
 
 def console() -> Console:
-    """Standard output. A pipe gets plain text, whatever the environment forces."""
+    """Return a console on standard output. A pipe gets plain text, whatever the environment forces."""
     from rich.console import Console
 
     terminal = is_interactive(sys.stdout)
@@ -90,19 +92,19 @@ def console() -> Console:
 
 @contextmanager
 def keyboard() -> Iterator[None]:
-    """Keys arrive at once, and aren't shown. An interrupt still is one."""
+    """Read keys without a newline and without echo while the context lasts. ^C still interrupts."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin, termios.TCSANOW)
     try:
         yield
     finally:
-        # A terminal that has gone needs nothing.
+        # The terminal is gone.
         with suppress(termios.error):
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def key(timeout: float) -> str:
-    """The next key within so many seconds: a character or a name of KEYS; "" where none was pressed."""
+    """Return the key that is pressed within `timeout` seconds: a character, a name of KEYS, or ""."""
     if not select.select([sys.stdin], [], [], max(0.0, timeout))[0]:
         return ""
     pressed = os.read(sys.stdin.fileno(), 1)

@@ -1,1 +1,1 @@
-"""The FUSE session and its operations: only these modules import fuse."""
+"""The FUSE session and its operations. Only this subpackage imports fuse."""

@@ -1,4 +1,4 @@
-"""The reserve of the host's memory: where none is to be had, what looks and what ends is answered from it."""
+"""Emergency memory reserve, for requests that read or release something when the host has no memory."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from time import monotonic
 log = logging.getLogger("kprobefs.fuse.memory_reserve")
 
 HEADROOM = 32 << 20
-"""Bytes that have to be there for a request that makes something: more than any takes that isn't huge."""
+"""Bytes that must be free for a request that makes something: more than an ordinary request takes."""
 RESERVE = 12 << 20
-"""Bytes: what a long list and the trace of a full buffer are rendered in, some times over."""
+"""Bytes of the reserve: several times the text of a long list or of a full trace buffer."""
 FLOOR = 4 << 20
-"""Bytes of that without which nothing is opened or read: libraries abort where they get nothing at all."""
+"""Bytes of the reserve below which no file is opened or read: libraries abort if malloc(3) fails."""
 ROOM = 512 << 10
-"""Bytes of address space: libfuse maps a page for some names. A thread, and Python, map more at once."""
+"""Bytes of address space in the reserve: libfuse maps a page for some names. A thread or Python maps more."""
 LOOK = 0.01
-"""Seconds between two looks: what is asked meanwhile takes less than the headroom."""
+"""Seconds between two checks: the requests in between take less than HEADROOM."""
 _PIECE = 100_000
-"""Bytes; from 128 KiB on malloc(3) would map each piece by itself, and unmap it when it is freed."""
+"""Bytes of a piece of the reserve. malloc(3) would map a larger one, and unmap it when it is freed."""
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3
 _MAPPED = 128 << 10
-"""Bytes from which on a piece is mapped by itself, as long as nothing that was freed has room for it."""
+"""Bytes from which on malloc(3) maps an allocation, unless freed memory has space for it."""
 
 ENDING = (b"", b"0", b"nop")
-"""Whole writes that take something away: clear, disable."""
-ENDING_LINE, ENDING_WORD = b"-:", b"!"
-"""What a line begins with that does so, or each of its words in front of a condition."""
+"""Whole writes that remove something: they clear or disable it."""
+ENDING_LINE = b"-:"
+"""Start of a line that deletes an event."""
+ENDING_WORD = b"!"
+"""Start of each word, up to a condition, of a line that removes functions, events or a trigger."""
 
 
 def share_heap() -> None:
-    """All threads that come have one heap: in one of its own a thread would find nothing of the reserve."""
+    """Let all threads use one heap: a thread with a heap of its own could not use the reserve."""
     libc = ctypes.PyDLL(None)
-    # musl has one heap anyhow.
+    # musl has only one heap.
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 1)
-        # glibc raises it to what was freed once: tables of a whole kernel would leave holes in the heap.
+        # glibc raises the threshold to the size of a freed mapping. Large tables would then leave holes.
         libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
 
 
 class MemoryReserve:
-    """Freed pieces of malloc's one heap, of which whoever allocates is served when the host has no more.
+    """Pieces of malloc(3)'s heap that are freed when the host has no memory, so that allocations use them.
 
-    A limit may be lowered below what is used already; so nothing that has to be mapped helps, and what is
-    given back must not go back to the host: the last piece stays at the heap's top.
+    A memory limit may be lowered below what is used already, so that nothing can be mapped any more. The
+    freed pieces must not return to the host either: the last piece stays allocated at the heap's top.
     """
 
     def __init__(self) -> None:
@@ -58,18 +60,18 @@ class MemoryReserve:
         self._libc.free.restype = None
         self._pieces: list[int] = []
         self.next_check = 0.0
-        """The monotonic time from which on a request begins with look(); 0.0: each one does."""
+        """Monotonic time from which on a request begins with check(); 0.0 while each request does."""
         self._room: mmap.mmap | None = None
         self._lock = threading.Lock()
-        """Held where the pieces change: all loops look."""
+        """Held while the pieces change: all worker threads call check()."""
         self.is_scarce = False
-        """The host has no memory, or had none a moment ago."""
+        """Whether the host had no memory at the last check."""
         self.is_spent = False
-        """Even the reserve is nearly gone, to who holds what was rendered for them."""
+        """Whether the reserve is nearly used up too, by the contents of open files."""
 
     def check(self) -> None:
-        """Before a request: give the reserve back where there is no headroom, and take it where there is."""
-        # Whoever has it looks, and one look is enough.
+        """Free the reserve if there is no headroom, and take it if there is. Call it before a request."""
+        # Another thread is checking, and one check is enough.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -92,10 +94,10 @@ class MemoryReserve:
         if self.is_scarce:
             self.is_scarce = False
             self.is_spent = False
-            log.warning("there is memory again")
+            log.warning("the host has memory again")
 
     def give_back(self) -> None:
-        """From now on until memory is there again."""
+        """Free the reserve, until the host has memory again."""
         with self._lock:
             self._give_back()
 
@@ -108,14 +110,16 @@ class MemoryReserve:
         if not self.is_scarce:
             self.is_scarce = True
             self.next_check = 0.0
-            log.warning("no memory: files can be read and things ended, but not made, until there is again")
+            log.warning(
+                "the host has no memory: only reads and requests that release something are served meanwhile"
+            )
 
     def allows(self, data: bytes) -> bool:
-        """Whether this may be written now: it takes something away, or there is memory."""
+        """Return True if a write may be done: it removes something, or the host has memory."""
         return not self.is_scarce or data.strip() in ENDING or all(map(_ends, data.strip().split(b"\n")))
 
     def _take(self) -> None:
-        """Raises: OSError, MemoryError (it isn't there; the next look tries again)."""
+        """Allocate the reserve. Raises: OSError, MemoryError (no memory; the next check tries again)."""
         while self._pieces:
             self._libc.free(self._pieces.pop())
         for _ in range(RESERVE // _PIECE + 1):
@@ -123,12 +127,12 @@ class MemoryReserve:
             if not piece:
                 raise MemoryError("no memory to keep")
             self._pieces.append(piece)
-        # What says that all of it is there comes last.
+        # Invariant: _room comes last, since it says that the reserve is complete.
         self._room = _map(ROOM)
 
 
 def _ends(line: bytes) -> bool:
-    """Whether a line deletes an event, or takes functions, events or a trigger out of a list."""
+    """Return True if a line deletes an event, or removes functions, events or a trigger."""
     words = line.partition(b" if ")[0].split()
     return line.startswith(ENDING_LINE) or (
         bool(words) and all(word.startswith(ENDING_WORD) for word in words)

@@ -1,4 +1,4 @@
-"""A session's loop in threads of our own: a few that stay, and one more for each that blocks."""
+"""Threads that take FUSE requests: a few that are always free, and one more for each blocked request."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 FREE_LOOPS = 3
-"""Threads that take requests while others block. More only wait for the interpreter's lock."""
+"""Threads that take requests while others block. More would only wait for Python's global lock."""
 
 MOST_WAITING = 32
-"""Threads that wait for the kernel's lock for long and are replaced meanwhile; beyond that, requests wait."""
+"""Threads that are replaced while they wait long for the control lock. With more of them, requests wait."""
 
 RETRY = 1.0
-"""Seconds without another try where there was no thread, or one had no memory: each blocked request asks."""
+"""Seconds until a thread is started again after that has failed. Each blocked request tries."""
 
 FAILED = -1
-"""What a loop returns that ended before the session."""
+"""Result of a loop that ended before the session."""
 
 
 class WorkerThreads:
-    """Runs `loop` in threads until all of them have ended.
+    """Threads that run `loop` until all of them have ended.
 
-    libfuse's own pool makes a thread whenever all of them are busy, and ends it when too many are idle.
-    With the interpreter's lock between them that is every few requests, and 50 us each time. Threads of
-    Python's own also keep their interpreter state from one callback to the next.
+    libfuse's own pool starts a thread whenever all are busy, and ends it when too many are idle. With
+    Python's global lock between them this happens every few requests, and takes 50 us each time. Python's
+    threads also keep their interpreter state from one callback to the next.
     """
 
     def __init__(self, loop: Callable[[], object], free: int = FREE_LOOPS) -> None:
@@ -37,22 +37,22 @@ class WorkerThreads:
         self._free = free
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        """All but those that took no requests, for want of memory."""
+        """All threads, except those that could take no requests for want of memory."""
         self._next_try = 0.0
         self._blocked = 0
         self._replaceable = threading.Semaphore(MOST_WAITING)
         self._has_ended = False
-        """The loops have nothing to take requests from any more."""
+        """Whether the session has ended, so that no thread is started any more."""
 
     def run(self) -> None:
-        """Start the threads; return when each has left its loop."""
+        """Start the threads, and return when all loops have ended."""
         with self._lock:
             self._refill()
         while (thread := self._next()) is not None:
             thread.join()
 
     def _next(self) -> threading.Thread | None:
-        """One to wait for; None where all have ended, and no more are started."""
+        """Return a live thread to wait for. If there is none, return None and start no more."""
         with self._lock:
             alive = next(filter(threading.Thread.is_alive, self._threads), None)
             self._has_ended = alive is None
@@ -60,9 +60,9 @@ class WorkerThreads:
 
     @contextmanager
     def blocking(self) -> Iterator[int]:
-        """The calling thread waits for something: another one takes requests meanwhile; how many wait now.
+        """Let another thread take requests while the calling one waits. Yield the number of waiting threads.
 
-        Raises: KernelError ENOMEM (the host has no thread for that: the last one may not wait).
+        Raises: KernelError ENOMEM (the host has no more threads, and the last one must not wait).
         """
         with self._lock:
             self._refill(1)
@@ -78,9 +78,9 @@ class WorkerThreads:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """As blocking(), for what is waited for even if nobody takes requests meanwhile.
+        """Let another thread take requests while the calling one waits, if possible; wait in any case.
 
-        Only loops are replaced, and not more than MOST_WAITING at once: the threads for that stay.
+        Only threads of this pool are replaced, and at most MOST_WAITING at once: replacements do not end.
         """
         with ExitStack() as stack:
             if threading.current_thread() in self._threads and self._replaceable.acquire(blocking=False):
@@ -100,7 +100,7 @@ class WorkerThreads:
                 return
 
     def _serve(self) -> None:
-        # It has had no memory for its buffer.
+        # It had no memory for its buffer.
         if self._loop() == FAILED:
             with self._lock:
                 self._threads.remove(threading.current_thread())

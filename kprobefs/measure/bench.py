@@ -1,4 +1,7 @@
-"""`kprobefs bench`: what hits and probes cost here, beside what the sources measured elsewhere."""
+"""`kprobefs bench hit`: time of a probe hit, for each kind of handler and each mode.
+
+The helpers of the other benchmarks are here, too.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ from kprobefs.common.progress import counted
 ARCHITECTURES = tuple(config.ARCHITECTURES)
 _RISCV = tuple(name for name, elf in config.ARCHITECTURES.items() if elf is ElfMachine.RISCV)
 FUNCTION = "int_sqrt"
+"""Kernel function that is probed."""
 STEPPED = "stepped"
 TRAP_FLAG = "trap-flag"
 BOOSTED = "boosted"
@@ -56,7 +60,7 @@ MODES = {
     SAVE_ALL: replace(_OPTIMIZED, saving=RegisterSaving.ALL),
     OPTIMIZED: _OPTIMIZED,
 }
-"""How an entry is reached. In the first two the return trampoline is a breakpoint, as it once was."""
+"""Mode -> profile that takes hits by it. The return trampoline of the first two is a breakpoint."""
 _X86_MODES = (TRAP_FLAG, BOOSTED)
 TARGETS = {
     (RECORDING, OPTIMIZED): 30.0,
@@ -65,7 +69,7 @@ TARGETS = {
     (RETURNING, SAVE_ALL): 250.0,
     (EVENT, OPTIMIZED): 60.0,
 }
-"""Nanoseconds net that the project wants to stay under, on x86_64."""
+"""Handler and mode -> target of the net nanoseconds a hit, on x86_64."""
 
 ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 563, 248, 49),
@@ -74,7 +78,7 @@ ELSEWHERE = (
     ("Xeon E5410 2.33 GHz, x86-64 (jump optimization, 2009)", 910, 400, 60),
     ("Linux 6.1 under QEMU TCG, empty handler", 1189, None, 164),
 )
-"""Nanoseconds a hit: stepped, boosted, optimized."""
+"""Published nanoseconds a kprobe hit: machine and source, stepped, boosted, optimized."""
 RISCV_ELSEWHERE = "RISC-V under gem5 (optprobes, 2023): by a jump over 5 times as fast as by ebreak"
 RETURNS_ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 718, 405, 211),
@@ -84,30 +88,30 @@ RETURNS_ELSEWHERE = (
     ("Pentium M 1495 MHz (documentation, 2010)", 920, None, None),
     ("Opteron 246 1994 MHz, x86-64 (documentation, 2010)", 800, None, None),
 )
-"""The same of kretprobes."""
+"""Published nanoseconds a kretprobe hit: machine and source, stepped, boosted, optimized."""
 
 
 @dataclass(frozen=True)
 class HitCase:
-    """One way to take hits, with one kind of handler."""
+    """A mode of taking hits, with one kind of handler."""
 
     probe: str
     mode: str
     arch: str = ARCHITECTURES[0]
     profile: str | None = None
-    """A preset, which the mode is one of; None: one made for the mode."""
+    """Name of a preset profile that has the mode, or None for the mode's own profile."""
 
 
 @dataclass(frozen=True)
 class HitFigure:
-    """Nanoseconds of the host's CPU for a call of the probed function, one sample a round."""
+    """Nanoseconds of host CPU time a call of the probed function, one sample a round."""
 
     case: HitCase
     probed: tuple[float, ...]
     net: tuple[float, ...]
-    """What the probe adds: against the unprobed rounds before and after."""
+    """Nanoseconds that the probe adds, compared with the unprobed rounds before and after."""
     detour: int | None = None
-    """Bytes of the detour buffer that a jump leads to, with a handler in guest code in it."""
+    """Bytes of the detour buffer, including a compiled handler; None if the probe is not optimized."""
 
     def as_dict(self) -> dict[str, object]:
         net = sorted(self.net)
@@ -138,12 +142,12 @@ NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more -
 
 
 def measured(net: Sequence[float]) -> float | None:
-    """The median of what a probe adds; None where rounds differ by more than that."""
+    """Return the median of what a probe adds, or None if rounds differ by more than that."""
     return statistics.median(net) if quantile(net, 1) > 0 else None
 
 
 def verdict(net: Sequence[float], target: float | None) -> str:
-    """Whether it stays under its target; NOISE where nothing was measured."""
+    """Return "met" or "missed" with the target, "-" without a target, or NOISE."""
     found = measured(net)
     if found is None:
         return NOISE
@@ -151,26 +155,29 @@ def verdict(net: Sequence[float], target: float | None) -> str:
 
 
 def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
-    """What stands below a table with verdicts."""
+    """Yield the notes below a table."""
     if any(measured(net) is None for net in nets):
         yield NOISE_NOTE
 
 
 def quantile(samples: Sequence[float], tenth: int) -> float:
-    """The `tenth` decile, 1 to 9; with one sample that sample."""
+    """Return the `tenth` decile, 1 to 9. For one sample, return that sample."""
     if len(samples) == 1:
         return samples[0]
     return statistics.quantiles(samples, n=10, method="inclusive")[tenth - 1]
 
 
 def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
-    """The ways that entries come by on an architecture; those alone that a preset has."""
+    """Return the modes of an architecture, or only those of a preset profile."""
     if profile is None:
         return tuple(mode for mode in MODES if arch not in _RISCV or mode not in _X86_MODES)
     preset = PROFILES[profile]
-    by_flag = preset.stepper is Stepper.TRAP_FLAG
-    slow = BOOSTED if not preset.preemption else TRAP_FLAG if by_flag else STEPPED
-    found = [STEPPED if arch in _RISCV else slow]
+    if arch in _RISCV:
+        found = [STEPPED]
+    elif not preset.preemption:
+        found = [BOOSTED]
+    else:
+        found = [TRAP_FLAG if preset.stepper is Stepper.TRAP_FLAG else STEPPED]
     if preset.ftrace:
         found.append(FTRACE)
     if preset.optimizer and arch_named(arch).strategy(preset.strategies) is not None:
@@ -179,7 +186,7 @@ def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
 
 
 def built(mode: str, profile: str | None) -> Profile:
-    """What a mode is measured with; of a preset, without the ways that would be taken instead."""
+    """Return the profile for measuring a mode: the preset without the modes that it would prefer."""
     if profile is None:
         return MODES[mode]
     preset = PROFILES[profile]
@@ -188,17 +195,17 @@ def built(mode: str, profile: str | None) -> Profile:
 
 
 def cases(arch: str, profile: str | None = None) -> list[HitCase]:
-    """All that is measured on an architecture."""
+    """Return all cases that are measured on an architecture."""
     return [HitCase(probe, mode, arch, profile) for probe in HANDLERS for mode in modes(arch, profile)]
 
 
 def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
-    """One case in a kernel of its own, `hits` calls a round. The first round only warms up."""
+    """Measure a case in a kernel of its own, with `hits` calls a round. The first round only warms up."""
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, run_budget=60)
     with Kernel(config, profile=profile) as kernel, kernel.lock:
         run = caller(kernel, hits)
-        # The first instruction behind the fentry site can be optimized.
+        # The first instruction after the fentry site can be optimized.
         offset = 0 if profile.ftrace else kernel.arch.call_size
         placed = place(kernel, case.probe, offset)
         run()
@@ -218,19 +225,19 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 
 def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
-    """Raises: AssertionError (hits came by another way than the one that the figure is told of)."""
-    found = kernel.kprobes.mode(probe)
+    """Check that hits were taken by `mode`. Raises: AssertionError."""
+    found = kernel.probe_mode(probe)
     wanted = _SHOWN.get(mode, mode)
     if found != wanted:
-        raise AssertionError(f"{mode}: hits come as {found}: {kernel.kprobes.reason(probe)}")
+        raise AssertionError(f"{mode}: hits come as {found}: {kernel.probe_reason(probe)}")
 
 
 _SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
-"""Modes that the `mode` file calls otherwise."""
+"""Mode of the benchmark -> its name in the `mode` file, if that differs."""
 
 
 def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
-    """Bytes of the buffer that an optimized probe's jump leads to; None where there is no jump."""
+    """Return the bytes of a probe's detour buffer, or None if the probe is not optimized."""
     head = kernel.kprobes.table.valid(probe)
     detour = kernel.kprobes.detour(probe)
     if detour is None or not isinstance(head, AggrKprobe) or not head.is_optimized:
@@ -239,7 +246,7 @@ def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
 
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
-    """A guest loop over the function; calling it gives the CPU's nanoseconds a turn."""
+    """Return a function that calls FUNCTION `hits` times in the guest, and returns nanoseconds a call."""
     loop = _loop if kernel.arch.name in _RISCV else _x86_loop
     code, begin = loop(kernel, hits)
 
@@ -254,11 +261,11 @@ def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
 
 
 Loop = tuple[int, Callable[[], None]]
-"""The address of a loop, and what is to be done before it is run."""
+"""Address of a loop in the guest, and a function that prepares each run."""
 
 
 def _loop(kernel: Kernel, hits: int) -> Loop:
-    """The function's result is its next argument, and 0 is 0 again."""
+    """Make a loop of calls. The result is the next argument, and that of 0 is 0 again."""
     machine = kernel.machine
     arch = kernel.arch
     turns, code = machine.alloc_pages(1), machine.text.alloc_text(arch.max_repetition)
@@ -288,16 +295,16 @@ def _x86_loop(kernel: Kernel, hits: int) -> Loop:
 
 @dataclass(frozen=True)
 class MeasuredProbe:
-    """A probe to be measured."""
+    """A probe that is measured."""
 
     enable: Callable[[bool], None]
     hits: Callable[[], int | None]
-    """None where the handler doesn't count."""
+    """Return the number of hits, or None if the handler does not count."""
     probe: Callable[[], Kprobe]
 
 
 def place(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
-    """A disabled probe of one of HANDLERS, so many bytes behind the function's entry."""
+    """Register a disabled probe with one of HANDLERS, `offset` bytes after the function's entry."""
     if kind == EVENT:
         return _event(kernel, offset)
     if kind == RETURNING:
@@ -366,20 +373,18 @@ def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Me
 
 
 def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
-    """Let jumps be written, or taken back; a djprobe's is asked for by itself."""
+    """Wait until the optimizer has written or removed all jumps. A djprobe's jump is requested here."""
     kprobes = kernel.kprobes
-    with kernel.lock:
-        if kprobes.optimizer is not None:
-            if enabled is not None and kprobes.profile.djprobe is not None:
-                kprobes.set_optimized(enabled, True)
-            kprobes.optimizer.flush()
+    if enabled is not None and kprobes.optimizer is not None and kprobes.profile.djprobe is not None:
+        kernel.set_optimized(enabled, True)
+    kernel.wait_for_kprobe_optimizer()
 
 
 # Reports
 
 
 def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
-    """`kprobefs bench hit`: all cases, one after the other, in a table or as JSON."""
+    """Measure all cases, and print a table or JSON."""
     figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, profile))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
@@ -388,7 +393,7 @@ def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_jso
 
 
 def table(figures: Sequence[HitFigure]) -> Iterator[str]:
-    """Lines: net nanoseconds of each case, their ratio to the save-all detour, and the sources' figures."""
+    """Yield the lines of a table: net nanoseconds, their ratio to SAVE_ALL's, and published figures."""
     head = f"{'':21} {'net ns':>8} {'p10':>8} {'p90':>8} {'peak':>8} {'ratio':>7}  target"
     for probe, title in HANDLERS.items():
         rows = [figure for figure in figures if figure.case.probe == probe]
@@ -411,21 +416,21 @@ def table(figures: Sequence[HitFigure]) -> Iterator[str]:
 
 
 def subject(arch: str, profile: str | None, title: str) -> Iterator[str]:
-    """What stands above a table."""
+    """Yield the lines above a table."""
     yield f"{arch}, {title}"
     if profile is not None:
         yield f"profile {profile}"
 
 
 def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
-    """What stands below a table, of its modes that are jumps."""
+    """Yield a line with the sizes of the detour buffers, if there are any."""
     found = [f"{mode} {size}" for mode, size in sizes.items() if size is not None]
     if found:
         yield f"bytes of a detour buffer, with its handler: {', '.join(found)}"
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
-    """Lines with the sources' figures."""
+    """Yield the lines of published figures."""
     yield f"{'measured elsewhere, ns (ratio)':38} {STEPPED:>13} {BOOSTED:>13} {OPTIMIZED:>13}"
     for name, *costs in rows:
         least = costs[-1]
@@ -437,7 +442,7 @@ def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) ->
 
 
 def cost(figure: float) -> str:
-    """Nanoseconds in six characters; tenths of those below a thousand."""
+    """Return nanoseconds in six characters, with tenths below a thousand."""
     return f"{figure:6.0f}" if abs(figure) >= 1000 else f"{figure:6.1f}"
 
 

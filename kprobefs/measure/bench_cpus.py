@@ -1,4 +1,7 @@
-"""`kprobefs bench hit --cpus`: hits on several CPUs, beside the table of a dual core in "Djprobe" (2007)."""
+"""`kprobefs bench hit --cpus`: time of a probe hit on several CPUs.
+
+Source: "Djprobe" (Ottawa Linux Symposium 2007), table 2, for the figures of a dual core.
+"""
 
 from __future__ import annotations
 
@@ -44,38 +47,38 @@ ELSEWHERE = {
     (RETURNING, BOOSTED): 558,
     (RETURNING, OPTIMIZED): 312,
 }
-"""Nanoseconds by kind and mode: table 2 of "Djprobe", a Core Duo at 1667 MHz with an SMP kernel."""
+"""Handler and mode -> nanoseconds a hit on a Core Duo at 1667 MHz with an SMP kernel ("Djprobe", table 2)."""
 _TURNS_OF_A_ROUND = 4
-"""How often each CPU gets its turn."""
+"""Turns of each CPU in a round."""
 
 
 @dataclass(frozen=True)
 class CpusCase:
-    """One way to take hits, on so many CPUs."""
+    """A mode of taking hits, on a number of CPUs."""
 
     probe: str
     mode: str
     cpus: int
     arch: str = "x86_64"
     profile: str | None = None
-    """A preset, which the mode is one of; None: one made for the mode."""
+    """Name of a preset profile that has the mode, or None for the mode's own profile."""
 
 
 @dataclass(frozen=True)
 class CpusFigure:
-    """What a hit adds to a call, on the host and in the guest."""
+    """Host CPU time and guest instructions that a hit adds to a call."""
 
     case: CpusCase
     net: tuple[float, ...]
-    """Nanoseconds of the host's CPU, the mean of all CPUs in a round."""
+    """Nanoseconds of host CPU time, the mean of all CPUs, one sample a round."""
     instructions: float | None
-    """Of the guest, with all CPUs in the function at the same time, in turns of one instruction.
+    """Guest instructions, when all CPUs are in the function and take turns of one instruction.
 
-    None where the host handles a part of it, and on RISC-V, whose CPUs have no trap flag to count by.
+    None if the host handles a part of the hit, and on RISC-V, whose CPUs have no trap flag for counting.
     """
 
     detour: int | None = None
-    """Bytes of the detour buffer that a jump leads to, with a handler in guest code in it."""
+    """Bytes of the detour buffer, including a compiled handler; None if the probe is not optimized."""
 
     @property
     def median(self) -> float:
@@ -101,7 +104,7 @@ class CpusFigure:
 
 
 def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[CpusCase]:
-    """The modes that there are, on each number of CPUs; without a preset those of the source."""
+    """Return the cases: all modes of a preset, or without one those of the source, on each number of CPUs."""
     ways = [mode for mode in modes(arch, profile) if mode not in (FTRACE, TRAP_FLAG, SAVE_ALL) or profile]
     return [
         CpusCase(probe, mode, number, arch, profile)
@@ -112,7 +115,7 @@ def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[Cp
 
 
 def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
-    """One case in a kernel of its own: rounds without the probe, and with it, all CPUs in turns."""
+    """Measure a case in a kernel of its own: rounds without the probe and with it, all CPUs in turns."""
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, cpus=case.cpus, run_budget=60)
     with Kernel(config, profile=profile) as kernel:
@@ -158,7 +161,7 @@ def _on(kernel: Kernel, cpu: int, run: Callable[[], float]) -> float:
 def hits_on(
     arch: str, hits: int, rounds: int, cpus: Sequence[int], profile: str | None = None, *, as_json: bool
 ) -> None:
-    """All cases, one after the other, in a table or as JSON."""
+    """Measure all cases, and print a table or JSON."""
     figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, cpus, profile))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
@@ -167,7 +170,7 @@ def hits_on(
 
 
 def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
-    """Lines: net nanoseconds, hits a second of all CPUs, and guest instructions, beside the source's."""
+    """Yield the lines of a table: net nanoseconds, hits a second, guest instructions, published figures."""
     yield from subject(figures[0].case.arch, figures[0].case.profile, "CPUs that take turns in one thread")
     yield "hits/s are those of all together; 2007: nanoseconds on a Core Duo"
     head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instr", "2007")

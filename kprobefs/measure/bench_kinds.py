@@ -1,4 +1,4 @@
-"""`kprobefs bench kinds`: kprobes, jprobes, return probes, and two of them on one function, by profile."""
+"""`kprobefs bench kinds`: time of a hit of kprobes, jprobes, return probes and pairs, for each profile."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kprobefs.common.progress import counted
 from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, quantile
 
 KINDS = ("k", "j", "r", "kr", "jr", "c", "cr")
-"""As section 6 of "Kernel Probes" (2010) calls them: kprobe, jprobe, return probe, and the last with each.
+"""Kinds of section 6 of "Kernel Probes" (2010): kprobe, jprobe, return probe, and pairs with the last.
 
 The jprobes of the last two have no mirror function, but a handler in guest code that reads the arguments.
 """
 TITLES = {"c": "jc", "cr": "jcr"}
-"""What tables call those."""
+"""Kind -> its name in tables, if that differs."""
 LEGEND = (
     "k a kprobe, j a jprobe, r a return probe; kr, jr both on the same function;",
     "jc, jcr a jprobe whose handler is guest code, alone and with a return probe",
@@ -31,18 +31,18 @@ ELSEWHERE = (
     ("x86_64, Opteron 246 1994 MHz", (0.49, 0.76, 0.80, 0.82, 1.07)),
     ("ppc64, POWER5 1656 MHz", (0.77, 1.31, 1.26, 1.45, 1.99)),
 )
-"""Microseconds a hit, by the first of KINDS."""
+"""Published microseconds a hit: machine, and a figure for each of the first five KINDS."""
 
 
 STEPPED = "kprobes-2010, nothing boosted"
-"""The documents' way alone: a step by the trap flag behind each breakpoint."""
+"""Name of a variant that single-steps by the trap flag after each breakpoint, as the source did."""
 BUILT = {**PROFILES, STEPPED: replace(PROFILES["kprobes-2010"], preemption=True)}
-"""What is measured: each profile, and that."""
+"""Name -> profile that is measured: all presets, and the variant STEPPED."""
 
 
 @dataclass(frozen=True)
 class KindCase:
-    """Probes of one or two kinds on a function's entry, in a kernel of one of BUILT."""
+    """Probes of one or two kinds on a function's entry, in a kernel with a profile of BUILT."""
 
     profile: str
     kind: str
@@ -51,7 +51,7 @@ class KindCase:
 
 @dataclass(frozen=True)
 class KindFigure:
-    """Microseconds of the host's CPU that they add to a call, one sample a round."""
+    """Microseconds of host CPU time that the probes add to a call, one sample a round."""
 
     case: KindCase
     net: tuple[float, ...]
@@ -74,7 +74,7 @@ class KindFigure:
 
 
 def cases(arch: str) -> list[KindCase]:
-    """Every kind of every profile that has it, and that is of the architecture."""
+    """Return all kinds of all profiles of the architecture."""
     is_riscv = arch.startswith("riscv")
     return [
         KindCase(name, kind, arch)
@@ -86,16 +86,14 @@ def cases(arch: str) -> list[KindCase]:
 
 
 def measure(case: KindCase, hits: int, rounds: int) -> KindFigure:
-    """One case in a kernel of its own; the first round of probed calls only warms up."""
+    """Measure a case in a kernel of its own. The first probed round only warms up."""
     config = MachineConfig(arch=case.arch, run_budget=60)
     with Kernel(config, profile=BUILT[case.profile]) as kernel:
         run = caller(kernel, hits)
         run()
         before = [run() for _ in range(rounds)]
         counts = [_PLACING[kind](kernel) for kind in case.kind]
-        if kernel.kprobes.optimizer is not None:
-            with kernel.lock:
-                kernel.kprobes.optimizer.flush()
+        kernel.wait_for_kprobe_optimizer()
         run()
         probed = [run() for _ in range(rounds)]
         if any(count() not in (None, hits * (rounds + 1)) for count in counts):
@@ -105,7 +103,7 @@ def measure(case: KindCase, hits: int, rounds: int) -> KindFigure:
 
 
 Count = Callable[[], int | None]
-"""Hits so far; None where nothing counts them."""
+"""Function that returns the number of hits, or None if they are not counted."""
 
 
 def _kprobe(kernel: Kernel) -> Count:
@@ -115,7 +113,7 @@ def _kprobe(kernel: Kernel) -> Count:
 
 
 def _jprobe(kernel: Kernel) -> Count:
-    """Its mirror function does nothing but return."""
+    """Register a jprobe whose mirror function only returns."""
     text = kernel.machine.text
     arch = kernel.arch
     entry = text.alloc_text(arch.jump_size)
@@ -142,7 +140,7 @@ _PLACING = {"k": _kprobe, "j": _jprobe, "c": _compiled_jprobe, "r": _kretprobe}
 
 
 def kinds(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
-    """All cases, one after the other, in a table or as JSON."""
+    """Measure all cases, and print a table or JSON."""
     figures = [measure(case, hits, rounds) for case in counted("bench kinds", cases(arch))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
@@ -151,7 +149,7 @@ def kinds(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
 
 
 def table(figures: Sequence[KindFigure]) -> Iterator[str]:
-    """Lines: median microseconds by profile and kind, and the source's figures."""
+    """Yield the lines of a table: median microseconds by profile and kind, and published figures."""
     yield f"{figures[0].case.arch}, us a hit, the median of {len(figures[0].net)} rounds"
     yield _line("", [TITLES.get(kind, kind) for kind in KINDS])
     nets = {(figure.case.profile, figure.case.kind): figure.net for figure in figures}

@@ -1,4 +1,4 @@
-"""`kprobefs bench probes`: what registering and arming many probes takes, and their memory."""
+"""`kprobefs bench probes`: time of registering and arming many probes, and their memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.progress import Progress
 
 DETOUR_ELSEWHERE = 200
-"""Bytes that the jump optimization of 2009 takes for a probe, about."""
+"""Bytes of a detour buffer in the jump optimization of 2009, approximately."""
 NO_DETOUR = "no detour buffers"
 WARMING = 100
-"""Probes that are registered before any is measured."""
+"""Probes that are registered before the measurement."""
 RESOLUTION_KB = 4096
-"""Python asks the host for memory by the MiB."""
+"""kB below which memory is not measurable: Python takes memory from the host by the MiB."""
 
 
 @dataclass(frozen=True)
 class ManyProbes:
-    """What `count` probes that can be stepped or optimized take."""
+    """Time and memory of `count` probes."""
 
     count: int
     register_s: float
     arm_ms: tuple[float, ...]
-    """All of them by kprobes/enabled, once a round."""
+    """Milliseconds to arm all of them by kprobes/enabled, one sample a round."""
     memory_kb: float | None
-    """Of the host, a probe; None where all of them take less than the host's memory is counted by."""
+    """kB of host memory a probe; None if all of them take less than RESOLUTION_KB."""
     detours: tuple[int, ...]
-    """Bytes of the guest's text in each detour buffer."""
+    """Bytes of guest text in each detour buffer."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -53,12 +53,12 @@ class ManyProbes:
 
     @property
     def detour_size(self) -> int | None:
-        """Bytes that half of the detour buffers don't exceed; None where there is none."""
+        """Return the median size of the detour buffers, or None if there are none."""
         return statistics.median_low(self.detours) if self.detours else None
 
 
 def probes(arch: str, count: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
-    """`kprobefs bench probes`: registering and arming many probes, and their memory."""
+    """Measure many probes, and print lines or JSON."""
     found = many_probes(arch, count, rounds, profile)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
@@ -77,14 +77,17 @@ def probes(arch: str, count: int, rounds: int, profile: str | None = None, *, as
 
 
 def many_probes(arch: str, count: int, rounds: int, profile: str | None = None) -> ManyProbes:
-    """Probes on the first `count` instructions that take one, by a preset's name (None: the default one)."""
+    """Measure probes on the first `count` instructions that can be probed.
+
+    `profile` is a preset's name, or None for the default.
+    """
     with (
         Kernel(MachineConfig(arch=arch, profile=profile or DEFAULT)) as kernel,
         kernel.lock,
         Progress("bench probes", 1 + rounds) as progress,
     ):
         kernel.kprobes.set_enabled(False)
-        # What the first ones take isn't theirs: packages that are imported, tables that are read.
+        # The first probes also import packages and read tables.
         for probe in _register_many(kernel, min(count, WARMING)):
             kernel.kprobes.unregister_kprobe(probe)
         before = _resident_kb()
@@ -127,7 +130,7 @@ def _register_many(kernel: Kernel, count: int) -> list[Kprobe]:
 
 
 def _instructions(kernel: Kernel) -> Iterator[int]:
-    """Addresses of all instructions of the kernel's functions."""
+    """Yield the addresses of all instructions of the kernel's functions."""
     image = kernel.image
     for symbol in image.kallsyms.symbols:
         if any(start <= symbol.address < end for start, end in image.text_ranges) and symbol.size:

@@ -1,4 +1,4 @@
-"""`kprobefs bench return`: what a hooked return costs on each shadow stack, for many tasks and CPUs."""
+"""`kprobefs bench return`: time of a hooked return for each shadow stack, with many tasks and CPUs."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ FPROBE = "fprobe"
 FPROBE_REGS = "fprobe-pt_regs"
 FPROBES = (FPROBE, FPROBE_REGS)
 HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=RegisterSaving.ALL)}
-"""The modes, and an fprobe's exit: with what the handler needs, as by ftrace_regs, or with pt_regs."""
+"""Mode -> profile: the modes of a kretprobe, and an fprobe's exit handler with ftrace_regs or pt_regs."""
 BY_FENTRY = (FTRACE, *FPROBES)
 SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
 TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, FPROBE: 60.0, SAVE_ALL: 250.0}
-"""Nanoseconds net that the project wants to stay under, on x86_64."""
+"""Mode -> target of the net nanoseconds a hooked call, on x86_64."""
 NEEDS_FENTRY = "unified"
 _QUICKEST = (OPTIMIZED, SAVE_ALL, FTRACE, BOOSTED, STEPPED, TRAP_FLAG)
 TASKS = (1, 100, 500)
@@ -63,7 +63,7 @@ _FIRST_PID = 10_000
 
 @dataclass(frozen=True)
 class ReturnCase:
-    """One shadow stack and way to the entry, with so many tasks in the hooked function, and so many CPUs."""
+    """A shadow stack and a mode, with a number of tasks in the hooked function, and a number of CPUs."""
 
     backend: str
     mode: str
@@ -71,26 +71,27 @@ class ReturnCase:
     cpus: int = 1
     arch: str = "x86_64"
     profile: str | None = None
-    """A preset, which the mode is one of; None: one made for the mode."""
+    """Name of a preset profile that has the mode, or None for the mode's own profile."""
 
 
 @dataclass(frozen=True)
 class ReturnFigure:
-    """Net nanoseconds of the host's CPU for a hooked call, one sample a round, and guest instructions."""
+    """Host CPU time, traps and guest instructions that hooking adds to a call."""
 
     case: ReturnCase
     net: tuple[float, ...]
+    """Nanoseconds, one sample a round."""
     traps: float
-    """Breakpoints and ends of steps met, a call."""
+    """Breakpoints and debug traps a call."""
     instructions: float | None
-    """Of the guest, a call, net, when all CPUs call at the same time.
+    """Guest instructions a call that hooking adds, when all CPUs call at the same time.
 
-    None where the host handles it, and on RISC-V, whose CPUs have no trap flag to count by.
+    None if the host handles the hit, and on RISC-V, whose CPUs have no trap flag for counting.
     """
     locked: float | None
-    """Those of them while a lock is held."""
+    """Instructions a call while a lock is held; None as for `instructions`."""
     detour: int | None = None
-    """Bytes of the detour buffer that the entry's jump leads to, with a handler in guest code in it."""
+    """Bytes of the entry's detour buffer, including a compiled handler; None if there is none."""
 
     @property
     def median(self) -> float:
@@ -123,9 +124,9 @@ def cases(
     backends: Sequence[str] = RETURN_HOOKS,
     profile: str | None = None,
 ) -> list[ReturnCase]:
-    """All that is measured: every mode alone, then the quickest one with more tasks, and with more CPUs.
+    """Return the cases: each mode with one task and CPU, then the fastest one with more tasks, or more CPUs.
 
-    Of a preset, its own shadow stack and modes.
+    With a preset, only its shadow stack and modes are measured.
     """
     found = []
     known = modes(arch, profile)
@@ -149,7 +150,7 @@ def _built(case: ReturnCase) -> Profile:
 
 
 def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
-    """One case in a kernel of its own, rounds with the probe and without in turns; the first one warms up."""
+    """Measure a case in a kernel of its own, in turns with and without the probe. The first only warms up."""
     config = MachineConfig(arch=case.arch, run_budget=60, cpus=case.cpus, return_hook=case.backend)
     if case.mode in SLOW:
         hits = max(1, hits // 4)
@@ -162,7 +163,7 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
         switch, hook, probe = _hooked(kernel, ring, case)
         net = []
         for _ in range(rounds + 1):
-            # The text has just changed, and is translated anew.
+            # The text was just changed, so that the emulator translates it again.
             run()
             unprobed = run()
             switch(True)
@@ -185,7 +186,7 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
 
 
 def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
-    """Breakpoints and ends of steps that a run meets."""
+    """Return the number of breakpoints and debug traps in a run."""
     met = 0
     ways = kernel.machine.breakpoints, kernel.machine.debug_traps
 
@@ -209,7 +210,11 @@ def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
 def _hooked(
     kernel: Kernel, ring: HitRing, case: ReturnCase
 ) -> tuple[Callable[[bool], None], Callable[[], ReturnHook], Kprobe | None]:
-    """What switches hooking on and off, what gives the hook while it is on, and the probe, if that is one."""
+    """Make a hook of FUNCTION.
+
+    Return a function that switches hooking, one that returns the hook while it is on, and the kretprobe if
+    there is one.
+    """
     nodes = case.tasks + case.cpus
     fp = ring.fprobe(FUNCTION, nr_maxactive=nodes)
     rp = ring.return_probe(symbol_name=FUNCTION, maxactive=nodes, disabled=True)
@@ -234,7 +239,7 @@ def _hooked(
 
 @contextmanager
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
-    """Other tasks, each with one call of the hooked function pending."""
+    """Let `number` other tasks have one call of the hooked function pending."""
     stack = kernel.kretprobes.hooks.stack
     place = hook.address
     with kernel.lock:
@@ -260,7 +265,7 @@ def returns(
     *,
     as_json: bool,
 ) -> None:
-    """All cases, one after the other, in a table or as JSON."""
+    """Measure all cases, and print a table or JSON."""
     found = counted("bench return", cases(arch, tasks, cpus, profile=profile))
     figures = [measure(case, hits, rounds) for case in found]
     if as_json:
@@ -270,7 +275,7 @@ def returns(
 
 
 def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
-    """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
+    """Yield the lines of a table: net nanoseconds, traps, guest instructions, and published figures."""
     title = "a return probe that records number, address and two registers"
     first = figures[0].case
     yield from subject(first.arch, first.profile, title)

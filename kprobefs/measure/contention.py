@@ -1,4 +1,7 @@
-"""Calls of a function by several CPUs at the same time, one instruction each in random turns, counted."""
+"""Count of the instructions of a function that several CPUs call at the same time.
+
+The CPUs take random turns of one instruction.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ _INTERRUPT_FLAG = 1 << 9
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Instructions of the guest that a call takes, what it does again because of others too."""
+    """Guest instructions a call, including those that are repeated because of other CPUs."""
 
     all: float
     locked: float
-    """Those while a lock of the shadow stack's is held, by whomever."""
+    """Instructions while any CPU holds a lock of the shadow stack."""
 
 
 def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> InstructionCounts:
-    """What a call of `function` takes; each CPU runs a task of its own. The turns are the same every time."""
+    """Count the instructions a call of `function`, with a task for each CPU. The turns are reproducible."""
     address = kernel.image.kallsyms.lookup_name(function)
     assert address is not None
     taken = 0
@@ -51,7 +54,7 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
-    """CPUs about to call; afterwards all is as before."""
+    """Yield CPUs that are about to call the function. Restore the guest's state afterwards."""
     machine = kernel.machine
     abi = kernel.image.abi
     word = kernel.arch.word_size
@@ -68,7 +71,7 @@ def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuCont
 
 
 class _CpuContext:
-    """The registers of one CPU, and what tells the guest which one it is."""
+    """The registers of one CPU, and the per-CPU variables that identify it to the guest."""
 
     def __init__(
         self, kernel: Kernel, address: int, cpu: int, task: int, current: memoryview, number: memoryview
@@ -93,9 +96,9 @@ class _CpuContext:
         return self._state.ip == self._pad
 
     def step(self) -> None:
-        """One instruction; a breakpoint's handler runs with it."""
+        """Run one instruction, with the handler if it is a breakpoint."""
         self._current[0], self._number[0] = self._identity
-        # A context that isn't its turn isn't one that was given up.
+        # The other contexts go on later: the machine must not drop their state.
         start = self._state._replace(flags=self._state.flags | _TRAP_FLAG)
         _, state = self._machine.trap_of(start, goes_on=True)
         self._state = state._replace(flags=state.flags & ~_TRAP_FLAG)

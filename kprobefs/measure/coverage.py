@@ -1,4 +1,4 @@
-"""The command coverage: how many instructions of a kernel each verdict and each reason takes."""
+"""`kprobefs coverage`: how many instructions of a kernel can be probed or optimized, and why not others."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from kprobefs.measure import coverage_subject
 from kprobefs.measure.coverage_subject import Subject
 
 _RISCV_PROFILE = "riscv-optprobes-2023"
-"""The one that optimizes there: Linux itself doesn't."""
+"""Default profile for RISC-V, where Linux itself does not optimize."""
 _X86_PROFILE = "linux-6.1"
 _LINUX_RULES = {"optprobe": "optprobe-linux"}
-"""Linux checks the function alone, ours branches from elsewhere too; counted is by Linux's rules."""
+"""Strategy -> the one with Linux's rules: kprobefs also checks branches from other functions."""
 _X86_FILLER = b"\0\xcc"
 _INT3 = 0xCC
 
 
 class ProbeOutcome(Enum):
-    """What becomes of a probe; the value is what the tables call it."""
+    """How a probe takes hits, or that it is refused. The values are the names in tables."""
 
     __hash__ = object.__hash__
 
@@ -47,20 +47,21 @@ class ProbeOutcome(Enum):
 
 
 Reasons = Counter[RejectReason | None]
-"""Instructions by reason; an optimized probe has none."""
+"""Reason why a probe is not optimized, or None if it is -> number of instructions."""
 
 
 @dataclass
 class Coverage:
-    """What was counted over one subject."""
+    """Counts for one subject."""
 
     subject: Subject
     profile: str
     symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
+    """Functions with their counts."""
     pairs: int | None = None
-    """RISC-V: instructions that the authors of the series would count as optimizable."""
+    """RISC-V: instructions that the authors of the patch series would count as optimizable."""
     seconds: float = 0.0
-    """Of CPU time."""
+    """Seconds of CPU time."""
 
     @property
     def total(self) -> Reasons:
@@ -68,7 +69,7 @@ class Coverage:
 
     @property
     def sections(self) -> dict[str, Reasons]:
-        """By the part of the text that functions are in, the largest first."""
+        """Return section of the text -> counts of its functions, the largest section first."""
         found: dict[str, Reasons] = {}
         for symbol, reasons in self.symbols:
             found.setdefault(self.subject.section(symbol.address), Counter()).update(reasons)
@@ -76,7 +77,7 @@ class Coverage:
 
 
 class FunctionCoverage:
-    """Says of each instruction of a function what becomes of a probe on it."""
+    """Counter of the outcomes of a probe on each instruction of a function."""
 
     def __init__(self, subject: Subject, profile: Profile) -> None:
         self._subject = subject
@@ -90,7 +91,7 @@ class FunctionCoverage:
         """See Coverage.pairs."""
 
     def reasons(self, symbol: Symbol) -> Reasons:
-        """Of a whole function."""
+        """Count the instructions of a function by reason."""
         if self._is_notrace(symbol):
             found: dict[int, RejectReason | None] = dict.fromkeys(
                 self._verdict.boundaries(symbol), RejectReason.NOTRACE
@@ -104,7 +105,10 @@ class FunctionCoverage:
     def _without_filler(
         self, symbol: Symbol, found: dict[int, RejectReason | None]
     ) -> Collection[RejectReason | None]:
-        """Zeros at the end fill space, and on x86 int3, which boot puts behind returns too."""
+        """Return the reasons without those of filler.
+
+        Zeros at the end are filler. On x86 int3 is filler too, which boot also writes after returns.
+        """
         filler = _X86_FILLER if self._is_x86 else b"\0"
         code = self._subject.tables.read(symbol.address, symbol.size).rstrip(filler)
         start = symbol.address
@@ -116,7 +120,7 @@ class FunctionCoverage:
         return [reason for addr, reason in found.items() if addr < end]
 
     def _is_notrace(self, symbol: Symbol) -> bool:
-        """Whether events keep out; a part of a function that isn't known is taken for traceable."""
+        """Return True if events refuse the function. A part of an unknown function counts as traceable."""
         if not self._profile.ftrace or not (self._subject.complete or self._verdict.has_whole(symbol)):
             return False
         return not self._verdict.is_traced(symbol)
@@ -131,7 +135,7 @@ def _outcome(reason: RejectReason | None) -> ProbeOutcome:
 
 
 def coverage(subject: Subject, profile_name: str | None) -> Coverage:
-    """Counts all instructions of all functions. Raises: CliError (an unknown profile)."""
+    """Count all instructions of all functions. Raises: CliError (the profile is unknown)."""
     name = profile_name or (_RISCV_PROFILE if subject.arch.startswith("riscv") else _X86_PROFILE)
     try:
         judge = FunctionCoverage(subject, profile_named(name))
@@ -152,13 +156,13 @@ def coverage(subject: Subject, profile_name: str | None) -> Coverage:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Judging makes no cycles, and looking for some among a kernel's objects takes a quarter of the time."""
+    """Stop Python's garbage collection, which would take a quarter of the time and find nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        # What was made meanwhile counts as old, or it would all be looked at right now.
+        # Count all new objects as old ones. Otherwise the next collection would examine all of them.
         gc.freeze()
         gc.unfreeze()
         if was_on:
@@ -166,7 +170,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def subjects(arch: str | None, image: str | None, functions: str | None) -> Iterator[Subject]:
-    """What the options name. Raises: CliError."""
+    """Yield the subjects that the options name. Raises: CliError."""
     try:
         if image is not None:
             yield from coverage_subject.linux_image(image)
@@ -183,7 +187,7 @@ def subjects(arch: str | None, image: str | None, functions: str | None) -> Iter
 def run(
     arch: str | None, image: str | None, functions: str | None, profile: str | None, *, as_json: bool
 ) -> None:
-    """Prints the tables, or all that was counted as JSON. Raises: CliError."""
+    """Print tables, or all counts as JSON. Raises: CliError."""
     found = [coverage(subject, profile) for subject in subjects(arch, image, functions)]
     if as_json:
         print(json.dumps([_as_dict(each) for each in found]))

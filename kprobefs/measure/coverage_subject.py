@@ -1,4 +1,4 @@
-"""What `kprobefs coverage` counts over: our own image, a distribution's kernel, or recorded functions."""
+"""Subjects of `kprobefs coverage`: the built-in image, a distribution's kernel, or recorded functions."""
 
 from __future__ import annotations
 
@@ -31,37 +31,38 @@ _RECORDED_LIMIT = 256 << 20
 _SECTIONS = (
     "entry", "noinstr", "kprobes", "sched", "cpuidle", "lock", "irqentry", "softirqentry", "static_call",
 )  # fmt: skip
-"""Parts of the text that the kernel's linker script puts between __X_text_start and __X_text_end."""
+"""Sections of the text between __NAME_text_start and __NAME_text_end in the kernel's linker script."""
 _TEXT = ".text"
 _UNKNOWN = "?"
-"""What lies between recorded functions."""
+"""Name of the text between recorded functions."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The functions of one kernel, and what it is called."""
+    """The functions of one kernel."""
 
     title: str
+    """Name of the kernel in tables."""
     arch: str
     tables: ProbedTables
     symbols: tuple[Symbol, ...]
-    """Its functions by address: of several symbols at one address the first."""
+    """Functions, with the first symbol of each address."""
     sections: tuple[tuple[range, str], ...] = ()
     complete: bool = True
-    """Whether a function that isn't here doesn't exist."""
+    """Whether `symbols` has all functions of the kernel."""
 
     def section(self, addr: int) -> str:
-        """The part of the text that an address is in."""
+        """Return the section of the text that contains an address."""
         return next((name for part, name in self.sections if addr in part), _TEXT)
 
 
 def own_image(arch: str) -> Subject:
-    """The image that a mount of that architecture runs. Raises: KernelError ENOENT (there is none)."""
+    """Return the built-in image of an architecture. Raises: KernelError ENOENT (there is none)."""
     return _subject(f"our own kernel for {arch}", arch, load_image(None, arch))
 
 
 def linux_image(source: str) -> Iterator[Subject]:
-    """A distribution's kernel, once for each way in which boot may patch its returns.
+    """Yield a distribution's kernel once for each form of returns that boot may patch in.
 
     Raises: KernelError, OSError.
     """
@@ -73,9 +74,9 @@ def linux_image(source: str) -> Iterator[Subject]:
 
 
 def recorded_functions(path: Path) -> Subject:
-    """Functions with their tables, as in oracle/functions-*.json.gz.
+    """Return recorded functions with their tables, as in tests/oracle/functions-*.json.gz.
 
-    Raises: KernelError EINVAL (another file), OSError.
+    Raises: KernelError EINVAL (this is another file), OSError.
     """
     data = _unpacked(path)
     try:
@@ -103,13 +104,14 @@ def _unpacked(path: Path) -> bytes:
 
 
 class RecordedTables:
-    """Implements ProbedTables for recorded functions; what lies between them is nobody's."""
+    """ProbedTables of recorded functions. The text between them belongs to no function."""
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
-        """Raises: ValueError, KeyError, TypeError, AttributeError (what isn't a recording)."""
+        """Make the tables. Raises: ValueError, KeyError, TypeError, AttributeError (this is no recording)."""
         ranges = {name: _address(value) for name, value in about.get("ranges", {}).items()}
         if ranges:
-            self.arch, text = "x86_64", (ranges["_stext"], ranges["_etext"])
+            self.arch = "x86_64"
+            text = ranges["_stext"], ranges["_etext"]
         else:
             self.arch = "riscv64" if about["rvc"] else "riscv64i"
             start, size = about["text"]
@@ -136,14 +138,14 @@ class RecordedTables:
         self.data: list[tuple[int, bytes]] = []
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Bytes of the function there; none of what wasn't recorded."""
+        """Return bytes of the function at an address, or none if it was not recorded."""
         where = self.kallsyms.lookup(va)
         code = b"" if where is None else self._code.get(where.symbol.address, b"")
         return b"" if where is None else code[where.offset : where.offset + size]
 
 
 def _symbols(spans: dict[str, tuple[int, int]], ranges: dict[str, int], text: tuple[int, int]) -> Kallsyms:
-    """The functions, what lies between them, and where ranges begin and end."""
+    """Return the symbols of functions, of the gaps between them, and of the borders of ranges."""
     starts = {start for start, _ in spans.values()}
     ends = {sum(span) for span in spans.values()}
     known = [Symbol(name, start, "t") for name, (start, _) in spans.items()]

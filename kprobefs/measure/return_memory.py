@@ -1,6 +1,6 @@
-"""`kprobefs bench return --memory`: what return hooks take of memory, beside a talk's figures.
+"""`kprobefs bench return --memory`: memory of return hooks, beside the figures of a talk.
 
-The talk is "Unifying return hooks" (LPC 2023).
+Source: "Unifying return hooks" (LPC 2023).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLIDES = {
     "objpool": ("1.6KB", "160KB", "65KB", "6.5MB"),
     "fgraph": ("2MB",) * 4,
 }
-"""As they are written there: 1 and 100 probes with a node for each CPU, then with one for each task."""
+"""Shadow stack -> the talk's figures: 1 and 100 probes, with a node for each CPU, then for each task."""
 NOTES = (
     "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks'",
     "  arrays. As there, control blocks and rings' heads aren't counted.",
@@ -31,11 +31,11 @@ NOTES = (
     "instances: not in the talk; rethook's nodes, and 64 heads of lists that all",
     "  probes share.",
 )
-"""What differs, and why."""
+"""Lines below the table: differences from the talk, and their reasons."""
 
 
 def memory(*, as_json: bool) -> None:
-    """The table, with what differs and why; or JSON."""
+    """Print the table with NOTES, or JSON."""
     rows = memory_table(SHADOW_STACKS.values(), cpus=CPUS, tasks=TASKS)
     if as_json:
         print(json.dumps([cell for row in rows for cell in _cells(row)], indent=2))

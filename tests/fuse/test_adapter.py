@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,7 +48,7 @@ import kprobefs.fuse.operations
 
 
 def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = pytest.importorskip("kprobefs.fuse.operations")
+    libfuse = pytest.importorskip("kprobefs.fuse.libfuse")
 
     class Session:
         operations = SimpleNamespace(faults=0, reserve=MemoryReserve())
@@ -59,7 +59,7 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
         def open(self) -> int:
             raise ImportError("failed to map segment from shared object")
 
-    wrapper = adapter._Session._wrapper
+    wrapper = libfuse.Session._wrapper
     assert wrapper(Session().read) == -errno.ENOMEM
     reserve = Session.operations.reserve
     with monkeypatch.context() as patch:
@@ -76,7 +76,7 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
 
     # Nor is there any to say so.
     monkeypatch.setattr(reserve, "give_back", none)
-    monkeypatch.setattr(adapter.log, "exception", none)
+    monkeypatch.setattr(libfuse.log, "exception", none)
     assert wrapper(Session().read) == wrapper(Session().open) == -errno.EIO
 
 
@@ -97,31 +97,22 @@ def test_a_removed_instance_is_gone() -> None:
 def test_more_than_was_asked_for_is_a_fault() -> None:
     """libfuse's buffer has the room that the request says."""
     adapter = pytest.importorskip("kprobefs.fuse.operations")
-    room = ctypes.create_string_buffer(b"-" * 16, 16)
-    data, file_info = b"12345678", ctypes.create_string_buffer(256)
-    operations = SimpleNamespace(
-        faults=0, reserve=MemoryReserve(), read=lambda _path, _size, _offset, _info: data
-    )
+    mount = SimpleNamespace(clients_own=(), read=lambda *_request: b"x" * 9)
+    operations = adapter._Operations(mount, threading.Event())
 
-    def read(size: int) -> int:
-        called = MethodType(adapter._Session.read, SimpleNamespace(operations=operations))
-        place = ctypes.addressof(room)
-        answer: int = adapter._Session._wrapper(called, None, place, size, 0, ctypes.addressof(file_info))
-        return answer
+    def read(size: int) -> object:
+        return adapter.libfuse.guarded(operations, operations.read_at_once, 0, 0, 1, 7, 0, size, 1, 0)
 
-    assert read(8) == 8
-    assert room.raw == b"12345678--------"
-    data = b"x" * 9
+    assert read(9) == b"x" * 9
     assert read(8) == -errno.EIO
     assert operations.faults == 1
-    assert room.raw == b"12345678--------"
 
 
 def test_attributes_of_a_damaged_guest() -> None:
-    adapter = pytest.importorskip("kprobefs.fuse.operations")
+    libfuse = pytest.importorskip("kprobefs.fuse.libfuse")
     for number in (-(1 << 127), -1, 1 << 64, 1 << 127):
         found = Stat(number, 0, 0, 0, 0, number, number, number, number, number)
-        assert len(adapter._packed(found)) == adapter._STAT.size
+        assert len(libfuse.stat_bytes(found)) == ctypes.sizeof(libfuse.fuse.c_stat)
 
 
 def test_mount_points_are_unescaped() -> None:

@@ -98,7 +98,7 @@ def test_the_page_says_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None
         re.findall("`([^`]+)`", part) for part in (said[1], *said[2].split("`write`", 1))
     )
     answered_here = {name for name, found in vars(adapter._Operations).items() if inspect.isfunction(found)}
-    operations = {name for name, *_ in adapter._PollStructure._fields_} & answered_here
+    operations = {name for name, *_ in adapter.libfuse.FuseOperations._fields_} & answered_here
     assert "`truncate` to 0" in said[2]
     assert is_answered(adapter, "truncate", length=0)
     answered = {name for name in operations if is_answered(adapter, name)} | {"truncate"}

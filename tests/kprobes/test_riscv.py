@@ -16,6 +16,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.regs import RiscvRegs
 from emulated_kernel.machine.cpu.riscv import CAUSE_LOAD_FAULT, CAUSE_STORE_FAULT
 from emulated_kernel.machine.text.stale_fetch import Prefetch
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -275,7 +276,9 @@ def test_a_call_from_an_fentry_site(kernel: Kernel) -> None:
     start = kernel.image.kallsyms.lookup_name("gcd")
     assert start in kernel.image.mcount
     seen: list[tuple[int, int, int]] = []
-    probe = Kprobe(symbol_name="gcd", pre_handler=lambda _, regs: seen.append((regs.ip, regs.a0, regs.a1)))
+    probe = Kprobe[RiscvRegs](
+        symbol_name="gcd", pre_handler=lambda _, regs: seen.append((regs.ip, regs.a0, regs.a1))
+    )
     kernel.register_kprobe(probe)
     assert "".join(list_lines(kernel.kprobes)).count("[FTRACE]") == 1
     assert text(kernel, start, 8) == kernel.arch.relative_call(start, kernel.kprobes.trampoline[0])

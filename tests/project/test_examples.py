@@ -31,8 +31,8 @@ unregistered; 0 instances missed
 """,
     "djprobe_example.py": r"""int_sqrt: a region of \d+ bytes, boosted before the commit
 strlen: a region of \d+ bytes, boosted before the commit
-int_sqrt: optimized behind it
-strlen: optimized behind it
+int_sqrt: optimized after it
+strlen: optimized after it
 hits: int_sqrt, strlen
 bytes of text that differ: 0
 """,

@@ -114,7 +114,7 @@ def test_it_begins_with_a_quick_start_and_the_readers_jobs() -> None:
         assert anchor in {each.lower().replace(" ", "-") for each in titles}, title
 
 
-@pytest.mark.parametrize(("page", "count"), [(README, 1), (ASSEMBLY, 2)])
+@pytest.mark.parametrize(("page", "count"), [(README, 1), (FIRST, 2), (ASSEMBLY, 2)])
 def test_the_python_examples_run(page: Path, count: int) -> None:
     examples = blocks("python", page)
     assert len(examples) == count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import textwrap
 
 import pytest
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, immutable
 
 ELSEWHERE = (
     "emulated_kernel.arch.riscv",
@@ -135,3 +136,26 @@ def test_options_that_our_dataclass_does_not_carry(options: dict[str, bool]) -> 
         dataclass(**options)
     with pytest.raises(TypeError, match=r"has no field\(hash=\)$"):
         dataclass(type("Made", (), {"__annotations__": {"n": int}, "n": dataclasses.field(hash=False)}))
+
+
+@immutable
+@dataclass(frozen=True)
+class Place:
+    address: int = dataclasses.field(metadata=ADDRESS)
+    others: tuple[int, ...] = dataclasses.field(default=(), metadata=ADDRESS)
+
+
+def test_an_immutable_object_refuses_assignments() -> None:
+    place = Place(16)
+    for name in ("address", "others", "unknown"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(place, name, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del place.address  # type: ignore[misc]
+    assert place == Place(16) == copy.deepcopy(place)
+    assert dataclasses.replace(place, address=17) == Place(17)
+
+
+def test_a_repr_shows_addresses_in_hexadecimal() -> None:
+    assert repr(Place(255, (1, 16))).endswith("Place(address=0xff, others=(0x1, 0x10))")
+    assert repr(Place(255, (16,))).endswith("others=(0x10,))")

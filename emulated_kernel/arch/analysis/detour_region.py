@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from dataclasses import field
+
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class ScratchRegisters:
 class Region:
     """The detoured region (DCR) of a probe: the whole instructions that its jump replaces."""
 
-    addr: int
+    addr: int = field(metadata=ADDRESS)
     code: bytes
     """The region's instructions without any probe."""
     scratch: ScratchRegisters | None = None

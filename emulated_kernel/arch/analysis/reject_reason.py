@@ -8,7 +8,7 @@ from enum import Enum, auto
 from errno import EILSEQ, EINVAL, ENOENT, ENOSPC, EOPNOTSUPP
 from typing import Self
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 class RejectSubject(Enum):
@@ -95,7 +95,7 @@ class Rejection:
     """A rule that a probe breaks, and the address that breaks it."""
 
     reason: RejectReason
-    addr: int
+    addr: int = field(metadata=ADDRESS)
     blamed: Callable[[int], str] | None = field(default=None, compare=False, repr=False)
     """Return the text of the instruction or register to blame at an address."""
 

@@ -7,26 +7,26 @@ from dataclasses import field
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arch_hooks import ArchSpecificInsn
 from emulated_kernel.util.abi import GuestAddr
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 @dataclass(eq=False)
 class CompiledCode:
     """Guest code of a handler, and the code that follows it in a stub or detour; sizes in bytes."""
 
-    address: int
+    address: int = field(metadata=ADDRESS)
     size: int
-    entry: int
+    entry: int = field(metadata=ADDRESS)
     """Address at which a hit enters the code."""
-    traps: tuple[int, ...]
+    traps: tuple[int, ...] = field(metadata=ADDRESS)
     """Addresses of the breakpoints that call the host."""
-    accesses: tuple[int, ...]
+    accesses: tuple[int, ...] = field(metadata=ADDRESS)
     """Addresses of the instructions with a fixup."""
-    copied: int = 0
+    copied: int = field(default=0, metadata=ADDRESS)
     """Address of the copied instructions after the handler, in a detour."""
-    target: int | None = field(default=None, init=False)
+    target: int | None = field(default=None, init=False, metadata=ADDRESS)
     """Address at which a stub for breakpoints continues; None if the host continues."""
-    tail: int = field(default=0, init=False)
+    tail: int = field(default=0, init=False, metadata=ADDRESS)
     """Address of the breakpoint at the end of a stub without a target."""
     retired: bool = field(default=False, init=False)
 
@@ -39,7 +39,7 @@ class OutOfLine:
     """The out-of-line form of a probed instruction: an insn slot or an emulation."""
 
     prepared: ArchSpecificInsn
-    slot: GuestAddr | None
+    slot: GuestAddr | None = field(metadata=ADDRESS)
     """Address of the copy in an insn slot; None for an emulated instruction."""
     lead: int = 0
     """Bytes before the copy that set the trap flag for it."""
@@ -61,11 +61,11 @@ class OutOfLine:
 class DetourBuffer:
     """A detour buffer in executable memory; addresses, sizes in bytes."""
 
-    address: GuestAddr
+    address: GuestAddr = field(metadata=ADDRESS)
     region: Region
-    trap: int
+    trap: int = field(metadata=ADDRESS)
     """Address of the breakpoint that calls the handlers."""
-    copied: int
+    copied: int = field(metadata=ADDRESS)
     """Address of the copied instructions."""
     size: int
     jump: bytes

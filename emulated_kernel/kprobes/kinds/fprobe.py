@@ -8,7 +8,7 @@ from dataclasses import field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeAlias
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import Move
@@ -22,63 +22,79 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
 from emulated_kernel.kprobes.codegen.compiler import NO_MEMORY
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.hit.ftrace import Called, FtraceOps
-from emulated_kernel.kprobes.kprobe import CompileHandler
+from emulated_kernel.kprobes.kprobe import CompileHandler, RegsT
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 class FprobeRegs(Enum):
-    """What handlers are given of the registers."""
+    """The registers that handlers of an fprobe get; others are missing attributes."""
 
     PT_REGS = auto()
-    """All of them, as a breakpoint would."""
+    """All registers."""
     FTRACE_REGS = auto()
-    """On entry those of the calling convention, on exit those of results. Mirrors: struct ftrace_regs,
-    struct fgraph_ret_regs (v6.5)."""
+    """On entry the registers of the calling convention, on exit those of results.
+
+    Mirrors: struct ftrace_regs, struct fgraph_ret_regs (v6.5).
+    """
 
 
 CALLED = 3
 """The virtual register in which programs find the function's address."""
-FprobeHandler = Callable[["Fprobe", int, Any, memoryview], object]
+FprobeHandler: TypeAlias = Callable[["Fprobe[RegsT]", int, RegsT, memoryview], object]
 """(fprobe, address of the function, registers, the call's private data)"""
 
 
 @dataclass(eq=False)
-class Fprobe(AssemblyOwner):
-    """Handlers for the functions whose names match `filter`, but not `notfilter`; both are globs.
+class Fprobe(AssemblyOwner, Generic[RegsT]):
+    """A probe on the entry and exit of all functions that match `filter` but not `notfilter`; both are globs.
 
-    A true result of `entry_handler` means that the call's exit isn't of interest (Linux: from 6.4 on).
-    `entry_registers` and `exit_registers` name what the handlers read, to be checked against `registers`;
-    others don't exist in what they are given. Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
+    `entry_handler(fprobe, address, regs, data)` runs when a function is entered, `exit_handler` with the same
+    arguments when it returns. `address` is the function's, `data` are `entry_data_size` bytes of the call's
+    own. If `entry_handler` returns a true value, the exit of this call is ignored (Linux: since 6.4).
+
+    `entry_registers` and `exit_registers` are names of registers that the handlers read. Registration fails
+    if `registers` does not include them.
+
+    Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
     """
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     filter: str
+    """Glob of the functions' names."""
     notfilter: str | None = None
-    entry_handler: FprobeHandler | None = None
-    exit_handler: FprobeHandler | None = None
+    """Glob of names to leave out."""
+    entry_handler: FprobeHandler[RegsT] | None = None
+    """Called when a function is entered."""
+    exit_handler: FprobeHandler[RegsT] | None = None
+    """Called when a function returns."""
     nr_maxactive: int = 0
-    """Calls that can be pending at a time; 0: two a function and CPU."""
+    """Number of calls that can be pending. 0 selects two for each function and CPU."""
     entry_data_size: int = 0
+    """Size of a call's own data, in bytes."""
     registers: FprobeRegs = FprobeRegs.PT_REGS
+    """The registers that handlers get."""
     entry_registers: Sequence[str] = ()
+    """Names of the registers that the entry_handler reads."""
     exit_registers: Sequence[str] = ()
+    """Names of the registers that the exit_handler reads."""
     entry_program: CompileHandler | None = None
     exit_program: CompileHandler | None = None
     """The handlers as guest code, for EntryKind.CALL and EntryKind.RETURN; see Fprobes.handler_changed.
 
     The virtual register CALLED is the function's address; ip isn't known."""
     code: str | None = None
+    """A handler in assembly for entries, which runs before the other handlers; see Kprobe."""
     return_code: str | None = None
-    """Handlers in assembly for entries and exits, in front of the others, as Kprobe.code; with `cells`."""
+    """A handler in assembly for exits, with the same cells."""
     is_disabled: bool = False
-    """See Fprobes.disable_fprobe."""
+    """Whether the handlers are not called; see Kernel.disable_fprobe."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
-    """What they read and write by name."""
+    """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
     assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """Of a registered one."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
@@ -86,12 +102,12 @@ class Fprobe(AssemblyOwner):
     """Those that `hook` doesn't count, or doesn't any more."""
     raised: int = field(default=0, init=False)
     """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
-    functions: tuple[int, ...] = field(default=(), init=False)
-    """Addresses of the functions that it is attached to; empty while it isn't registered."""
+    functions: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
+    """Addresses of the functions that a registered fprobe is attached to."""
 
     @property
     def nmissed(self) -> int:
-        """Calls missed since it was registered: no instance was left, or no room for what is in assembly."""
+        """Number of calls missed since the registration, because no instance or no room for code was left."""
         return self._missed + (0 if self.hook is None else self.hook.missed)
 
     def miss(self) -> None:
@@ -167,7 +183,7 @@ class Fprobes:
         """Those that can be traced, with their addresses."""
         return self._traceable()
 
-    def register_fprobe(self, fp: Fprobe) -> None:
+    def register_fprobe(self, fp: Fprobe[Any]) -> None:
         """Hook all functions that match.
 
         Raises: KernelError EINVAL (none matches, registered already, code that can't be assembled),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -23,7 +24,7 @@ from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 _COUNT = 0
 _AT = 1
@@ -34,19 +35,23 @@ _FIXED = 2
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """One hit: how many there were before it on its CPU, the probed address, and the registers asked for."""
+    """One hit that a HitRing has recorded."""
 
     number: int
-    address: int
-    registers: tuple[int, ...]
+    """Number of hits before this one on its CPU."""
+    address: int = field(metadata=ADDRESS)
+    """The probed address."""
+    registers: tuple[int, ...] = field(metadata=ADDRESS)
+    """Values of the ring's registers, in their order."""
     cpu: int = 0
+    """Number of the CPU."""
 
 
 class HitRing:
-    """The latest `capacity` hits of all its probes on each CPU; older ones are overwritten.
+    """A ring of the latest `capacity` hits of its probes on each CPU; Kernel.hit_ring creates it.
 
-    `registers` are names as in pt_regs, two for an entry of four words. What its probes do at a hit is a
-    handful of loads and stores, so that it is the cheapest handler there is.
+    `registers` are names as in pt_regs; with two of them an entry has four words. Its handlers are a few
+    loads and stores in guest code, so that they are the cheapest handlers.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
@@ -76,25 +81,28 @@ class HitRing:
         cell[1] = address = self._memory.alloc_pages(self._capacity << self._shift)
         return address
 
-    def probe(self, **place: Any) -> Kprobe:
-        """A probe that records its hits here, to be registered; `place` as for Kprobe."""
-        kprobe = Kprobe(pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place)
+    def probe(self, **place: Any) -> Kprobe[Any]:
+        """Return a probe that records its hits here; the caller registers it. `place` is as for Kprobe."""
+        kprobe: Kprobe[Any] = Kprobe(
+            pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place
+        )
         kprobe.program = lambda builder, _way: self._emit(builder, kprobe.address)
         return kprobe
 
-    def return_probe(self, **place: Any) -> Kretprobe:
-        """The same for returns of a function; `place` as for Kretprobe. Registers are those at the return.
+    def return_probe(self, **place: Any) -> Kretprobe[Any]:
+        """Return a probe that records returns of a function; `place` is as for Kretprobe.
 
-        Guest code records those alone that the calling convention keeps.
+        The registers are those at the return. If the calling convention does not keep all of them, each
+        return traps.
         """
-        rp = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
+        rp: Kretprobe[Any] = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
         if self._kept.issuperset(self._registers):
             rp.return_program = lambda builder, _way: self._emit(builder, rp.address)
         return rp
 
-    def fprobe(self, filter_: str, **options: Any) -> Fprobe:
-        """The same for returns of all functions that match; `options` as for Fprobe."""
-        fp = Fprobe(
+    def fprobe(self, filter_: str, **options: Any) -> Fprobe[Any]:
+        """Return a probe that records returns of all functions that match; `options` are as for Fprobe."""
+        fp: Fprobe[Any] = Fprobe(
             filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
         )
         if self._kept.issuperset(self._registers):
@@ -103,11 +111,11 @@ class HitRing:
 
     @property
     def hits(self) -> int:
-        """Hits recorded so far, those too that were overwritten."""
+        """Number of hits recorded so far, including those that were overwritten."""
         return sum(cell[0] for cell in self._cells)
 
     def entries(self) -> list[RingEntry]:
-        """The hits that are still there, oldest first, one CPU's after the other's."""
+        """Return the hits that are not overwritten, by CPU, the oldest first."""
         return [entry for cpu in range(len(self._cells)) for entry in self._entries(cpu)]
 
     def _entries(self, cpu: int) -> Iterator[RingEntry]:
@@ -120,7 +128,7 @@ class HitRing:
         return number % self._capacity << self._shift
 
     def close(self) -> None:
-        """Give the memory back, when none of its probes is registered any more."""
+        """Free the ring's memory; none of its probes may be registered."""
         for view, start in zip(self._views, self._starts, strict=True):
             view.release()
             self._memory.free_pages(start)

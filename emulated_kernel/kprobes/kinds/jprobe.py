@@ -14,11 +14,11 @@ from emulated_kernel.arch.arch_hooks import Arch, Registers
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 MAX_STACK_SIZE = 64
 """Bytes of the stack that are kept for the probed function, whose arguments its mirror may overwrite."""
@@ -29,18 +29,25 @@ JprobeHandler = Callable[..., object]
 
 @dataclass(eq=False)
 class Jprobe:
-    """A probe on a function's entry: a function with the same signature, which is called in front of it.
+    """A probe on a function's entry: a function with the same signature is called before it.
 
-    `entry` is the guest address of one. It must end in a jump or call to Jprobes.jprobe_return, and runs with
-    interrupts off. Or `handler` is one in Python: it gets as many arguments as it takes, each a word. Give
-    `symbol_name` or `addr`. Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
+    `handler` is such a function in Python. It gets as many arguments as it takes; each is a word. Instead,
+    `entry` is the guest address of such a function. That function runs with interrupts off, and must end in a
+    jump or call to Jprobes.jprobe_return. Give `symbol_name` or `addr`.
+
+    Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
     """
 
-    entry: int = 0
+    entry: int = field(default=0, metadata=ADDRESS)
+    """Guest address of a function with the same signature."""
     handler: JprobeHandler | None = None
+    """A function in Python with the same signature."""
     symbol_name: str | None = None
-    addr: int | None = None
+    """Name of the probed function."""
+    addr: int | None = field(default=None, metadata=ADDRESS)
+    """Address of the probed function."""
     kp: Kprobe = field(init=False)
+    """The kprobe on the function's entry."""
 
     def __post_init__(self) -> None:
         self.kp = Kprobe(symbol_name=self.symbol_name, addr=self.addr)
@@ -50,7 +57,7 @@ class Jprobe:
 class Jprobes:
     """The jprobes of one kernel."""
 
-    def __init__(self, kprobes: Kprobes, machine: Machine, arch: Arch) -> None:
+    def __init__(self, kprobes: Kprobes, machine: ProbedMachine, arch: Arch) -> None:
         self._kprobes = kprobes
         self._memory = machine.memory
         self._registers = arch.registers

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeAlias
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
 from emulated_kernel.kprobes.hit.ctlblk import HitStatus
-from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, RegsT
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
@@ -25,29 +25,35 @@ _CLEARED_DATA_SIZE = 64
 
 KretprobeInstance = RethookNode
 """What handlers get: one call of the probed function, from its entry to its return."""
-KretprobeHandler = Callable[[KretprobeInstance, Regs], object]
+KretprobeHandler: TypeAlias = Callable[[KretprobeInstance, RegsT], object]
 
 
 @dataclass(eq=False, slots=True)
-class Kretprobe(Kprobe):
-    """A probe on the return of a function, named as a Kprobe is: by its entry.
+class Kretprobe(Kprobe[RegsT]):
+    """A probe on the return of a function; `symbol_name` or `addr` is the function's entry.
 
-    `entry_handler(instance, regs)` runs when the function is entered; a true result means that this call
-    isn't of interest. `handler(instance, regs)` runs when it returns, with regs.ip where it returns to.
-    `maxactive` calls can be pending at a time (0: a default by the number of CPUs); a call more is missed.
-    `data_size` bytes of `instance.data` belong to the call. Handlers must not sleep.
+    `entry_handler(instance, regs)` runs when the function is entered. If it returns a true value, the return
+    of this call is ignored. `handler(instance, regs)` runs when the function returns; regs.ip is the address
+    that it returns to. At most `maxactive` calls can be pending; further calls are missed. 0 selects a
+    default by the number of CPUs. `data_size` bytes of `instance.data` belong to the call. Handlers must not
+    sleep.
+
     Mirrors: include/linux/kprobes.h:struct kretprobe (v6.1).
     """
 
     handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
-    handler: KretprobeHandler | None = None
+    handler: KretprobeHandler[RegsT] | None = None
+    """Called when the function returns."""
     return_program: CompileHandler | None = None
     """The handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
     return_code: str | None = None
-    """A handler in assembly for returns, as `code` is one for entries, with the same cells."""
-    entry_handler: KretprobeHandler | None = None
+    """A handler in assembly for returns. `code` is the one for entries; both have the same cells."""
+    entry_handler: KretprobeHandler[RegsT] | None = None
+    """Called when the function is entered."""
     maxactive: int = 0
+    """Number of calls that can be pending."""
     data_size: int = 0
+    """Size of a call's own data, in bytes, at most 4096."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     """Calls missed and returned as of its unregistration."""
@@ -62,12 +68,15 @@ class Kretprobe(Kprobe):
 
     @property
     def instances_missed(self) -> int:
-        """Calls missed for want of an instance, or of room for `return_code`; `nmissed` counts them too."""
+        """Number of calls missed because no instance or no room for `return_code` was left.
+
+        `nmissed` includes them.
+        """
         return self._ended[0] if self.hook is None else self.hook.missed
 
     @property
     def returns(self) -> int:
-        """Calls whose return was seen."""
+        """Number of returns that were handled."""
         return self._ended[1] if self.hook is None else self.hook.returned
 
     @property
@@ -102,7 +111,7 @@ class Kretprobes:
         preemption = kprobes.profile.preemption
         self._default_maxactive = max(_MIN_MAXACTIVE, 2 * cpus) if preemption else cpus
 
-    def register_kretprobe(self, rp: Kretprobe) -> None:
+    def register_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Register a probe on a function's return.
 
         Raises: KernelError EINVAL (not a function's entry, its return can't be hooked, registered already),

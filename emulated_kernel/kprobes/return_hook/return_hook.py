@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import field
 from typing import Any
 
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 @dataclass(eq=False, slots=True)
 class RethookNode:
-    """A call whose return is awaited. Mirrors: struct rethook_node (v6.1)."""
+    """One call of a hooked function, from its entry to its return.
+
+    Mirrors: include/linux/rethook.h:struct rethook_node (v6.1).
+    """
 
     hook: ReturnHook
-    node: int
+    node: int = field(metadata=ADDRESS)
     """Where it stands in the shadow stack's memory; an address."""
-    task: int
-    ret_addr: int = 0
+    task: int = field(metadata=ADDRESS)
+    ret_addr: int = field(default=0, metadata=ADDRESS)
     """What was replaced; of several hooks on a function all but one have the trampoline here."""
-    frame: int = 0
+    frame: int = field(default=0, metadata=ADDRESS)
     """Address of the stack slot."""
 
     @property
     def data(self) -> memoryview:
-        """The hook's private bytes for this call; valid until the return handler has ended."""
+        """The call's own data; valid until the return handler has ended."""
         return self.hook.data_of(self.node)
 
     @property
@@ -37,7 +41,10 @@ class RethookNode:
 
     @property
     def rp(self) -> Kprobe | None:
-        """The return probe that awaits it; None for other users. Mirrors: get_kretprobe (v6.1)."""
+        """The return probe of this call, or None for other return hooks.
+
+        Mirrors: include/linux/kprobes.h:get_kretprobe (v6.1).
+        """
         return self.hook.probe
 
 
@@ -48,7 +55,7 @@ ReturnHandler = Callable[[RethookNode, Any], None]
 class ReturnHook(AssemblyOwner):
     """One user of return hooks. Mirrors: struct rethook (v6.1)."""
 
-    address: int
+    address: int = field(metadata=ADDRESS)
     handler: ReturnHandler
     data_size: int
     stack: ShadowStack
@@ -60,7 +67,7 @@ class ReturnHook(AssemblyOwner):
     """Callers of the hooked function expect no more than what the calling convention keeps."""
     probe: Kprobe | None = None
     """The return probe that it belongs to."""
-    place: int = 0
+    place: int = field(default=0, metadata=ADDRESS)
     """Address of the hooked function; 0 for many."""
     assembled: AssembledHandlers | None = None
     """Handlers in assembly that run at its returns."""

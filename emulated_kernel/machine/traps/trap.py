@@ -52,7 +52,10 @@ class HardwareError(RuntimeError):
 
 
 class MemoryFault(Exception):
-    """The host accessed a guest address that isn't mapped, or isn't mapped with the necessary rights."""
+    """An access to a guest address that is not mapped, or whose page does not permit it.
+
+    `address` is the address, and `write` tells whether it was to be written.
+    """
 
     def __init__(self, address: int, reason: str = "not mapped", *, write: bool = False) -> None:
         super().__init__(f"{address:#x}: {reason}")

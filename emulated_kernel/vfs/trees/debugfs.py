@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.components.components import KernelComponents
+from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS, ReturnHooks
 from emulated_kernel.vfs.core.kstrtox import kstrtobool
 from emulated_kernel.vfs.core.node import Directory, Node, Owner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from emulated_kernel.components.components import KernelComponents
+from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
-from emulated_kernel.components.components import KernelComponents
+from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.probe_text import GONE, ProbeText
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
@@ -28,8 +29,6 @@ _READ_WRITE = 0o644
 _READ_ONLY = 0o444
 _ADDRESS = re.compile(r"0x([0-9a-f]{8,})")
 """Pattern for addresses: all hexadecimal numbers that are long enough."""
-_GONE = "gone with its module"
-"""Text for a probe whose code was freed."""
 
 
 def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
@@ -88,8 +87,7 @@ class _EventStats:
         self._event = event
         self._kernel = kernel
         self._kprobes = kernel.engine.kprobes
-        self._arch = kernel.arch
-        self._text = kernel.machine.text
+        self._probe_text = ProbeText(kernel.engine.kprobes, kernel.arch, kernel.machine.text)
 
     def directory(self, owner: Owner) -> Directory:
         """Return the event's directory; only `owner` sees addresses."""
@@ -103,7 +101,7 @@ class _EventStats:
             "reason": _addressed(self._reason, owner),
             "address": _addressed(lambda: self._lines(self._address), owner),
             "bytes": _text(lambda: self._lines(self._bytes)),
-            "detour": _addressed(lambda: self._lines(self._detour), owner),
+            "detour": _addressed(lambda: self._lines(self._probe_text.out_of_line), owner),
             "cost": _text(self._cost),
         }
         if self._event.is_return:
@@ -201,49 +199,9 @@ class _EventStats:
     def _bytes(self, kprobe: Kprobe) -> str:
         """Return the original and the current bytes that the probe may replace."""
         if kprobe.is_gone:
-            return _GONE
-        detour = self._kprobes.detour(kprobe)
-        if detour is not None:
-            size = detour.length
-        else:
-            size = kprobe.insn.prepared.length if kprobe.insn is not None else self._arch.call_size
-        original = self._text.original(kprobe.address, size)
-        current = self._text.current(kprobe.address, size)
+            return GONE
+        original, current = self._probe_text.replaced(kprobe)
         return f"original {original.hex(' ')}\ncurrent  {current.hex(' ')}"
-
-    def _detour(self, kprobe: Kprobe) -> str:
-        """Return the disassembly of the code that runs out of line.
-
-        An emulated instruction has no copy; the instruction itself is shown.
-        """
-        if kprobe.is_gone:
-            return _GONE
-        head = self._kprobes.table.valid(kprobe)
-        if head is not None and head.compiled is not None:
-            return self._disassembly(head.compiled.address, head.compiled.size)
-        stub = None if head is None else head.stub
-        handler = "" if stub is None else self._disassembly(stub.address, stub.size) + "\n"
-        return handler + self._copy(kprobe)
-
-    def _copy(self, kprobe: Kprobe) -> str:
-        """Return the disassembly of the copied instructions, which run after a separate handler or a trap."""
-        insn = kprobe.insn
-        detour = self._kprobes.detour(kprobe)
-        arch = self._arch
-        if detour is not None and self._kprobes.table.runs_in_detour(kprobe):
-            return self._disassembly(detour.address, detour.size)
-        if insn is None:
-            trampoline = self._kprobes.trampoline
-            return "" if trampoline is None else self._disassembly(*trampoline)
-        entry = insn.entry
-        if insn.slot is None or entry is None:
-            original = self._text.original(kprobe.address, insn.prepared.length)
-            return "\n".join(("emulated, no slot", *arch.disassemble(original, kprobe.address)))
-        end = arch.jump_size if insn.boosted else len(arch.breakpoint)
-        return self._disassembly(entry, insn.slot - entry + insn.prepared.length + end)
-
-    def _disassembly(self, va: int, size: int) -> str:
-        return "\n".join(self._arch.disassemble(self._text.current(va, size), va))
 
     def _cost(self) -> str:
         pairs = [(probe, probe.handle) for probe in self._event.probes]

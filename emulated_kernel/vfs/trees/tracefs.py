@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from emulated_kernel.components.components import TracingComponents
+from emulated_kernel.components.records import TracingComponents
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.text.printf import signed
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler

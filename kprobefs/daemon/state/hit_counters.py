@@ -1,4 +1,4 @@
-"""Hits and misses of probe events, to be carried from one kernel to another."""
+"""Hit and miss counts of probe events, which move from one kernel to the next."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 
 Counts = dict[str, list[list[int]]]
-"""Hits and missed hits of each probe of an event, by group/name."""
+"""group/name of an event -> hits and missed hits of each of its probes."""
 
 
 def counts(kernel: Kernel) -> Counts:
-    """As they are now."""
+    """Return the current counts."""
     return {
         f"{event.group}/{event.name}": [[probe.hits, probe.nmissed] for probe in event.probes]
         for event in _events(kernel)
@@ -20,15 +20,16 @@ def counts(kernel: Kernel) -> Counts:
 
 
 def set_counts(kernel: Kernel, known: Counts) -> None:
-    """Let probes go on from there; of an event with another number of probes none does.
+    """Set the counts of probes. Skip an event that has another number of probes in `known`.
 
-    Raises: TypeError, ValueError (these are no counts).
+    Raises: TypeError, ValueError (`known` has no counts).
     """
     for event in _events(kernel):
         found = known.get(f"{event.group}/{event.name}", [])
         if len(found) == len(event.probes):
             for probe, (hits, missed) in zip(event.probes, found, strict=True):
-                probe.hits, probe.nmissed = int(hits), int(missed)
+                probe.hits = int(hits)
+                probe.nmissed = int(missed)
 
 
 def _events(kernel: Kernel) -> Iterator[KprobeTraceEvent]:

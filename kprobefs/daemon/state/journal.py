@@ -1,4 +1,4 @@
-"""A journal: a file of entries with lengths and checksums, whose writer may end at any moment."""
+"""A journal: a file of entries with lengths and checksums, whose writer may be killed at any time."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import open_regular
 
 Entry = dict[str, Any]
-"""What JSON can say; text has surrogates for bytes that are no UTF-8."""
+"""A JSON object. Its text has surrogates for bytes that are not UTF-8."""
 _FRAME = struct.Struct("<II")
-"""Bytes of the entry, and their CRC-32."""
+"""Header of an entry: its bytes, and their CRC-32."""
 _SIZE_LIMIT = 1 << 26
+"""Bytes of the longest entry."""
 
 
 @dataclass(frozen=True)
 class JournalText:
-    """What a journal says, up to what can't be read any more."""
+    """The readable entries of a journal."""
 
     entries: list[Entry]
     lost: int
-    """Bytes behind them."""
+    """Bytes after the entries that cannot be read."""
 
 
 def read(path: Path) -> JournalText:
-    """All entries up to the first that isn't whole. Raises: OSError."""
+    """Return all entries up to the first damaged one. Raises: OSError."""
     entries: list[Entry] = []
     read = 0
     with open_regular(path) as file:
-        # What a damaged one says of its sizes takes no more memory than an entry may have.
+        # A damaged header cannot make _entry() read more than _SIZE_LIMIT.
         while (entry := _entry(file)) is not None:
             entries.append(entry)
             read = file.tell()
@@ -43,7 +44,7 @@ def read(path: Path) -> JournalText:
 
 
 def _entry(file: BinaryIO) -> Entry | None:
-    """The next one; None where none is whole."""
+    """Return the next entry, or None at the end or if the entry is damaged."""
     frame = file.read(_FRAME.size)
     if len(frame) != _FRAME.size:
         return None
@@ -59,17 +60,17 @@ def _entry(file: BinaryIO) -> Entry | None:
 
 
 class Journal:
-    """A journal that is written; it takes the place of the file of its name once it has its first entries."""
+    """A journal that is written. It replaces the file of its name when it has its first entries."""
 
     def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
-        """Raises: OSError (with the file of that name left alone)."""
+        """Write a new journal. Raises: OSError (the file of that name is unchanged)."""
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.fdopen(os.open(new, flags, 0o600), "wb", buffering=0)
         self.size = 0
-        """Bytes."""
+        """Bytes of all entries."""
         try:
             for entry in entries:
                 self.append(entry)
@@ -82,7 +83,7 @@ class Journal:
             raise
 
     def append(self, entry: Entry) -> None:
-        """Add an entry, which whoever reads the file has from then on. Raises: OSError (nothing added)."""
+        """Append an entry, which readers of the file see at once. Raises: OSError (nothing was appended)."""
         text = json.dumps(entry, separators=(",", ":")).encode()
         if len(text) > _SIZE_LIMIT:
             raise OSError(None, "an entry that is too long")
@@ -92,12 +93,12 @@ class Journal:
             while taken < len(data):
                 taken += self._file.write(data[taken:])
         except OSError:
-            # What comes behind half an entry couldn't be read.
+            # Entries after a partial one could not be read.
             with suppress(OSError):
                 self._file.truncate(self.size)
             raise
         self.size += len(data)
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the file."""
         self._file.close()

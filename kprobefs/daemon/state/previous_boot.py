@@ -1,4 +1,4 @@
-"""What the records of a daemon that has ended are read from, and the instances that show them."""
+"""Trace records of an earlier daemon: read them from its file, and show them in instances."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 LAST = "last"
-"""The instance with the records that the top directory had; that of another instance has its name behind."""
+"""Instance with the records of the top directory. Records of instance NAME are in `last.NAME`."""
 
 
 def is_last(instance: str) -> bool:
-    """Whether an instance shows what another daemon has recorded."""
+    """Return True if an instance shows the records of an earlier daemon."""
     return instance == LAST or instance.startswith(f"{LAST}.")
 
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Where a trace array's buffers are, and how its clock counts."""
+    """Location of a trace array's buffers, and its clock."""
 
     name: str
-    """Of the instance; "" of the top directory."""
+    """Name of the instance; "" for the top directory."""
     controls: tuple[int, ...]
-    """Offsets of the control blocks: those of its own, and the snapshot's."""
+    """Offsets of the control blocks of the array's own buffers and of the snapshot's."""
     clock: str
     time_start: int
     has_snapshot: bool
 
 
 def array_places(kernel: Kernel) -> list[ArrayPlace]:
-    """Of all arrays, the top one first."""
+    """Return the locations of all arrays, the top one first."""
     arrays = kernel.trace_arrays
     names = ["", *arrays.names()]
     return [
@@ -58,12 +58,14 @@ def _place(name: str, past: PreviousBootRecords, clock: str) -> ArrayPlace:
 
 @dataclass
 class LastRecords:
-    """The records of a file, by the instances that will show them."""
+    """The records of a file."""
 
     arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
+    """Instance that will show the records -> their former location, and the records."""
     torn: int = 0
+    """Records that were not written to their end."""
     damage: list[str] = field(default_factory=list)
-    """What of them was found damaged."""
+    """Descriptions of the damaged buffers."""
 
     def __len__(self) -> int:
         return sum(len(past) for _, past in self.arrays.values())
@@ -72,9 +74,9 @@ class LastRecords:
 def read_records(
     file: BinaryIO, kernel: Kernel, places: Sequence[ArrayPlace], names_at: int
 ) -> tuple[LastRecords, SavedCmdlines]:
-    """What is whole in a file that a kernel like this one had its records in.
+    """Return the intact records and saved command names in a file of a kernel like this one.
 
-    Raises: OSError, ValueError (it isn't such a file).
+    Raises: OSError, ValueError (it is no such file).
     """
     layout = kernel.machine.records.persistent_layout
     if os.fstat(file.fileno()).st_size != layout.size:
@@ -86,7 +88,7 @@ def read_records(
         past = reader.past(place, found)
         if len(past):
             found.arrays[place.name] = place, past
-    # What was the last then isn't now, unless nothing came behind it.
+    # Newer records replace those that the earlier daemon itself showed in `last`.
     fresh = {name: each for name, each in found.arrays.items() if not is_last(name)}
     renamed = {f"{LAST}.{name}" if name else LAST: each for name, each in fresh.items()}
     found.arrays = {name: each for name, each in found.arrays.items() if is_last(name)} | renamed
@@ -117,7 +119,7 @@ class _PersistentReader:
         return PreviousBootRecords(own, aside, place.has_snapshot, place.time_start)
 
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
-        """A CPU's own buffer and the snapshot's; an empty one where there is none that makes sense."""
+        """Return a CPU's own buffer and the snapshot's, each empty if it is missing or damaged."""
         own: list[RingBuffer] = []
         aside: list[RingBuffer] = []
         damage: list[str] = []
@@ -129,10 +131,14 @@ class _PersistentReader:
                 found.torn += error.lost if isinstance(error, UnreadableControlBlock) else 0
                 damage.append(str(error))
                 continue
-            if result is not None:
-                found.torn += result.torn
-                damage += filter(None, [result.damage])
-                (aside if (result.is_aside and not aside) or own else own).append(result.buffer)
+            if result is None:
+                continue
+            found.torn += result.torn
+            if result.damage:
+                damage.append(result.damage)
+            # If both blocks claim the same role, the second one gets the other role.
+            is_aside = bool(own) or (result.is_aside and not aside)
+            (aside if is_aside else own).append(result.buffer)
         if not own and not damage:
             damage.append("no buffer of its own")
         if damage:
@@ -145,9 +151,12 @@ def _empty() -> RingBuffer:
 
 
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
-    """Make the instances; by name why one can't be made, which `last` has no more then."""
+    """Make the instances of `last`.
+
+    Return instance -> why it could not be made. `last` no longer has these.
+    """
     events = kernel.tracing.system.events
-    # Entries of tracing itself are printed without the events of their ids.
+    # Entries of ftrace itself are printed without an event.
     known = {event.id: event for event in events if events.by_id(event.id) is event}
     names = PreviousBootNames(known, cmdlines)
     refused: dict[str, str] = {}
@@ -171,16 +180,16 @@ def _show(array: TraceArray, place: ArrayPlace, past: PreviousBootRecords) -> No
 
 
 def _instance(kernel: Kernel, name: str) -> Tracing:
-    """It is none that users have asked for: their limit isn't for it. Raises: KernelError."""
+    """Return the instance, and make it if it is missing, regardless of the limit. Raises: KernelError."""
     return kernel.trace_arrays.find(name) or kernel.trace_arrays.make(name, is_limited=False)
 
 
 def show_empty(kernel: Kernel) -> None:
-    """Have the instance where there are no records too: it is always there. Raises: KernelError."""
+    """Make the instance `last` without records, so that it always exists. Raises: KernelError."""
     _instance(kernel, LAST)
 
 
 def make_again(kernel: Kernel, former: Kernel) -> None:
-    """Have the instances that a former kernel has, for its records. Raises: KernelError."""
+    """Make the `last` instances that a former kernel has, for its records. Raises: KernelError."""
     for name in filter(is_last, former.trace_arrays.names()):
         _instance(kernel, name)

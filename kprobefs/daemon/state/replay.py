@@ -1,4 +1,4 @@
-"""What a state says was done, done again on another kernel's files."""
+"""Replay of a journal: apply its entries to the files of another kernel."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kprobefs.definitions.tracefs_files import TreeFiles
 
 MODULES = "machine/modules"
 PLACE = "what was defined"
-"""Where lines that can't be applied come from."""
+"""Source of the journal's lines, as error messages name it."""
 
 
 class Replay:
-    """Needs the control lock, or a kernel that nobody else knows."""
+    """A replay. Its caller holds the control lock, or is the kernel's only user."""
 
     def __init__(self, tree: NodeTree, client: Client) -> None:
-        """`tree` has all files of the kernel."""
+        """Make a replay on `tree`, which has all files of the kernel."""
         self._tree = tree
         self._client = client
         self._opened: dict[int, OpenFile] = {}
-        """By the handles of then: a long write(2) comes in parts, and others' in between."""
+        """Former handle -> open file. Parts of a long write(2) have other entries in between."""
 
     def run(self, entries: Iterable[Entry]) -> Iterator[str]:
-        """Do all of them; what to tell of those that worked then and don't now.
+        """Apply all entries. Yield a message for each that succeeded formerly and fails here.
 
-        Raises: KeyError, TypeError, ValueError (no journal of ours says that).
+        Raises: KeyError, TypeError, ValueError (this is no journal of kprobefs).
         """
         for entry in entries:
             match entry:
@@ -55,7 +55,7 @@ class Replay:
                     yield from self._try(path, partial(self._tree.mkdir, self._client, f"/{path}", 0o755))
                 case {"rmdir": str() as path}:
                     yield from self._try(path, partial(self._tree.rmdir, self._client, f"/{path}"))
-        # What was open when the daemon ended.
+        # These files were open when the daemon ended.
         for handle in list(self._opened):
             self._release(handle)
 
@@ -64,7 +64,7 @@ class Replay:
     ) -> Iterator[str]:
         try:
             opened = self._open(path, handle)
-            # A daemon of an earlier version kept a long write as a whole.
+            # A daemon of an earlier version wrote an entry for a whole long write.
             for piece in [Piece(data, True)] if is_part else opened.pieces(data):
                 opened.write(piece.data, 0, is_part=piece.is_part)
         except KernelError as error:

@@ -1,6 +1,6 @@
-"""`--state DIR`: what outlives the daemon: its records in a file, and a journal of what was defined.
+"""`--state DIR`: trace records and a journal of all definitions, which outlive the daemon.
 
-DIR has `journal`, the `records.N` that it names, and of what couldn't be used the latest, as `aside.*`.
+DIR has `journal`, the file `records.N` that the journal names, and `aside.*`, the latest unusable files.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger("kprobefs")
 
 VERSION = 1
 COUNTS_AGE = 1.0
-"""Seconds that hit counts may be behind in the journal."""
+"""Seconds after which changed hit counts are in the journal."""
 RETRY_PAUSE = 1.0
-"""Seconds at least between two attempts to write a journal anew that fail."""
+"""Seconds at least between two failing attempts to write a new journal."""
 COMPACT_SIZE = 256 << 10
-"""Bytes of a journal until it is written anew, from what is defined then."""
+"""Bytes of a journal after which a new one is written from the current definitions."""
 _UNKEPT_FILE = re.compile(
     r"tracing/(.*/)?(trace|trace_pipe|trace_pipe_raw|trace_marker|trace_marker_raw|error_log|free_buffer)$"
 )
@@ -57,11 +57,11 @@ _OF_LAST = re.compile(r"instances/last(\.[^/]*)?/")
 
 
 class DamagedState(Exception):
-    """A state that can't be used, and why."""
+    """A state that cannot be used, and why."""
 
 
 class _NewIds(EventWatcher):
-    """Ids of events that came since they were last written down."""
+    """Events that were added since take() was last called."""
 
     def __init__(self) -> None:
         self.events: list[TraceEvent] = []
@@ -73,20 +73,20 @@ class _NewIds(EventWatcher):
         del event
 
     def take(self) -> dict[str, list[str]]:
-        """By id, group and name."""
+        """Return id -> group and name of the new events, and forget these."""
         events = self.events
         self.events = []
         return {str(event.id): [event.group, event.name] for event in events}
 
 
 class SavedState(ChangeWatcher, TaskObserver):
-    """What a daemon leaves, and finds. Nothing that is wrong with it keeps the daemon from serving.
+    """The state that a daemon restores and saves. A damaged state does not keep the daemon from serving.
 
-    All methods but the constructor need the kernel's lock, or a kernel that nobody else knows yet.
+    Callers of all methods except the constructor hold the control lock, or are the kernel's only users.
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
-        """`root`: what stands in front of the mount's paths in a mount that has everything."""
+        """Make the state. `root` is the prefix of the mount's paths in the full layout."""
         self._directory = directory
         self._root = root
         self._journal: Journal | None = None
@@ -97,32 +97,32 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._names_at = 0
         self._new_ids = _NewIds()
         self._written: set[int] = set()
-        """Handles of open files that the journal has writes of."""
+        """Handles of open files whose writes are in the journal."""
         self._places: list[previous_boot.ArrayPlace] = []
         self._counts: Counts = {}
         self._timer: threading.Timer | None = None
         self._base_size = 0
         self._failure = ""
-        """Why nothing is kept now."""
+        """Why nothing is saved at the moment."""
         self._again_at = 0.0
-        """When it may be tried to keep all again."""
+        """Monotonic time of the next attempt to save."""
         self._found = "nothing"
         self._troubles: list[str] = []
-        """What was wrong with what an earlier daemon has left."""
+        """What could not be restored from an earlier daemon."""
 
     def text(self) -> Iterator[str]:
-        """What machine/state shows."""
+        """Yield the lines of machine/state."""
         yield f"directory {escape_for_terminal(str(self._directory.path))}\n"
         yield f"{UNKEPT}: {self._failure}\n" if self._failure else "kept yes\n"
         yield f"last {self._found}\n"
         yield from (f"{TROUBLE}{trouble}\n" for trouble in self._troubles)
 
-    # What the daemon before has left
+    # The earlier daemon's state
 
     def restore(self, kernel: Kernel, tree: NodeTree) -> bool:
-        """Let a new kernel have what a state says; `tree` has all of its files. Whether there was one.
+        """Restore the state to a new kernel; `tree` has all its files. Return False if there is no state.
 
-        Raises: DamagedState, whatever a state that makes no sense leads to (with the kernel half done).
+        Raises: DamagedState, or any exception that a damaged state causes. The kernel is then half restored.
         """
         if not self._directory.attempts.begin():
             raise DamagedState("the daemon ended each time that it was brought back")
@@ -138,12 +138,12 @@ class SavedState(ChangeWatcher, TaskObserver):
         if head.get("kprobefs state") != VERSION:
             raise DamagedState(f"of version {head.get('kprobefs state')!r}; this program reads {VERSION}")
         if text.lost:
-            lost = f"the journal's last {text.lost} bytes make no sense"
+            lost = f"the journal's last {text.lost} bytes are damaged"
             try:
                 self._directory.copy_aside(self._directory.journal)
-                self._trouble(f"{lost}: aside.journal has all of it")
+                self._trouble(f"{lost}; aside.journal is a copy of the whole journal")
             except OSError as error:
-                self._trouble(f"{lost}, and aside.journal can't be made: {error.strerror}")
+                self._trouble(f"{lost}, and aside.journal could not be made: {error.strerror}")
         is_same = head["kernel"] == fingerprint(kernel)
         events = kernel.tracing.system.events
         replay = Replay(tree, Client(os.getpid(), tree.owner.uid, tree.owner.gid))
@@ -162,7 +162,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         head = entries[0]
         path = self._directory.path / entries[0]["records"]
         if path not in self._directory.records():
-            self._trouble(f"{path.name}: the records are gone")
+            self._trouble(f"{path.name}: no such file of records")
             return
         if not is_same:
             self._set_aside(f"{path.name}: records of another kernel, {head['kernel']}", path)
@@ -184,7 +184,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:
-        """What is there can't be used: begin anew."""
+        """Set the earlier state aside, since it cannot be used."""
         self._set_aside(str(reason), self._directory.journal, *self._directory.records())
 
     def _set_aside(self, why: str, *paths: Path) -> None:
@@ -194,7 +194,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._trouble(why + aside + (f"; can't be set aside: {', '.join(left)}" if left else ""))
 
     def _trouble(self, message: str) -> None:
-        """Whoever mounts is told too."""
+        """Log a message, and let the mount command print it."""
         self._troubles.append(escape_for_terminal(" ".join(message.split())))
         self._complain(message)
 
@@ -203,7 +203,7 @@ class SavedState(ChangeWatcher, TaskObserver):
             "state in %s: %s", escape_for_terminal(str(self._directory.path)), escape_for_terminal(message)
         )
 
-    # What this one leaves
+    # This daemon's state
 
     def keep(
         self,
@@ -213,10 +213,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         *,
         is_fresh: bool = False,
     ) -> None:
-        """From now on, what this kernel records and what the mount's clients define is kept.
+        """Save the kernel's records and the definitions of the mount's clients from now on.
 
-        `definitions` tells all that is defined and switched on: nothing yet if `is_fresh`. Where that can't
-        be, nothing is kept until the next call; what an earlier one has left stays.
+        `definitions` returns all definitions and settings. If `is_fresh`, there are none yet. If saving is
+        impossible, nothing is saved until the next call, and the earlier state stays.
         """
         self._kernel = kernel
         self._mount = mount
@@ -243,7 +243,7 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._keep_nothing(error)
             with suppress(OSError):
                 os.unlink(file.name)
-            # A disk that is full must not keep buffers from growing.
+            # A full disk must not keep buffers from growing.
             with suppress(OSError):
                 kernel.machine.records.keep_in(os.fdopen(os.memfd_create("kprobefs-records"), "r+b"))
             return
@@ -260,7 +260,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         cmdlines.keep_in(records.view(self._names_at, KEPT_SIZE))
 
     def _write_anew(self, lines: Iterable[str]) -> None:
-        """A journal that says what is so now. Raises: OSError (with the one before as it is)."""
+        """Write a new journal of the current definitions. Raises: OSError (the old journal is unchanged)."""
         new = Journal(self._directory.journal, self._entries(lines))
         if self._journal is not None:
             self._journal.close()
@@ -289,7 +289,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         yield {"counts": self._counts}
 
     def _append(self, entry: Entry) -> None:
-        """Write down a change that was made, and what came of it."""
+        """Append a change to the journal, with the ids and buffers that it made."""
         if self._journal is None:
             return
         if ids := self._new_ids.take():
@@ -300,7 +300,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         is_due = self._failure or self._journal.size > max(COMPACT_SIZE, 2 * self._base_size)
         if self._failure and monotonic() < self._again_at:
             return
-        # Definitions don't tell of a line that an open file has a part of.
+        # Definitions lack a line of which an open file has got only a part.
         is_between_parts = is_due and self._mount.is_between_parts()
         try:
             if is_due and not is_between_parts:
@@ -311,7 +311,7 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._fail(error)
 
     def _keep_nothing(self, error: Exception) -> None:
-        """Leave the journal as it is: the records that it names aren't those of this kernel."""
+        """Stop saving. The journal stays as it is, since it names the records of another kernel."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -362,7 +362,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._save_counts()
 
     def _kept(self, path: str) -> str:
-        """A path as a mount that has everything names it; "" where what happens there isn't kept."""
+        """Return the path in the full layout, or "" if changes there are not saved."""
         name = f"{self._root}{path[1:]}".removeprefix(f"{self._root}{CONTROL}/")
         return name if _KEPT.match(name) and not _UNKEPT.match(name) else ""
 
@@ -371,7 +371,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         return "" if _UNKEPT_FILE.match(name) else name
 
     def call_ended(self) -> None:
-        """Hits may have been counted."""
+        """Save the hit counts soon, since the call may have changed them."""
         if self._timer is None and self._journal is not None:
             self._timer = threading.Timer(COUNTS_AGE, self._save_later)
             self._timer.daemon = True
@@ -391,7 +391,7 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """What two kernels have to agree in for one to read the other's records."""
+    """Return the properties that two kernels must share for one to read the other's records."""
     config = kernel.config
     profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"

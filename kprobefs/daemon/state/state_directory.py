@@ -1,4 +1,4 @@
-"""The directory of a state: one daemon's at a time, and what is set aside in it."""
+"""The state directory, which one daemon uses at a time, and the unusable files set aside in it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from kprobefs.common.errors import CliError
 
 LOCK_ATTEMPTS = 10
 LOCK_PAUSE = 0.05
-"""Seconds: a daemon that was killed has it until its memory is freed."""
+"""Seconds between two attempts. A killed daemon holds the lock until its memory is freed."""
 DIGITS = 9
-"""Bytes of the file that counts them."""
+"""Bytes of the file that counts restore attempts."""
 ATTEMPTS = 3
-"""Starts that may end in the middle of bringing a state back; the next one does without it."""
-TROUBLE, UNKEPT = "trouble ", "kept no"
-"""How lines of machine/state begin that whoever mounts is told."""
+"""Starts that may be killed while they restore a state. The next one does not restore it."""
+TROUBLE = "trouble "
+"""Start of a line of machine/state that the mount command prints: a part could not be restored."""
+UNKEPT = "kept no"
+"""Start of a line of machine/state that the mount command prints: nothing is saved."""
 MAX_ASIDE = 10
+"""Names that are tried for a file that is set aside."""
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
 def pending_warnings(directory: str) -> list[str]:
-    """What whoever mounts there should know: what couldn't be used, and why nothing is kept."""
+    """Return the warnings for the user who mounts: what could not be restored, and why nothing is saved."""
     from kprobefs.definitions.tracefs_files import control_root
 
     with suppress(OSError):
@@ -39,13 +42,13 @@ def pending_warnings(directory: str) -> list[str]:
 
 
 class RestoreAttempts:
-    """How often a state was begun to be brought back since it last was."""
+    """Count of the attempts to restore a state since the last successful one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def begin(self) -> bool:
-        """One more; whether it isn't one too many."""
+        """Count one more attempt. Return False if there were too many."""
         count = self._count()
         if count >= ATTEMPTS:
             return False
@@ -55,7 +58,7 @@ class RestoreAttempts:
         return True
 
     def _count(self) -> int:
-        """What the file says; one that says nothing is set aside."""
+        """Return the number in the file. If the file has none, set it aside."""
         try:
             text = read_regular(self._path, DIGITS, os.O_NOFOLLOW) or b"0"
             if text.isdigit():
@@ -68,16 +71,16 @@ class RestoreAttempts:
         return 0
 
     def end(self) -> None:
-        """It is back."""
+        """Forget the attempts, since the state is restored."""
         with suppress(OSError):
             self._path.unlink()
 
 
 class StateDirectory:
-    """Files of a state; for this daemon alone as long as it lives."""
+    """The files of a state, locked for this daemon."""
 
     def __init__(self, directory: str) -> None:
-        """Raises: CliError (it can't be had, or another daemon has it)."""
+        """Make and lock the directory. Raises: CliError (that is impossible, or another daemon uses it)."""
         self.path = Path(directory)
         self.journal = self.path / "journal"
         self.attempts = RestoreAttempts(self.path / "attempts")
@@ -90,7 +93,9 @@ class StateDirectory:
         found = os.fstat(self._lock)
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             os.close(self._lock)
-            raise CliError(f"--state {directory}: must belong to you, and nobody else may write to it")
+            raise CliError(
+                f"--state {directory}: not a private directory of yours; use one that only you can write to"
+            )
         if not self._is_locked():
             os.close(self._lock)
             raise CliError(f"--state {directory}: another daemon keeps its state there")
@@ -104,43 +109,43 @@ class StateDirectory:
         return False
 
     def records(self) -> list[Path]:
-        """All files of records; none where the directory can't be read."""
+        """Return all files of records. If the directory cannot be read, return none."""
         with suppress(OSError):
             return [path for path in self.path.iterdir() if _RECORDS.fullmatch(path.name)]
         return []
 
     def new_records(self) -> BinaryIO:
-        """Another one, empty. Raises: OSError."""
+        """Make another file of records, and open it. Raises: OSError."""
         names = {path.name for path in self.records()}
-        path = self.path / next(name for name in map("records.{}".format, count(1)) if name not in names)
+        path = self.path / next(name for number in count(1) if (name := f"records.{number}") not in names)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(path, flags, 0o600))
         return open(path, "r+b", buffering=0)
 
     def set_aside(self, *paths: Path) -> list[str]:
-        """Keep files that can't be used, for whoever wants to look at them: of each kind the latest.
+        """Rename files that cannot be used, so that users can look at the latest of each kind.
 
-        Returns the names that they have now.
+        Return the new names.
         """
         return list(dict.fromkeys(name for path in paths if (name := _set_aside(path))))
 
     def copy_aside(self, path: Path) -> None:
-        """The same, with the file where it is. Raises: OSError."""
+        """Link a file to the name that set_aside() would give it. Raises: OSError."""
         copy = self.path / f"aside.{path.name.partition('.')[0]}"
         with suppress(FileNotFoundError):
             copy.unlink()
-        # Another one takes its place, and is written instead: this file doesn't change any more.
+        # A new file replaces this one, which does not change any more.
         copy.hardlink_to(path)
 
     def close(self) -> None:
-        """Another daemon may have it."""
+        """Unlock the directory for another daemon."""
         os.close(self._lock)
 
 
 def _set_aside(path: Path) -> str:
-    """The name that it has now, "" where it can't be renamed."""
+    """Rename a file. Return its new name, or "" if it cannot be renamed."""
     name = f"aside.{path.name.partition('.')[0]}"
-    # A directory gives its name to no file, and one with something in it to nothing.
+    # rename(2) does not replace a directory by a file.
     for each in (name, *(f"{name}.{number}" for number in range(1, MAX_ASIDE))):
         with suppress(OSError):
             return path.rename(path.with_name(each)).name

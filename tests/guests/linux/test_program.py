@@ -33,7 +33,7 @@ def refusal(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--profile", "kprobes-2010"), "with --profile linux-6.1 and linux-6.1-nopreempt alone"),
+        (("--profile", "kprobes-2010"), "use linux-6.1 or linux-6.1-nopreempt"),
         (("--clock", "real"), "--clock real, "),
         (("--return-hook", "fgraph"), "--return-hook, "),
         (("--save-regs", "all"), "--save-regs: not possible"),

@@ -1,51 +1,48 @@
-"""KernelEngine: our kprobes over the text of a distribution's kernel that runs in the machine."""
+"""KernelEngine: kprobefs's own kprobes and tracing over a distribution's kernel that runs in the machine."""
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.components.components import KernelComponents, ProbeRegistries
 from emulated_kernel.components.module_notifier import ModuleNotifier
+from emulated_kernel.components.probe_engine import ProbedKernel, build_probe_engine
+from emulated_kernel.components.records import KernelComponents, ProbeRegistries, TracingComponents
 from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.probing.kernel_calls import KernelCalls, work_queues
 from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
-from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER
+from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER, KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import linux_abi
 from emulated_kernel.guests.linux.probing.module_events import ModuleEvents
 from emulated_kernel.guests.linux.probing.module_watch import ModuleWatch
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.guests.linux.probing.tracing import linux_tracing
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.image.live_image import LiveImage
-from emulated_kernel.kprobes.kinds.fprobe import Fprobes
-from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
+from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.quiescence import GracePeriod
-from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.machine.traps.trap import GuestFault
-from emulated_kernel.trace.tracers.fgraph import traceable_functions
 from emulated_kernel.util.abi import ModuleState
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 
 log = logging.getLogger("kprobefs.linux")
 _TURN = 10_000
-"""Microseconds of the guest's time in which each task that wants to has run."""
+"""Microseconds of guest time after which each runnable task has run."""
 
 
 class KernelEngine:
-    """Probes of ours in that kernel: breakpoints, slots and detours are in its memory.
+    """The probe engine and tracing over one guest; breakpoints, slots and detours are in the guest's memory.
 
-    The guest's own breakpoints go their way: what we have a handler for is ours, all else the guest's.
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel whose structures aren't known).
+    A breakpoint without a handler here is the guest's own and is delivered to the guest.
+
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
     """
 
     def __init__(
@@ -55,62 +52,113 @@ class KernelEngine:
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
     ) -> None:
-        """`kernel`: with the text as it runs; what we take over is on its blacklist from here on."""
+        """Build the engine over `kernel`, whose text is as it runs; functions taken over get blacklisted."""
+        kernel.forbid(TAKEN_OVER)
         self.guest = guest
         self.lock = lock or ControlLock()
-        kernel.forbid(TAKEN_OVER)
-        self.live = live = LiveImage(kernel)
-        self.kernel = kernel = live.core
-        machine = self.machine = ProbedLinux(guest, kernel)
-        self._modules = watch = ModuleWatch(machine, kernel)
-        live.put_all(there := watch.there())
-        arch = X86_64()
-        abi = linux_abi(kernel, guest) | {"host_clock": machine.clock.cell}
-        stacks = KernelStacks(kernel, guest.machine, machine.memory, guest.per_cpu, guest.current_cell)
-        clock = RequestClock(machine.clock)
-
-        def run_on() -> nullcontext[bool]:
-            guest.idle(_TURN)
-            return nullcontext(True)
-
-        # Deviates: no task is frozen; who stands in the way after his turn still does for the caller.
-        scheduler = GracePeriod(stacks, clock.jiffies, lambda: guest.idle(_TURN), run_on)
-        self.kprobes = kprobes = Kprobes(machine, live, arch, log.info, scheduler, self.lock, profile)
-        self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
-        kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(kernel, arch))
-        functions = partial(traceable_functions, kernel, kprobes.probe_checker)
-        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
-        registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
-        tracing, points = linux_tracing(
-            machine, live, arch, registries, abi, log.info, stacks.task_structs, self._caller()
+        self.live = LiveImage(kernel)
+        self.kernel = self.live.core
+        self.machine = ProbedLinux(guest, self.kernel)
+        self._arch = X86_64()
+        self._abi = linux_abi(self.kernel, guest) | {"host_clock": self.machine.clock.cell}
+        self._stacks = KernelStacks(
+            self.kernel, guest.machine, self.machine.memory, guest.per_cpu, guest.current_cell
         )
-        watch.follow(points.keys)
-        self._module_events = ModuleEvents(machine, kernel, points, tracing.system.events, watch.loaded)
-        for module in there:
+        self._clock = RequestClock(self.machine.clock)
+        self._modules = ModuleWatch(self.machine, self.kernel)
+        # Before the engine, whose checks of addresses and table of traceable functions include modules.
+        loaded = self._adopt_loaded_modules()
+        engine = self._build_engine(profile)
+        tracing, points = self._build_tracing(engine)
+        self.kprobes = engine.kprobes
+        self._hook_sets = engine.hook_sets
+        # After tracing, which has the static keys and the event registry that modules' events join.
+        self._module_events = self._add_module_events(loaded, tracing, points)
+        self.components = KernelComponents(
+            arch=self._arch, machine=self.machine, engine=engine, tracing=tracing
+        )
+        requests = RequestObserver(self._clock, engine.kprobes)
+        # The hook sets come first: the calls that an ending task has pending never return, and the kernel
+        # looks for rethooks of its own next.
+        guest.events.watch(engine.hook_sets, tracing.guest_records, requests, tracing.arrays)
+
+    def _adopt_loaded_modules(self) -> list[Module]:
+        """Return the modules that the guest has loaded, after adding their text, symbols and tables."""
+        loaded = self._modules.there()
+        self.live.put_all(loaded)
+        return loaded
+
+    def _build_engine(self, profile: Profile) -> ProbeRegistries:
+        """Build the registries of probes, without jprobes."""
+        kernel = ProbedKernel(
+            machine=self.machine,
+            tables=self.live,
+            image=self.kernel,
+            abi=self._abi,
+            arch=self._arch,
+            grace_period=GracePeriod(self._stacks, self._clock.jiffies, self._run_tasks, self._run_all_tasks),
+            log=log.info,
+            lock=self.lock,
+            profile=profile,
+        )
+        return build_probe_engine(kernel)
+
+    def _run_tasks(self) -> None:
+        """Let each runnable task run once."""
+        self.guest.idle(_TURN)
+
+    def _run_all_tasks(self) -> nullcontext[bool]:
+        """Let each runnable task run once, in place of freezing all tasks.
+
+        Deviates: no task is frozen. A task whose stack is still in the way afterwards makes the caller wait.
+        """
+        self._run_tasks()
+        return nullcontext(True)
+
+    def _build_tracing(self, engine: ProbeRegistries) -> tuple[TracingComponents, KernelTracepoints]:
+        """Build tracing and the tracepoints of the kernel proper."""
+        return linux_tracing(
+            self.machine,
+            self.live,
+            self._arch,
+            engine,
+            self._abi,
+            log.info,
+            self._stacks.task_structs,
+            self._caller(),
+        )
+
+    def _add_module_events(
+        self, loaded: Iterable[Module], tracing: TracingComponents, points: KernelTracepoints
+    ) -> ModuleEvents:
+        """Register traceable functions and trace events of the modules that are loaded already."""
+        self._modules.follow(points.keys)
+        events = ModuleEvents(self.machine, self.kernel, points, tracing.system.events, self._modules.loaded)
+        for module in loaded:
             tracing.functions.module_came(module.name, module.mcount)
-            self._module_events.came(module)
-        self.components = KernelComponents(arch=arch, machine=machine, engine=registries, tracing=tracing)
-        # hook_sets: what a task has pending never returns; the kernel looks for rethooks of its own next.
-        for observer in (hook_sets, tracing.guest_records, RequestObserver(clock, kprobes), tracing.arrays):
-            guest.events.watch(observer)
+            events.came(module)
+        return events
 
     def _caller(self) -> Callable[[int], int] | None:
-        """What calls a function of the kernel's that may sleep, by its address; None where none may."""
+        """Return what calls a kernel function that may sleep, by its address; None if there is no way."""
         return None
 
     def drop_calls(self) -> None:
-        """What the running task has called is taken back."""
+        """Drop the pending hooked calls of the running task."""
         self._hook_sets.drop(self.machine.memory.read_word(self.guest.current_cell))
 
     def request_begins(self) -> None:
-        """A process of the host asks for something: what was to be done later is done, if it is time."""
+        """Notify the observers that a request of a host process begins; delayed work that is due is done."""
         events = self.guest.events
-        for tell in (*events.call_begins, *events.request_begins):
-            tell()
+        for notify in (*events.call_begins, *events.request_begins):
+            notify()
 
 
 class LinuxEngine(KernelEngine):
-    """The same over a kernel that serves clients; `tasks` are those."""
+    """The engine over a kernel that serves clients; `tasks` are their tasks.
+
+    Functions that may sleep can be called, and modules are followed when they are loaded and unloaded.
+    """
 
     def __init__(
         self,
@@ -119,33 +167,40 @@ class LinuxEngine(KernelEngine):
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
     ) -> None:
+        """Build the engine, and let the guest's module loader notify it."""
         super().__init__(tasks, kernel, profile, lock)
         self.tasks = tasks
+        self._notify = self._build_module_notifier()
+        # A module's text is complete only after the guest's own notifiers, which patch it. Its events must go
+        # before the guest's notifiers look whether its tracepoints are used.
+        self._modules.begin(self._arch, first=self._before_others, last=self._after_others)
+
+    def _build_module_notifier(self) -> ModuleNotifier:
         tracing = self.components.tracing
-        watch = self._modules
-        notifier = ModuleNotifier(
-            watch.read,
-            watch.name,
+        return ModuleNotifier(
+            self._modules.read,
+            self._modules.name,
             self.live,
             self.kprobes,
             tracing.symbols,
             tracing.functions,
             tracing.kprobe_events,
-            watch.forget,
+            self._modules.forget,
         )
-        events = self._module_events
 
-        def first(state: ModuleState, module: int) -> None:
-            if state is ModuleState.GOING:
-                events.goes(watch.name(module))
+    def _before_others(self, state: ModuleState, module: int) -> None:
+        """Remove the events of a module that goes, before any other notifier of the guest is called."""
+        if state is ModuleState.GOING:
+            self._module_events.goes(self._modules.name(module))
 
-        def last(state: ModuleState, module: int) -> None:
-            notifier(state, module)
-            found = self.live.find(watch.name(module)) if state is ModuleState.COMING else None
-            if found is not None:
-                events.came(found)
-
-        watch.begin(self.components.arch, first, last)
+    def _after_others(self, state: ModuleState, module: int) -> None:
+        """Follow a module's change of state, after all other notifiers of the guest were called."""
+        self._notify(state, module)
+        if state is not ModuleState.COMING:
+            return
+        found = self.live.find(self._modules.name(module))
+        if found is not None:
+            self._module_events.came(found)
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:
@@ -160,7 +215,10 @@ class LinuxEngine(KernelEngine):
         return self._call
 
     def _call(self, function: int) -> int:
-        """Raises: KernelError, as `KernelCalls`, EIO (the guest has died)."""
+        """Call a kernel function that may sleep, by its address.
+
+        Raises: KernelError, as `KernelCalls`, EIO (the guest has died).
+        """
         try:
             return self.kernel_calls.call_at(function)
         except GuestFault as fault:

@@ -1,4 +1,4 @@
-"""Tracing over a distribution's kernel: what tracefs shows, but for what needs our own image."""
+"""Tracing over a distribution's kernel: its tracepoints, names and formats for the builder of tracing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.components.components import ProbeRegistries, TracingComponents
+from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import LinuxContext, linux_need_resched
@@ -31,9 +31,10 @@ def linux_tracing(
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
 ) -> tuple[TracingComponents, KernelTracepoints]:
-    """With its tracepoints.
+    """Build tracing and the tracepoints of a distribution's kernel.
 
-    `live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints.
+    `live` has the text as it runs. `printk` writes a line to a log of the host. `call` is described by
+    KernelTracepoints.
     """
     kernel = live.core
     kprobes = engine.kprobes
@@ -58,14 +59,14 @@ def linux_tracing(
         events=points.events(),
         points=points.by_name,
         syscall_name=lambda number: _syscall_names(kernel).get(number),
-        # Those of functions that ran at boot are gone.
+        # Without the functions that ran at boot, whose text has been freed.
         fentry=kernel.mcount.between(*kernel.text),
         resched=linux_need_resched(kernel),
         limits=Limits(),
         log=printk,
         release=kernel.release,
         printk_formats=partial(printk_formats, kernel),
-        # Where functions aren't to be followed that return to another task, they aren't traced at all.
+        # A kernel without its own graph tracer has not marked the functions that return to another task.
         has_graph=kernel.kallsyms.lookup_name(GRAPH_TRAMPOLINE) is not None,
     )
     return build_trace(traced, engine, arch), points
@@ -76,9 +77,9 @@ _SHOWN = str.maketrans({"\n": "\\n", "\t": "\\t", '"': '\\"'})
 
 
 def printk_formats(kernel: LinuxKernel) -> Iterator[str]:
-    """Of its own trace_printk() and the strings that its records point to.
+    """Yield the lines of printk_formats: the kernel's trace_printk() formats and the strings in its records.
 
-    Mirrors: kernel/trace/trace_printk.c:find_next, t_show (v6.1)
+    Mirrors: kernel/trace/trace_printk.c:find_next, t_show (v6.1).
     """
     for place in _FORMATS:
         start, end = kernel.between(f"__start___{place}", f"__stop___{place}")

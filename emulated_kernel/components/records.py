@@ -1,4 +1,4 @@
-"""The parts of a kernel that is probed, whoever made it, as files show them."""
+"""The components of a kernel that is probed, whichever kernel that is, as file trees use them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, eq=False)
 class ProbeRegistries:
-    """What probes are registered with."""
+    """The registries of all kinds of probes."""
 
     kprobes: Kprobes
     jprobes: Jprobes | None
-    """None where the profile's kernel has none."""
+    """None if the profile's kernel has no jprobes."""
     kretprobes: Kretprobes
     hook_sets: HookSets
+    """The return hooks of kretprobes, fprobes and the function graph."""
     fprobes: Fprobes
 
 
@@ -50,24 +51,24 @@ class TracingComponents:
     functions: KernelFunctions
     function_graph: GraphTracer | None
     function_profiler: FunctionProfiler | None
-    """None where the kernel wasn't built for it, as is the one before."""
+    """None if calls cannot be followed to their returns; so is function_graph."""
     stack_tracer: StackTracer
     printk_formats: Callable[[], Iterable[str]]
-    """Lines of that file."""
+    """Returns the lines of the file printk_formats."""
     guest_records: GuestRecords
     handler_costs: HandlerCosts | None
-    """None where the kernel isn't our own."""
+    """None if the kernel is not kprobefs's own."""
     dynamic_events: DynamicEvents
     kprobe_events: KprobeEvents
     fprobe_events: FprobeEvents | None
-    """None where the profile's kernel has none."""
+    """None if the profile's kernel has no fprobe events."""
     synthetic_events: SyntheticEvents
     uprobe_events: UprobeEvents
 
 
 @dataclass(frozen=True, eq=False)
 class KernelComponents:
-    """What files show of any kernel that is probed."""
+    """The components of any kernel that is probed."""
 
     arch: Arch
     machine: ProbedMachine

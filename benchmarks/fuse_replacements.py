@@ -1,0 +1,326 @@
+"""CPU time of requests with each replacement of fusepy's and libfuse's inside turned off.
+
+Each variant is a mount of its own. It shows kprobefs's own kernel, or (in scratch, of 128 KiB, and for a
+list) files that take no time. Client and daemons share a CPU and take turns. The table shows the ratio of a
+variant's CPU time to the same turn's with nothing turned off: above 1, a replacement gains. The second row
+is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import stat
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from round import Nothing, cpu_time
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from kprobefs.fuse import libfuse, operations
+from kprobefs.fuse.protocol import FUSE_READ, FUSE_RELEASE
+
+_PR_SET_PDEATHSIG = 1
+_PROBE = b"p:reads vfs_read\n"
+_FILE = "kprobes/stats/kprobes/reads/hits"
+_fuse: Any = libfuse.fuse
+
+
+class Files(Nothing):
+    """A mount of files that take no time, and of a directory of 5000 names."""
+
+    _entries = tuple(DirEntry(f"name{number}", stat.S_IFREG, number + 5) for number in range(5000))
+
+    def opendir(self, _client: Client, _path: str) -> int:
+        return 1
+
+    def getdents(self, _client: Client, _handle: int, start: int) -> Iterable[DirEntry]:
+        return self._entries[start:]
+
+    def fgetattr(self, _handle: int, _client: object = None) -> Stat:
+        return self.getattr("/file")
+
+    def read(self, _client: Client, _handle: int, size: int, _offset: int) -> bytes:
+        return bytes(size)
+
+    read_page = read
+
+
+def _operations_without(*names: str) -> None:
+    """Pass the structures of these operations as fusepy does."""
+
+    class Operations(ctypes.Structure):
+        _fields_ = [
+            (name, _forms[name] if name in names else form, *bits)
+            for name, form, *bits in libfuse.FuseOperations._fields_
+        ]
+
+    libfuse.FuseOperations = Operations  # type: ignore[misc]
+
+
+_forms = {name: form for name, form, *_ in _fuse.fuse_operations._fields_}
+
+
+def stat_bytes() -> None:
+    """Set the members of struct stat by name."""
+
+    def fill(session: Any, buffer: Any, *arguments: object) -> int:
+        found = session.operations.getattr(*arguments)._asdict()
+        members = {f"st_{name.removesuffix('_ns')}": value for name, value in found.items()}
+        ctypes.memset(buffer, 0, ctypes.sizeof(_fuse.c_stat))
+        _fuse.set_st_attrs(buffer.contents, members, use_ns=True)
+        return 0
+
+    def getattr_(session: Any, path: bytes, buffer: Any) -> int:
+        return fill(session, buffer, path.decode(session.encoding))
+
+    def fgetattr(session: Any, path: bytes | None, buffer: Any, info: Any) -> int:
+        return fill(session, buffer, session._decode_optional_path(path), info.contents)
+
+    _operations_without("getattr", "fgetattr")
+    libfuse.Session.getattr = getattr_  # type: ignore[method-assign]
+    libfuse.Session.fgetattr = fgetattr  # type: ignore[method-assign]
+
+
+def cache_of_stat_bytes() -> None:
+    """Make a struct stat for each request."""
+    libfuse.stat_bytes = libfuse.stat_bytes.__wrapped__  # type: ignore[assignment]
+
+
+def addresses() -> None:
+    """Take a pointer object instead of an address in getattr and open."""
+
+    def fill(session: Any, buffer: Any, path: bytes | None, *info: object) -> int:
+        name = path and path.decode("utf-8", "surrogateescape")
+        data = libfuse.stat_bytes(session.operations.getattr(name, *info))
+        ctypes.memmove(buffer, data, len(data))
+        return 0
+
+    def getattr_(session: Any, path: bytes, buffer: Any) -> int:
+        return fill(session, buffer, path)
+
+    def fgetattr(session: Any, path: bytes | None, buffer: Any, info: Any) -> int:
+        return fill(session, buffer, path, info.contents)
+
+    def open__(session: Any, path: bytes, info: Any) -> int:
+        session.operations.open(path.decode("utf-8", "surrogateescape"), info.contents)
+        return 0
+
+    _operations_without("getattr", "fgetattr", "open")
+    libfuse.Session.getattr = getattr_  # type: ignore[method-assign]
+    libfuse.Session.fgetattr = fgetattr  # type: ignore[method-assign]
+    libfuse.Session.open = open__  # type: ignore[method-assign]
+
+
+def open_() -> None:
+    """Decode a path by the codec's name, and find the operation by its name."""
+    _operations_without("open")
+    libfuse.Session.open = _fuse.FUSE.open  # type: ignore[method-assign]
+
+
+def readdir() -> None:
+    """Make a struct stat for each entry, from a dictionary."""
+
+    def list_(session: Any, _path: bytes, buffer: int, filler: Any, offset: int, info: Any) -> int:
+        entries = session.operations.readdir(info.contents, offset)
+        for number, (name, kind, inode) in enumerate(entries, offset + 1):
+            attributes = _fuse.c_stat()
+            _fuse.set_st_attrs(attributes, {"st_mode": kind, "st_ino": inode}, use_ns=True)
+            if filler(buffer, name.encode(session.encoding), attributes, number):
+                break
+        return 0
+
+    libfuse.Session.readdir = list_  # type: ignore[method-assign]
+
+
+def reads() -> None:
+    """Let libfuse answer READ."""
+    libfuse.FUSE_READ = 0
+
+
+def releases() -> None:
+    """Let libfuse answer RELEASE."""
+    libfuse.FUSE_RELEASE = 0
+
+
+def lasting_names() -> None:
+    """Let no name in the root last."""
+    operations.LASTING = ()
+
+
+def clients_own_names() -> None:
+    """Let no name that only clients change last."""
+    Files.clients_own = ()  # type: ignore[assignment]
+
+
+def session_loop() -> None:
+    """Run libfuse's fuse_session_loop() in WorkerThreads."""
+    loop = libfuse._libfuse.fuse_session_loop
+    loop.argtypes = [ctypes.c_void_p]
+    libfuse.SessionLoop.run = lambda self: loop(self._session)  # type: ignore[method-assign]
+
+
+def worker_threads() -> None:
+    """Run libfuse's pool of threads."""
+
+    class Pool:
+        def __init__(self, loop: Any, _free: int) -> None:
+            self._session = loop.__self__._session
+
+        def blocking(self) -> nullcontext[int]:
+            return nullcontext(1)
+
+        waiting = blocking
+
+        def run(self) -> None:
+            pool = libfuse._libfuse.fuse_session_loop_mt
+            pool.argtypes = [ctypes.c_void_p]
+            pool(self._session)
+
+    operations.WorkerThreads = Pool  # type: ignore[assignment,misc]
+
+
+VARIANTS: dict[str, Callable[[], None]] = {
+    "nothing": lambda: None,
+    "nothing, again": lambda: None,
+    "stat_bytes": stat_bytes,
+    "cache of stat_bytes": cache_of_stat_bytes,
+    "addresses": addresses,
+    "open": open_,
+    "readdir": readdir,
+    "READ": reads,
+    "RELEASE": releases,
+    "lasting names": lasting_names,
+    "clients' own names": clients_own_names,
+    "SessionLoop": session_loop,
+    "WorkerThreads": worker_threads,
+}
+assert (FUSE_READ, FUSE_RELEASE) == (libfuse.FUSE_READ, libfuse.FUSE_RELEASE)
+
+
+def _round(path: str, count: int) -> None:
+    for _ in range(count):
+        fd = os.open(path, os.O_RDONLY)
+        os.read(fd, 4096)
+        os.close(fd)
+
+
+def _stat(path: str, count: int) -> None:
+    for _ in range(count):
+        os.stat(path)
+
+
+def _pread(path: str, count: int, size: int = 4096) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    for _ in range(count):
+        os.pread(fd, size, 0)
+    os.close(fd)
+
+
+def _list(path: str, count: int) -> None:
+    for _ in range(count):
+        os.listdir(path)
+
+
+WORK: dict[str, tuple[bool, Callable[[str, int], None], str, int]] = {
+    "open, read, close": (True, _round, _FILE, 100),
+    "stat": (True, _stat, _FILE, 100),
+    "pread of 8 bytes": (True, _pread, _FILE, 300),
+    "open, read, close in scratch": (False, _round, "scratch/file", 200),
+    "pread of 128 KiB": (False, lambda path, count: _pread(path, count, 1 << 17), "scratch/file", 200),
+    "list of 5000 names": (False, _list, "scratch/directory", 2),
+}
+"""Name -> whether it is of kprobefs's own kernel, function, file, times a turn."""
+
+
+def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> int:
+    """Serve a mount in a child; return its pid."""
+    daemon = os.fork()
+    if daemon:
+        return daemon
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    change()
+    mount: Any = Files()
+    if is_own_kernel:
+        mount = Kernel().mount()
+        client = Client(os.getpid(), 0, 0)
+        handle = mount.open(client, "/tracing/kprobe_events", os.O_WRONLY)
+        mount.write(client, handle, _PROBE, 0)
+        mount.release(handle)
+    operations.Server(mount, operations.FuseOptions("bench")).serve(str(place), lambda: None)
+    os._exit(0)
+
+
+def _turn(daemon: int, work: Callable[[str, int], None], path: str, count: int) -> float:
+    """Return the CPU time of client and daemon in microseconds: the least of three."""
+    found = []
+    for _ in range(3):
+        before = cpu_time(daemon) + time.thread_time_ns() / 1000
+        work(path, count)
+        found.append((cpu_time(daemon) + time.thread_time_ns() / 1000 - before) / count)
+    return min(found)
+
+
+def measure(name: str, turns: int) -> None:
+    """Measure one kind of work with all variants, and print the ratios."""
+    is_own_kernel, work, file, count = WORK[name]
+    with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as top:
+        daemons: dict[str, tuple[int, Path]] = {}
+        cpu = min(os.sched_getaffinity(0))
+        try:
+            for variant, change in VARIANTS.items():
+                place = Path(top, variant)
+                place.mkdir()
+                daemons[variant] = _start(change, place, is_own_kernel=is_own_kernel), place
+            for daemon, place in daemons.values():
+                while not os.path.ismount(place):
+                    time.sleep(0.01)
+                for task in os.listdir(f"/proc/{daemon}/task"):
+                    os.sched_setaffinity(int(task), {cpu})
+            os.sched_setaffinity(0, {cpu})
+            found: dict[str, list[float]] = {variant: [] for variant in daemons}
+            for turn in range(turns + 1):
+                order = list(daemons) if turn % 2 else list(daemons)[::-1]
+                for variant in order:
+                    daemon, place = daemons[variant]
+                    taken = _turn(daemon, work, f"{place}/{file}", count)
+                    # The first turn fills caches.
+                    if turn:
+                        found[variant].append(taken)
+        finally:
+            for daemon, place in daemons.values():
+                subprocess.run(["umount", "-l", place], check=False)
+                os.waitpid(daemon, 0)
+    base = found["nothing"]
+    print(f"{name}: {statistics.median(base):.1f} us of CPU time; turned off, in {turns} turns:")
+    for variant, samples in found.items():
+        ratios = sorted(one / other for one, other in zip(samples, base, strict=True))
+        print(
+            f"  {variant:20} {statistics.median(ratios):6.3f}  {ratios[1]:6.3f} to {ratios[-2]:6.3f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run, report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("work", nargs="*", choices=[[], *WORK], help="default: all")
+    options = parser.parse_args()
+    affinity = os.sched_getaffinity(0)
+    for name in options.work or WORK:
+        os.sched_setaffinity(0, affinity)
+        measure(name, options.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Build the probe engine over any kernel: the registries of kprobes, jprobes, kretprobes and fprobes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.components.records import ProbeRegistries
+from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.kprobes.kinds.fprobe import Fprobes
+from emulated_kernel.kprobes.kinds.jprobe import Jprobes
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.quiescence import GracePeriod
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.trace.tracers.fgraph import traceable_functions
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.fast_dataclass import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class ProbedKernel:
+    """The input of the engine's builder: a kernel that has booted and is stopped."""
+
+    machine: ProbedMachine
+    tables: ProbedTables
+    """Symbols and text tables of the kernel and its loaded modules."""
+    image: ProbedTables
+    """Symbols and text tables of the kernel alone."""
+    abi: Mapping[str, int]
+    """Offsets in the kernel's structures and per-CPU areas."""
+    arch: Arch
+    grace_period: GracePeriod
+    log: Callable[[str], None]
+    """Writes a line to the kernel log."""
+    lock: ControlLock
+    profile: Profile
+    cpus: int = 1
+    return_hook: str | None = None
+    """Name of the shadow stack of return probes. If it is None, the profile selects one."""
+
+
+def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
+    """Build the registries of all kinds of probes; no probe is registered yet.
+
+    Each phase needs the one before it. The return hooks are entered by kprobes and free their code through
+    them. Kretprobes and fprobes use the first set of return hooks.
+    """
+    kprobes = _build_kprobes(kernel)
+    hook_sets = _build_return_hooks(kernel, kprobes)
+    kretprobes = _build_kretprobes(kernel, kprobes, hook_sets)
+    return ProbeRegistries(
+        kprobes=kprobes,
+        jprobes=_build_jprobes(kernel, kprobes),
+        kretprobes=kretprobes,
+        hook_sets=hook_sets,
+        fprobes=_build_fprobes(kernel, kprobes, kretprobes),
+    )
+
+
+def _build_kprobes(kernel: ProbedKernel) -> Kprobes:
+    """Build the registry of kprobes and let its control block follow the current CPU."""
+    kprobes = Kprobes(
+        kernel.machine,
+        kernel.tables,
+        kernel.arch,
+        kernel.log,
+        kernel.grace_period,
+        kernel.lock,
+        kernel.profile,
+    )
+    kernel.machine.on_switch.append(kprobes.hits.ctlblk.switch_to)
+    return kprobes
+
+
+def _build_return_hooks(kernel: ProbedKernel, kprobes: Kprobes) -> HookSets:
+    """Build the return hooks that kretprobes, fprobes and the function graph share."""
+    return HookSets(kernel.machine, kernel.abi, kernel.arch, kprobes, kernel.grace_period, kernel.return_hook)
+
+
+def _build_kretprobes(kernel: ProbedKernel, kprobes: Kprobes, hook_sets: HookSets) -> Kretprobes:
+    """Build the registry of kretprobes, which refuses functions that do not return to their caller."""
+    blacklist = never_returning(kernel.image, kernel.arch)
+    return Kretprobes(kprobes, hook_sets.first, cpus=kernel.cpus, blacklist=blacklist)
+
+
+def _build_jprobes(kernel: ProbedKernel, kprobes: Kprobes) -> Jprobes | None:
+    """Build the registry of jprobes, or return None if the profile's kernel has none."""
+    if not kernel.profile.jprobes:
+        return None
+    return Jprobes(kprobes, kernel.machine, kernel.arch)
+
+
+def _build_fprobes(kernel: ProbedKernel, kprobes: Kprobes, kretprobes: Kretprobes) -> Fprobes:
+    """Build the registry of fprobes, which looks for traceable functions at its first use."""
+    functions = partial(traceable_functions, kernel.image, kprobes.probe_checker)
+    return Fprobes(kprobes, kretprobes.hooks, kernel.arch, functions, cpus=kernel.cpus)

@@ -1,0 +1,58 @@
+"""The FUSE protocol: opcodes and the structures that the session loop reads or changes.
+
+Mirrors: include/uapi/linux/fuse.h (v6.1)
+"""
+
+from __future__ import annotations
+
+import struct
+
+FUSE_LOOKUP = 1
+FUSE_FORGET = 2
+FUSE_GETATTR = 3
+FUSE_SETATTR = 4
+FUSE_READLINK = 5
+FUSE_RENAME = 12
+FUSE_OPEN = 14
+FUSE_READ = 15
+FUSE_RELEASE = 18
+FUSE_OPENDIR = 27
+FUSE_BATCH_FORGET = 42
+FUSE_RENAME2 = 45
+
+FUSE_ROOT_ID = 1
+"""Node number of the root directory."""
+MAX_ERRNO = 511
+"""The largest errno in a reply. The host's kernel drops a reply with a larger one, and the client hangs."""
+
+IN_HEADER = struct.Struct("=4xIQQIII4x")
+"""struct fuse_in_header: opcode, unique, nodeid, uid, gid, pid."""
+READ_IN = struct.Struct("=QQI4xQI4x")
+"""struct fuse_read_in: fh, offset, size, lock_owner, flags."""
+RELEASE_IN = struct.Struct("=Q")
+"""struct fuse_release_in: fh."""
+FORGET_ONE = struct.Struct("=Q8x")
+"""struct fuse_forget_one: nodeid."""
+FORGET_ONE_OFFSET = IN_HEADER.size + 8
+"""Offset of the first fuse_forget_one, which follows struct fuse_batch_forget_in."""
+FIRST_WORD = struct.Struct("=I")
+"""First word after the header: getattr_flags or valid."""
+HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}
+"""Opcode of a request for a node -> bit of its first word that says the request has a file handle."""
+
+OUT_HEADER = struct.Struct("=IiQ")
+"""struct fuse_out_header: len, error, unique."""
+UNIQUE = slice(8, 16)
+"""Bytes of `unique`, in a request and in a reply."""
+ENTRY_REPLY_SIZE = 144
+"""Bytes of a reply with a struct fuse_entry_out."""
+ATTR_REPLY_SIZE = 120
+"""Bytes of a reply with a struct fuse_attr_out."""
+ENTRY_NODE = struct.Struct("=16xQ92xI24x")
+"""A reply with a fuse_entry_out: nodeid, attr.mode."""
+ENTRY_VALID = slice(32, 40)
+"""Bytes of fuse_entry_out.entry_valid in a reply."""
+ENTRY_VALIDITIES = slice(32, 56)
+"""Bytes of entry_valid, attr_valid, entry_valid_nsec and attr_valid_nsec in a reply."""
+ATTR_VALIDITIES = slice(16, 28)
+"""Bytes of fuse_attr_out.attr_valid and attr_valid_nsec in a reply."""

@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""Write docs/reference/api.md from the docstrings of the public classes; with --check, only compare.
+
+The page is made from the source, not from imported objects: so it has annotations as they are written, and
+the docstrings of fields, which are strings after them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "emulated_kernel"
+PAGE = ROOT / "docs" / "reference" / "api.md"
+INTRODUCTION = """\
+# The Python API
+
+    from emulated_kernel import Kernel, Kprobe
+
+All names below are imported from `emulated_kernel`. [A first probe](../guide/first-probe.md) has an example.
+[Handlers in assembly](../guide/assembly.md) describes `code`, `post_code` and `return_code`. Addresses are
+virtual, sizes are in bytes. `Mirrors:` names the function of Linux that a method follows.
+
+This page is generated from the docstrings by `scripts/api_page.py`.
+"""
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "The kernel": ("Kernel", "MachineConfig", "ARCHITECTURES", "Profile", "PROFILES"),
+    "Probes": ("Kprobe", "Kretprobe", "KretprobeInstance", "Fprobe", "FprobeRegs", "Jprobe"),
+    "Registers of handlers": ("X86Regs", "I386Regs", "RiscvRegs"),
+    "Results": ("HitRing", "RingEntry", "Message", "ModuleInfo"),
+    "Errors": ("KernelError", "MemoryFault"),
+}
+"""Title -> public names, in their order on the page."""
+RESULTS = {
+    "Kprobe": ("address", "cells", "failures", "nmissed"),
+    "Kretprobe": ("instances_missed", "returns"),
+    "KretprobeInstance": ("data", "rp"),
+    "Fprobe": ("cells", "failures", "functions", "nmissed"),
+    "Jprobe": ("kp",),
+    "MemoryFault": (),
+}
+"""Class -> attributes that users read. Other attributes that no argument sets belong to the engine."""
+INTERNAL = {"program", "return_program", "entry_program", "exit_program", "hook", "node"}
+"""Arguments that only kprobefs's own tracing passes."""
+_GROUP = re.compile(r"^    # (?P<title>[^#]+)$")
+
+
+def public_modules() -> dict[str, str]:
+    """Return public name -> module, from the table in the package's __init__."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODULES":
+            return dict(ast.literal_eval(node.value))
+    raise LookupError("emulated_kernel/__init__.py: it has no table _MODULES")
+
+
+class Source:
+    """One module's source."""
+
+    def __init__(self, module: str) -> None:
+        """Read the module of this name, within the package."""
+        text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
+        self.lines = text.splitlines()
+        self.body = ast.parse(text).body
+
+    def find(self, name: str) -> ast.ClassDef | ast.AnnAssign:
+        """Return the class or annotated constant of this name; an alias `NAME = CLASS` is followed."""
+        for node in self.body:
+            match node:
+                case ast.ClassDef(name=found) if found == name:
+                    return node
+                case ast.AnnAssign(target=ast.Name(id=found)) if found == name:
+                    return node
+                case ast.Assign(targets=[ast.Name(id=found)], value=ast.Name(id=other)) if found == name:
+                    return self.imported(other)
+        raise LookupError(f"{name}: no class or annotated constant of this name")
+
+    def imported(self, name: str) -> ast.ClassDef | ast.AnnAssign:
+        """Return what the module imports under this name."""
+        for node in self.body:
+            if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+                module = str(node.module).removeprefix(f"{PACKAGE.name}.")
+                return Source(module).find(name)
+        raise LookupError(f"{name}: it is not imported")
+
+    def group(self, node: ast.stmt, after: int) -> str | None:
+        """Return the comment that heads a group of methods between a line and a node, if there is one."""
+        for line in self.lines[after : node.lineno]:
+            found = _GROUP.match(line)
+            if found is not None:
+                return found["title"]
+        return None
+
+
+def document(body: list[ast.stmt], number: int) -> str:
+    """Return the docstring after a field or a constant, or an empty string."""
+    match body[number + 1 : number + 2]:
+        case [ast.Expr(value=ast.Constant(value=str(text)))]:
+            return cleandoc(text)
+    return ""
+
+
+def fields(found: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
+    """Yield the annotated attributes of a class, with their docstrings."""
+    for number, node in enumerate(found.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node, document(found.body, number)
+
+
+def is_argument(node: ast.AnnAssign) -> bool:
+    """Whether a field of a dataclass is an argument of its constructor."""
+    name = ast.unparse(node.target)
+    return not name.startswith("_") and name not in INTERNAL and "init=False" not in default(node)
+
+
+def default(node: ast.AnnAssign) -> str:
+    """Return the source of a field's default value, or an empty string."""
+    return "" if node.value is None else ast.unparse(node.value)
+
+
+def shown_default(node: ast.AnnAssign) -> str:
+    """Return the part after `=` in a constructor's signature; a field() is reduced to its default."""
+    value = node.value
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in value.keywords}
+        if "default_factory" in given:
+            return f" = {given['default_factory']}()"
+        return f" = {given['default']}" if "default" in given else ""
+    return "" if value is None else f" = {ast.unparse(value)}"
+
+
+def item(signature: str, text: str) -> str:
+    """Return a list item: a signature, and a docstring in paragraphs."""
+    paragraphs = text.split("\n\n") if text else []
+    first = f"- `{signature}`" + (f": {' '.join(paragraphs[0].split())}" if paragraphs else "")
+    return "\n\n".join([first, *(f"  {' '.join(each.split())}" for each in paragraphs[1:])])
+
+
+def signature(node: ast.FunctionDef) -> str:
+    """Return a method's name, arguments without self, and result."""
+    arguments = ast.unparse(node.args)
+    arguments = arguments.removeprefix("self").removeprefix(", ").removeprefix("/, ")
+    arguments = re.sub(r"(?<=\S)=(?=\S)", " = ", arguments)
+    result = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
+    return f"{node.name}({arguments}){result}"
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    """Whether a method is read as an attribute."""
+    return any(ast.unparse(each).endswith("property") for each in node.decorator_list)
+
+
+def is_setter(node: ast.FunctionDef) -> bool:
+    """Whether a method assigns to a property."""
+    return any(ast.unparse(each).endswith(".setter") for each in node.decorator_list)
+
+
+def methods(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]:
+    """Yield headings and items of the public methods and properties."""
+    after = found.lineno
+    for node in found.body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        heading = source.group(node, after)
+        if heading is not None and any(public(each) for each in members_of_group(source, found, node)):
+            yield f"**{heading}**"
+        after = node.end_lineno or after
+        if public(node) and node.name in RESULTS.get(name, (node.name,)):
+            text = ast.get_docstring(node) or ""
+            if is_property(node):
+                result = "" if node.returns is None else f": {ast.unparse(node.returns)}"
+                yield item(f"{node.name}{result}", text)
+            else:
+                yield item(signature(node), text)
+
+
+def members_of_group(
+    source: Source, found: ast.ClassDef, first: ast.FunctionDef
+) -> Iterator[ast.FunctionDef]:
+    """Yield the methods from the first one of a group to the next heading."""
+    after = None
+    for node in found.body:
+        if not isinstance(node, ast.FunctionDef) or node.lineno < first.lineno:
+            continue
+        if after is not None and source.group(node, after) is not None:
+            return
+        after = node.end_lineno or node.lineno
+        yield node
+
+
+def public(node: ast.FunctionDef) -> bool:
+    """Whether users call a method."""
+    return not node.name.startswith("_") and not is_setter(node)
+
+
+def class_entry(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]:
+    """Yield the parts of a class: heading, docstring, fields, methods."""
+    bases = [ast.unparse(each) for each in found.bases]
+    is_registers = "Protocol" in bases
+    shown = [each for each in bases if each.partition("[")[0] in ("Kprobe", "OSError", "Exception", "Enum")]
+    yield f"### {name}" + (f" ({', '.join(shown)})" if shown else "")
+    yield ast.get_docstring(found) or ""
+    if is_registers:
+        yield "Attributes: " + ", ".join(f"`{ast.unparse(node.target)}`" for node, _ in fields(found)) + "."
+        return
+    if "Enum" in bases:
+        for number, node in enumerate(found.body):
+            if isinstance(node, ast.Assign):
+                yield item(ast.unparse(node.targets[0]), document(found.body, number))
+        return
+    arguments = [(node, text) for node, text in fields(found) if is_argument(node)]
+    if any("dataclass" in ast.unparse(each) for each in found.decorator_list) and name != "KretprobeInstance":
+        for node, text in arguments:
+            yield item(
+                f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}{shown_default(node)}", text
+            )
+    for node, text in fields(found):
+        if ast.unparse(node.target) in RESULTS.get(name, ()):
+            yield item(f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}", text)
+    yield from methods(name, source, found)
+    if name in RESULTS:
+        yield from inherited(name, source, found)
+
+
+def inherited(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]:
+    """Yield the named results that a base class defines."""
+    own = {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
+    missing = [each for each in RESULTS[name] if each not in own]
+    for base in found.bases:
+        if missing and isinstance(base, ast.Name) and base.id != "Exception":
+            parent = source.imported(base.id)
+            assert isinstance(parent, ast.ClassDef)
+            for node in parent.body:
+                if isinstance(node, ast.FunctionDef) and node.name in missing and is_property(node):
+                    yield item(
+                        f"{node.name}: {ast.unparse(node.returns or base)}", ast.get_docstring(node) or ""
+                    )
+
+
+def entry(name: str, module: str) -> Iterator[str]:
+    """Yield the parts of one public name."""
+    source = Source(module)
+    found = source.find(name)
+    if isinstance(found, ast.ClassDef):
+        yield from class_entry(name, source, found)
+        return
+    yield f"### {name}"
+    yield item(f"{name}: {ast.unparse(found.annotation)}", document(source.body, source.body.index(found)))
+
+
+def page() -> str:
+    """Return the whole page."""
+    modules = public_modules()
+    named = {name for names in SECTIONS.values() for name in names}
+    if named != modules.keys():
+        raise LookupError(f"SECTIONS: it differs from the public names in {sorted(named ^ modules.keys())}")
+    parts = [INTRODUCTION.rstrip()]
+    for title, names in SECTIONS.items():
+        parts.append(f"## {title}")
+        for name in names:
+            parts += entry(name, modules[name])
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or compare it with what is there."""
+    text = page()
+    if arguments == ["--check"]:
+        if PAGE.is_file() and PAGE.read_text() == text:
+            return 0
+        print(f"{PAGE.relative_to(ROOT)}: not current; run scripts/api_page.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
