@@ -28,10 +28,10 @@ class Step:
 
 
 _OPTIMIZED = Step(
-    "What became of it",
-    "Each probe has a directory that says how it is made now, and why not better. A probe within a "
-    "function is a breakpoint at first, which costs a trap; where that is safe the optimizer makes a "
-    "jump of it, a moment later. Here it waits until it is switched on.",
+    "How it is probed",
+    "Each probe has a directory that shows its mode, and why the mode is not a better one. A probe "
+    "within a function is a breakpoint at first, which costs a trap. If it is safe, the optimizer replaces "
+    "it by a jump a moment later. Here the optimizer is off at first, so that you see both.",
     (
         "echo 0 > kprobes/optimization",
         "echo 'p:inside ksys_read+5' >> kprobe_events",
@@ -44,9 +44,9 @@ _OPTIMIZED = Step(
 )
 _TRAPPED = Step(
     _OPTIMIZED.title,
-    "Each probe has a directory that says how it is made now, and why not better. A probe within a "
-    "function is a breakpoint, which costs a trap. A jump would cost less; Linux makes none of them on "
-    "this architecture.",
+    "Each probe has a directory that shows its mode, and why the mode is not a better one. A probe "
+    "within a function is a breakpoint, which costs a trap. A jump would cost less, but Linux has no "
+    "optimizer for this architecture.",
     (
         "echo 'p:inside ksys_read+8' >> kprobe_events",
         "echo 1 > tracing/events/kprobes/inside/enable",
@@ -59,14 +59,15 @@ _TRAPPED = Step(
 STEPS = (
     Step(
         "A kernel behind files",
-        "This directory is a mount. Behind it runs a small kernel of its own, in an emulator: real machine "
-        "code, which nobody else uses. So nothing that you do here can harm the computer.",
+        "This directory is a mount. Behind it, a small kernel runs in an emulator. It executes real machine "
+        "code, and nobody else uses it, so nothing that you do here can harm the computer.",
         ("cd $KPROBEFS; ls", "cat machine/version"),
     ),
     Step(
         "A probe",
-        "A kprobe is a place in that kernel's code and a list of things to note whenever it is reached. This "
-        "line names the place, the function vfs_read, and notes its third argument: how much is to be read.",
+        "A kprobe is a place in that kernel's code and a list of values to record whenever the place is "
+        "reached. This line names the place, the function vfs_read, and records its third argument: the "
+        "number of bytes to read.",
         ("echo 'p:reads vfs_read count=$arg3' > kprobe_events", "cat kprobe_events"),
     ),
     Step(
@@ -81,8 +82,8 @@ STEPS = (
     ),
     Step(
         "A hit",
-        "scratch/ is a file system inside of that kernel. Whoever reads a file there runs vfs_read, "
-        "and comes by the probe. Each line says who it was, on which CPU, when, and what was noted.",
+        "scratch/ is a file system inside that kernel. A process that reads a file there runs vfs_read "
+        "and hits the probe. Each line shows the process, the CPU, the time and the recorded value.",
         (
             "echo hello > scratch/greeting",
             "echo > tracing/trace",
@@ -92,7 +93,7 @@ STEPS = (
     ),
     Step(
         "Only what matters",
-        "A filter is asked at each hit; what it doesn't accept isn't recorded.",
+        "A filter is evaluated at each hit. A hit that it does not accept is not recorded.",
         (
             "echo 'count == 7' > tracing/events/kprobes/reads/filter",
             "echo > tracing/trace",
@@ -104,7 +105,7 @@ STEPS = (
     ),
     Step(
         "What it returns",
-        "A return probe is hit when the function comes back, and $retval is what it gives.",
+        "A return probe is hit when the function returns, and $retval is the return value.",
         (
             "echo 'r:done vfs_read got=$retval' >> kprobe_events",
             "echo 1 > tracing/events/kprobes/done/enable",
@@ -116,17 +117,17 @@ STEPS = (
     _OPTIMIZED,
     Step(
         "Mistakes",
-        "What can't be done fails with Linux's errno, and the error log points at the place.",
+        "A wrong definition fails with Linux's errno, and the error log marks the place of the error.",
         ("echo 'p:oops vfs_read %nosuch' >> kprobe_events || true", "tail -n 2 tracing/error_log"),
     ),
     Step(
         "Cleaning up",
-        "Switched off and deleted, the code is again what it was.",
+        "When the events are disabled and deleted, the code is what it was before.",
         ("echo 0 > tracing/events/enable; echo > kprobe_events", "cat kprobes/list | wc -l"),
     ),
 )
-END = "That was the tour. kprobefs mount DIR gives a mount that stays; man kprobefs says the rest."
-PROMPT = "Enter goes on, q ends the tour "
+END = "That was the tour. kprobefs mount DIR creates a mount that stays; man kprobefs has the details."
+PROMPT = "Enter continues, q ends the tour "
 
 
 def steps(arch: str) -> tuple[Step, ...]:
