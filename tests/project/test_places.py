@@ -100,13 +100,15 @@ def files_below(path: str) -> Iterator[tuple[str, str]]:
             opened.release()
 
 
-def test_stats_files_are_in_manual_and_readme() -> None:
+def test_stats_files_are_in_the_manual_and_the_reference() -> None:
     """A return probe has all the files of a kprobe, and more."""
     of_probes, of_returns = (dict(files_below(f"/kprobes/stats/g/{name}")) for name in ("e", "e_return"))
     assert of_probes.keys() < of_returns.keys()
     assert "vfs_read+0x0/" in of_returns["address"]
     assert [name for name in of_returns if not is_in_manual(name)] == []
-    (row,) = re.findall(r"^\| `kprobes/stats/GROUP/EVENT/` .*", (ROOT / "README.md").read_text(), re.M)
+    (row,) = re.findall(
+        r"^\| `kprobes/stats/GROUP/EVENT/` .*", (ROOT / "docs/reference/files.md").read_text(), re.M
+    )
     assert [name for name in of_returns if f"`{name}`" not in row] == []
 
 
