@@ -32,7 +32,10 @@ def test_what_tests_look_for_is_installed_for_them() -> None:
     """A fresh machine skips no test for want of a package that has one."""
     looked_for = re.compile(r'\b(?:which|needs)\("([^"]+)"\)')
     programs = {
-        each for path in (ROOT / "tests").rglob("*.py") for each in looked_for.findall(path.read_text())
+        each
+        for folder in ("tests", "stress")
+        for path in (ROOT / folder).rglob("*.py")
+        for each in looked_for.findall(path.read_text())
     }
     assert {"tmux", "faketime", "shellcheck"} < programs
     assert set(PACKAGES) <= programs

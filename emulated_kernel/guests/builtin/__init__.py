@@ -1,7 +1,8 @@
-"""The guest as its host sees it: booted, given the host's processes as tasks, and asked for system calls.
+"""kprobefs's own small guest kernel, as its host uses it.
 
-`guest.Guest` is what the front end takes; `builtin_kernel.BuiltinKernel` reads the kernel that runs.
-Everything here is called under the control lock, and while the guest stands still; only loads/ has
-threads, which take that lock for a slice at a time. Nothing here knows of trace: what trace keeps for
-tasks are callbacks of TaskEvents.
+The host boots it, keeps a guest task for each host process, and makes system calls in these tasks.
+`guest.Guest` is the interface for the mount; `builtin_kernel.BuiltinKernel` reads the running kernel.
+
+All methods are called under the control lock while the guest is stopped. Only workloads/ has threads, which
+take that lock in slices. This package does not know tracing, which observes tasks through TaskEvents.
 """

@@ -1,4 +1,4 @@
-"""BuiltinKernel: the kernel that comes with the program, as its host asks it; buffers in user memory."""
+"""BuiltinKernel: reads and changes the data of kprobefs's own kernel; UserBuffers: buffers in user memory."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.errors import KernelError
 
 BUFFER_SIZE = 256 << 10
-"""Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""
+"""Bytes of a buffer; enough for the longest FUSE write (128 KiB) and a path."""
 MAX_BUFFERS = 30
-"""As many calls can hold one at once; one that sleeps in a read of a file of ours holds none."""
+"""Maximum number of buffers, each held by one call; a sleeping read of a control file holds none."""
 _EXIT_RECORD_WORDS = 2
-"""struct host_exit_record: the task, then pid and code."""
+"""64-bit words of struct host_exit_record: the task, then pid and code."""
 _FIRST_INTERRUPT = Vector.TIMER
 _UIDS = ("uid", "euid", "fsuid")
 _GIDS = ("gid", "egid", "fsgid")
 _SYSCALL = "nr."
 """Prefix of system call numbers in the guest's ABI table."""
 _SPLIT = "ia32_"
-"""What i386 marks calls with whose arguments it splits."""
+"""Prefix of the names of i386 calls that split 64-bit arguments."""
 _MAX_MESSAGE = 1000
-"""Bytes of a line of the host's."""
+"""Maximum length in bytes of a line that the host prints; the rest is cut off."""
 
 
 class UserBuffers:
-    """Pages of user space for paths and data: a stack of buffers, made when first needed, then used again."""
+    """Buffers in user memory for paths and data; they are allocated when needed and reused."""
 
     def __init__(self, region: GuestPool) -> None:
         self._region = region
@@ -49,7 +49,7 @@ class UserBuffers:
         self._made = 0
 
     def get(self) -> int:
-        """The address of a buffer of BUFFER_SIZE bytes. Raises: KernelError ENOMEM."""
+        """Return the address of a free buffer of BUFFER_SIZE bytes. Raises: KernelError ENOMEM."""
         if self._free:
             return self._free.pop()
         if self._made == MAX_BUFFERS:
@@ -59,11 +59,12 @@ class UserBuffers:
         return address
 
     def put(self, address: int) -> None:
+        """Release a buffer."""
         self._free.append(address)
 
     @contextmanager
     def borrowed(self) -> Iterator[int]:
-        """A buffer for the length of a block."""
+        """Provide a buffer in the block. Raises: KernelError ENOMEM."""
         address = self.get()
         try:
             yield address
@@ -72,11 +73,12 @@ class UserBuffers:
 
 
 class BuiltinKernel(TaskStacks):
-    """All that the host, the engine and tracing ask of a kernel that has booted and stands still.
+    """Gives the host, the probe engine and tracing access to the data of a booted kernel that is stopped.
 
-    Its structures are read by its ABI table: KernelError EIO where the guest has corrupted them.
+    Structures are read by the kernel's ABI table. Variables that are used often are read through memoryviews,
+    which takes 0.1 us each.
 
-    What changes often it shares as variables, through memoryviews: 0.1 us each, and no call of the guest's.
+    Raises: KernelError EIO (by methods that read lists of the guest: the guest has corrupted them).
     """
 
     def __init__(self, machine: Machine, image: KernelImage) -> None:
@@ -85,7 +87,8 @@ class BuiltinKernel(TaskStacks):
         symbols = image.kallsyms
         abi = image.abi
         areas = machine.per_cpu_bases
-        self._memory = memory = machine.memory
+        memory = machine.memory
+        self._memory = memory
         self._currents = [_pointer(memory, area + abi["percpu.current_task"]) for area in areas]
         self._mailboxes = [_pointer(memory, area + abi["percpu.host_mailbox"]) for area in areas]
         self._sent = [memory.view(area + abi["percpu.host_irr"], 4).cast("I") for area in areas]
@@ -104,68 +107,72 @@ class BuiltinKernel(TaskStacks):
         self._stacks = StackScanner(memory, symbols, abi, machine)
 
     def _switch_to(self, cpu: int) -> None:
-        """Another CPU is current."""
-        self._current, self._mailbox = self._currents[cpu], self._mailboxes[cpu]
+        """Use the variables of another CPU, which has become the current one."""
+        self._current = self._currents[cpu]
+        self._mailbox = self._mailboxes[cpu]
 
     def task_of(self, cpu: int) -> int:
-        """The task_struct that runs on that CPU."""
+        """Return the address of the task_struct that runs on a CPU."""
         return int(self._currents[cpu][0])
 
     def sent_to(self, cpu: int) -> int:
-        """Interrupts that wait to be delivered there: a bit each, vector 32 the lowest."""
+        """Return the pending interrupts of a CPU as a bit mask; bit 0 is vector 32."""
         return int(self._sent[cpu][0])
 
     def send(self, cpu: int, vector: int) -> None:
-        """Let this interrupt wait to be delivered there."""
+        """Make an interrupt pending for a CPU."""
         self._sent[cpu][0] |= 1 << vector - _FIRST_INTERRUPT
 
     def take_sent(self, cpu: int) -> int:
-        """The lowest vector of those that wait, which waits no more."""
+        """Return the lowest pending vector of a CPU, and make it pending no longer."""
         waiting = int(self._sent[cpu][0])
         lowest = waiting & -waiting
         self._sent[cpu][0] = waiting & ~lowest
         return _FIRST_INTERRUPT + lowest.bit_length() - 1
 
     def syncs_of(self, cpu: int) -> int:
-        """How often that CPU has executed a serialising instruction for Vector.SYNC_CORE."""
+        """Return how often a CPU has executed a serialising instruction for Vector.SYNC_CORE."""
         return int(self._syncs[cpu][0])
 
     def cpu_of(self, task: int) -> int:
-        """The CPU that a task_struct ran on last, or waits to run on."""
+        """Return the CPU that a task ran on last or waits to run on; `task` is its task_struct's address."""
         return self._memory.read_u32(task + self.image.abi["task_struct.cpu"])
 
     def is_queued(self, task: int) -> bool:
-        """Whether it runs or wants to; otherwise it sleeps."""
+        """Return True if a task runs or is runnable, and False if it sleeps."""
         return self._memory.read_u32(task + self.image.abi["task_struct.on_rq"]) != 0
 
     def current_task(self) -> int:
-        """The task_struct that runs on the current CPU."""
+        """Return the address of the task_struct that runs on the current CPU."""
         return int(self._current[0])
 
     def set_mailbox(self, task: int) -> None:
-        """The task that the next Vector.WAKE of the current CPU is for."""
+        """Set the task that the next Vector.WAKE of the current CPU wakes."""
         self._mailbox[0] = task
 
     def new_exits(self) -> list[int]:
-        """More than the ring holds can't come together: the executive looks after each stop of the guest."""
+        """Return the addresses of the task_structs that have exited since the last call.
+
+        The guest's ring cannot overflow, because it is drained after every stop of the guest.
+        """
         count = int(self._exits[0])
         if count == self._exits_seen:
             return []
-        # A count that says more than the ring holds was overwritten.
-        fresh = range(max(self._exits_seen, count - self._exit_slots), count)
+        # A count larger than the ring can hold was corrupted by the guest.
+        new = range(max(self._exits_seen, count - self._exit_slots), count)
         self._exits_seen = count
-        return [int(self._exits[1 + at % self._exit_slots * _EXIT_RECORD_WORDS]) for at in fresh]
+        return [int(self._exits[1 + index % self._exit_slots * _EXIT_RECORD_WORDS]) for index in new]
 
     def set_field(self, task: int, field: str, value: int) -> None:
-        """Store a 32-bit field of a task_struct, by its name."""
+        """Set a 32-bit field of a task_struct."""
         self._memory.write_u32(task + self.image.abi[f"task_struct.{field}"], value)
 
     def get_field(self, task: int, field: str) -> int:
-        """A 32-bit field of a task_struct."""
+        """Return the value of a 32-bit field of a task_struct."""
         return self._memory.read_u32(task + self.image.abi[f"task_struct.{field}"])
 
     def set_owner(self, task: int, uid: int, gid: int) -> None:
-        """Give a task_struct this user and group; every task has credentials of its own."""
+        """Set the user and group of a task; no other task shares its credentials."""
         cred = self._memory.read_word(task + self.image.abi["task_struct.cred"])
         for value, fields in ((uid, _UIDS), (gid, _GIDS)):
             for field in fields:
@@ -173,34 +180,34 @@ class BuiltinKernel(TaskStacks):
 
     @property
     def syscall_numbers(self) -> dict[str, int]:
-        """By the names that system calls have on all machines."""
+        """Name of a system call, the same on all machines -> number of it in this guest."""
         abi = self.image.abi
         names = {name.removeprefix(_SYSCALL): nr for name, nr in abi.items() if name.startswith(_SYSCALL)}
         split = {name.removeprefix(_SPLIT): nr for name, nr in names.items() if name.startswith(_SPLIT)}
         return names | split
 
     def first_task(self) -> int:
-        """Init's task_struct."""
+        """Return the address of init's task_struct."""
         return self._memory.read_word(self._child_reaper)
 
     def find_task(self, pid: int) -> int:
-        """The task_struct of that pid; 0 where there is none."""
+        """Return the address of the task_struct with this pid, or 0 if there is none."""
         with readable("task list"):
             return self.machine.call(self._host_find_task, pid)
 
     def print(self, message: str) -> None:
-        """A line of the host's in the kernel log. Mirrors: kernel/printk/printk.c:_printk (v6.1)."""
+        """Print a line in the kernel log. Mirrors: kernel/printk/printk.c:_printk (v6.1)."""
         with self.buffers.borrowed() as buffer, readable("log"):
             self._memory.write(buffer, b"%s\n\0" + message.encode()[:_MAX_MESSAGE] + b"\0")
             self.machine.call(self._printk, buffer, buffer + 4, variadic=True)
 
     def messages(self) -> list[Message]:
-        """The kernel log, oldest message first."""
+        """Return the messages of the kernel log, oldest first."""
         with readable("log"):
             return list(read_log(self._memory, self.image.kallsyms))
 
     def tasks(self) -> list[TaskInfo]:
-        """All tasks, the idle task first."""
+        """Return all tasks, the idle task first."""
         with readable("task list"):
             return list(read_tasks(self._memory, self.image.kallsyms, self.image.abi))
 
@@ -208,44 +215,47 @@ class BuiltinKernel(TaskStacks):
         return (task.addr for task in self.tasks())
 
     def cpus(self) -> list[CpuInfo]:
-        """All CPUs, with what each of them runs."""
+        """Return the state of each CPU and the task that it runs."""
         with readable("CPU's area"):
             return list(read_cpus(self._memory, self.image.abi, self.machine.per_cpu_bases))
 
     def memory(self) -> MemoryInfo:
-        """How much memory there is, and what it is used for."""
+        """Return how much memory there is, and how much of it is used for which purpose."""
         with readable("list of slab caches"):
             return read_memory(self._memory, self.image.kallsyms, self.image.abi)
 
     def file_pages(self) -> int:
-        """Pages that files in memory have now."""
+        """Return the number of pages that files in memory use."""
         return self._memory.read_u32(address_of(self.image.kallsyms, "nr_file_pages"))
 
     def limit_file_pages(self, most: int | None) -> None:
-        """Let files in memory have so many pages, None: all that there are; more is ENOSPC."""
+        """Limit files in memory to `most` pages, or remove the limit; writes beyond it fail with ENOSPC."""
         unlimited = (1 << 8 * self._memory.word_size) - 1
-        at = address_of(self.image.kallsyms, "max_file_pages")
-        self._memory.write_word(at, unlimited if most is None else min(most, unlimited))
+        variable = address_of(self.image.kallsyms, "max_file_pages")
+        self._memory.write_word(variable, unlimited if most is None else min(most, unlimited))
 
     def thaw(self) -> None:
-        """Nobody has to stay in the refrigerator: who isn't woken looks by himself within a second."""
+        """Let frozen tasks leave the refrigerator; a task that is not woken notices this within a second."""
         self._memory.write_u32(address_of(self.image.kallsyms, "pm_freezing"), 0)
 
     def modules(self) -> list[ModuleInfo]:
-        """The loaded modules, newest first."""
+        """Return the loaded modules, newest first."""
         with readable("module list"):
             return list(self._module_reader.modules())
 
     def module_name(self, module: int) -> str:
-        """The name in a struct module. Raises: MemoryFault."""
+        """Return the name of the struct module at address `module`. Raises: MemoryFault."""
         return self._module_reader.name(module)
 
     def read_module(self, module: int) -> Module:
-        """All of a struct module that is coming, its tables too. Raises: MemoryFault."""
+        """Return all tables and contents of a module in the state COMING. Raises: MemoryFault."""
         return self._module_reader.read(module)
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Which of the disjoint ranges [start, end) hold a CPU's ip or a return address on a task's stack."""
+        """Return the ranges [start, end) that contain a CPU's ip or an address on a task's stack.
+
+        `spans` are disjoint.
+        """
         return self._stacks.in_use_ranges(spans)
 
 

@@ -1,4 +1,4 @@
-"""Guest: the running kernel as its host sees it; tasks, system calls, files of ours, its functions."""
+"""Guest: the running kernel as the mount uses it: tasks, system calls, control files, kernel functions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 
 _STRINGS = 8 << 10
-"""Where strings start in a call's buffer, in bytes; the arguments lie before them."""
+"""Offset of strings in the buffer of a function call, in bytes; the arguments are before them."""
 
 
 class Guest:
-    """What the front end needs of the guest."""
+    """Gives a mount access to the guest."""
 
     def __init__(
-        self, kernel: BuiltinKernel, executive: GuestRunner, mirror: ProcessTracker, syscalls: Syscalls
+        self, kernel: BuiltinKernel, runner: GuestRunner, processes: ProcessTracker, syscalls: Syscalls
     ) -> None:
         self.kernel = kernel
         machine = kernel.machine
@@ -38,39 +38,45 @@ class Guest:
         self._memory = machine.memory
         self._symbols = image.kallsyms
         self._argument_counts = load_argument_counts(image.path)
-        """How many arguments functions take at least, as far as that is known."""
-        self.runner = executive
-        self.processes = mirror
+        """Name of a function -> least number of its arguments, if that is known."""
+        self.runner = runner
+        self.processes = processes
         self.syscalls = syscalls
         self.buffers = kernel.buffers
         self._read_buffer = kernel.buffers.get()
-        """Where all reads of our files get their data, which come when a read ends: however many sleep, each
-        with this address, one of them at a time is served."""
+        """Address of the buffer that all reads of control files share.
+
+        Sleeping reads can share it, because data are written when a read ends, and one read ends at a time.
+        """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self._patched = machine.text.ledger.words
 
     @property
     def is_watched(self) -> bool:
-        """Whether a system call could be noticed: some of the guest's text is patched."""
+        """Whether a probe or tracer could notice a system call, since some of the guest's text is patched."""
         return bool(self._patched) and not self.runner.is_dead
 
     def client_call(self, pid: int, uid: int) -> ClientCall | None:
-        """The system call that the guest may do in a process's stead; None where nobody would see it."""
+        """Return the system call in which a process waits, for the guest to execute it.
+
+        Return None if no probe could notice the call, or if it is unknown.
+        """
         return self.processes.call_of(pid, uid) if self._patched else None
 
     @property
     def is_dead(self) -> bool:
-        """It takes no more system calls: it panicked, or lost its way."""
+        """Whether the guest takes no more system calls, because it panicked or was declared dead."""
         return self.runner.is_dead
 
     def read_file(
         self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes], number: int | None = None
     ) -> bytes:
-        """read(2) on a file of ours: the guest asks for the data in the middle of its vfs_read.
+        """Let a task read a control file and return the data, which `produce` gives during its vfs_read.
 
-        `number`: what the process calls the descriptor.
+        `number` is the process's number of the descriptor.
 
-        Raises: WouldBlock (`produce` does; the task sleeps then, and the same call goes on with it).
+        Raises: WouldBlock (`produce` raised it: the task sleeps, and the same call of this method resumes
+        it).
         """
         data = b""
 
@@ -95,11 +101,13 @@ class Guest:
         kept: ExitStack,
         number: int | None = None,
     ) -> int:
-        """write(2) on a file of ours; the data stand in user memory for who probes vfs_write.
+        """Let a task write a control file and return the result of `consume`, called during its vfs_write.
 
-        `kept`: what the call keeps while it sleeps; to be closed when it has ended.
+        The data are in user memory, where probes of vfs_write can read them. `kept` gets the resources of the
+        call, which it needs while it sleeps; the caller closes it when the call has ended. `number` is the
+        process's number of the descriptor.
 
-        Raises: YieldLock (`consume` does; the task sleeps then, and the same call goes on with it).
+        Raises: YieldLock (`consume` raised it: the task sleeps, and the same call of this method resumes it).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -119,6 +127,7 @@ class Guest:
         data: bytes = b"",
         kept: ExitStack | None = None,
     ) -> int:
+        """Continue the task's call if it sleeps in the same one, else begin a call; return its result."""
         nr = self.syscalls.number(name)
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
@@ -132,27 +141,28 @@ class Guest:
         return check(self.runner.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, error: int) -> None:
-        """The process doesn't wait for the file that its task sleeps in: the call ends with this errno.
+        """End the call in which a task sleeps with this errno, since its process waits for it no longer.
 
-        Otherwise it would sleep on until the process asks for something else.
+        Without this, the task would sleep until its process makes another request.
         """
         if not self.is_dead and task.request is not None:
             self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
-        """Make this the task that runs on the CPU."""
+        """Make this task the current one."""
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
     def open_file(self, path: str, flags: int) -> int:
-        """open(2) of a file of ours that the host has open already; a descriptor."""
+        """Open a control file in the guest that the host has opened already; return the descriptor."""
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         return self.syscalls.open(self.processes.init, path, flags, hostfs=lambda _op, _buffer, _count: 0)
 
     def close_file(self, fd: int, number: int | None = None) -> None:
-        """close(2) in the task that ran last, mostly the closing one: FUSE doesn't say who it is.
+        """Close a file in the task that ran last.
 
-        `number`: what the process calls the descriptor.
+        This is mostly the task that closes it; FUSE does not report which one does. `number` is the process's
+        number of the descriptor.
         """
         task = self.runner.at_hand or self.processes.init
         if number is None:
@@ -162,13 +172,13 @@ class Guest:
                 self.syscalls.call(task, "close", number)
 
     def call_function(self, name: str, *args: int | str | bytes) -> int:
-        """Call a kernel function in the worker's task; strings are passed by address. The raw result.
+        """Call a kernel function in the worker's task and return the raw result; pass strings by address.
 
-        No task is frozen behind it, whatever was called.
+        No task stays frozen after the call, even if the function was freeze_processes.
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (no function, fewer arguments than it is known to
-        take, a string with NUL), E2BIG (too many arguments), EFAULT (it oopsed or looped: the worker was
-        killed, see the kernel log), EIO (the guest was dead before).
+        take, a string with NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped, so the
+        worker was killed; see the kernel log), EIO (the guest was dead before).
         """
         try:
             return self._call_named(name, args)
@@ -203,6 +213,7 @@ class Guest:
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
+        """Write strings to the buffer; return MAX_ARGUMENTS words, with addresses instead of strings."""
         words = []
         at = buffer + _STRINGS
         for arg in args:
@@ -221,26 +232,29 @@ class Guest:
 
     @contextmanager
     def frozen(self) -> Iterator[bool]:
-        """All tasks but ours are in the refrigerator meanwhile; False: not all got there, and none is.
+        """Freeze all tasks except the worker in the block; yield False if that failed and no task is frozen.
 
         Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
         try:
             yield not self._call_named("freeze_processes", ())
         finally:
-            # First of all, and not by the guest: a probe's handler may kill who thaws.
+            # Clear the flag from the host first: a probe's handler may kill the task in thaw_processes.
             self.kernel.thaw()
             with suppress(KernelError):
                 self.call_function("thaw_processes")
 
     def log(self, message: str) -> None:
-        """printk: a line of the host's in the kernel log, wherever the guest stands; not if it is dead."""
+        """Print a line of the host in the kernel log; do nothing if the guest is dead.
+
+        The guest may be stopped at any instruction.
+        """
         if not self.is_dead:
             with suppress(KernelError):
                 self.kernel.print(message)
 
     def messages(self) -> list[Message]:
-        """The kernel log, as far as it can be read, and what the host has to say behind it."""
+        """Return the messages of the kernel log, as far as it is readable, followed by those of the host."""
         try:
             messages = self.kernel.messages()
         except KernelError as error:
@@ -250,17 +264,18 @@ class Guest:
 
 
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:
-    """Run the kernel on from its boot until init is in user mode, and build what serves requests.
+    """Run a kernel that has just booted until init is in user mode, and return its Guest.
 
-    Raises: KernelError ENOEXEC (it doesn't get there).
+    Raises: KernelError ENOEXEC (the kernel stops before that).
     """
     config = kernel.machine.config
-    executive = (SmpGuestRunner if config.cpus > 1 or config.quantum else GuestRunner)(kernel, events, lock)
+    is_smp = config.cpus > 1 or config.quantum
+    runner = SmpGuestRunner(kernel, events, lock) if is_smp else GuestRunner(kernel, events, lock)
     init = GuestTask(INIT_PID, kernel.first_task(), "init", 0, 0)
-    executive.add(init)
-    executive.start()
-    if executive.is_dead:
+    runner.add(init)
+    runner.start()
+    if runner.is_dead:
         name = kernel.image.path.name
         raise KernelError(errno.ENOEXEC, f"{name} doesn't boot: it stopped before its first task ran")
-    mirror = ProcessTracker(kernel, executive, watch, init)
-    return Guest(kernel, executive, mirror, Syscalls(executive, kernel))
+    processes = ProcessTracker(kernel, runner, watch, init)
+    return Guest(kernel, runner, processes, Syscalls(runner, kernel))

@@ -20,7 +20,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, eq=False)
 class BuiltinKernelComponents(KernelComponents):
-    """A booted kernel of ours, taken apart."""
+    """The components of a booted kernel of kprobefs's own."""
 
     config: MachineConfig
     lock: ControlLock
@@ -33,7 +33,10 @@ class BuiltinKernelComponents(KernelComponents):
     loads: Workloads
 
     def replace_kernel(self, old: BuiltinKernelComponents, define: Callable[[], None]) -> None:
-        """See Kernel.replace_kernel."""
+        """Take the place of `old`: continue its time and take over its records; see Kernel.replace_kernel.
+
+        `define` is called to define the old kernel's probes in this kernel.
+        """
         self.lock.assert_held()
         self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))
         with self.tracing.system.events.keeping(old.tracing.system.events.ids()):

@@ -1,4 +1,4 @@
-"""Loading and unloading of guest modules: the guest's own loader does it, the host gives it memory."""
+"""Modules: loads and unloads guest modules by the guest's own loader, which gets memory from the host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import BoundedFileReader, read_regular
 
 MAX_SIZE = 4 << 20
-"""Bytes of a module's file."""
+"""Maximum size of a module's file in bytes."""
 
 Notify = Callable[[ModuleState, int], None]
-"""Told of a module's new state, and where its struct module is. Raises: KernelError (it is refused)."""
+"""Called with the new state of a module and the address of its struct module.
+
+Raises: KernelError (the module is refused).
+"""
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,14 @@ class ModuleFile:
     """A module's file as it was read before the control lock was taken."""
 
     name: str
-    """Of a module that comes with the image; or a path, with a slash in it."""
+    """Name of a module that comes with the image, or a path, which has a slash."""
     data: bytes = field(default=b"", repr=False)
     refusal: tuple[int, str] | None = None
-    """Why there are no data: errno, and the line for the kernel log."""
+    """If the file could not be read, the errno and the line for the kernel log."""
 
 
 class Modules:
-    """The guest's modules."""
+    """Loads, unloads and lists the guest's modules."""
 
     def __init__(self, guest: Guest, notify: Notify) -> None:
         self._guest = guest
@@ -51,47 +54,53 @@ class Modules:
         self._region = machine.user_buffers
         self._pages = machine.modules
         self._directory = image.path.parent / "modules"
-        """NAME.ko of those that come with the image."""
+        """Directory with NAME.ko of each module that comes with the image."""
         self._depends = prebuilt_dependencies(image.arch)
         self._foreign = BoundedFileReader()
         self._files: dict[str, ModuleFile] = {}
-        """What modules were loaded from, by their names."""
+        """Name of a module -> file that it was loaded from."""
         self.notify = notify
-        """Mirrors: register_module_notifier (v6.1)."""
+        """Function that is called at each change of a module's state.
+
+        Mirrors: register_module_notifier (v6.1).
+        """
 
     def loaded(self) -> list[ModuleInfo]:
-        """The loaded modules, newest first. Raises: KernelError EIO (the guest has corrupted them)."""
+        """Return the loaded modules, newest first. Raises: KernelError EIO (the guest has corrupted them)."""
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
-        """The file at a path (with a `/`), or a module of the image's by name, those that it needs first.
+        """Read the file at a path (with a `/`), or the module with this name that comes with the image.
 
-        They may be slow, or served by this very process: the control lock must not be held. So `load`
-        tells what couldn't be read, by `deadline` of time.monotonic() where another file system is asked.
+        Dependencies of the latter come first in the list. The control lock must not be held, since a file can
+        be slow or be served by this process. An error is kept in the ModuleFile, and `load` raises it. A file
+        at a path must be read by `deadline`, a time of time.monotonic().
         """
         if "/" in name:
             return [_file(Path(name), name, lambda path: self._foreign.read(path, MAX_SIZE, deadline))]
         name = name.replace("-", "_")
         path = self._directory / f"{name}.ko"
-        # Not Path.exists: it raises ENAMETOOLONG.
+        # Path.exists would raise ENAMETOOLONG.
         if not name.isidentifier() or not os.path.exists(path):
             return [ModuleFile(name, refusal=(errno.ENOENT, f"module {name}: there is none of that name"))]
         needed = [file for other in self._depends.get(name, ()) for file in self.read(other)]
         return [*needed, _file(path, name, lambda path: read_regular(path, MAX_SIZE))]
 
     def check(self, files: list[ModuleFile], unloaded: Collection[str] = ()) -> None:
-        """Whether files were read that aren't loaded yet, or won't be when `unloaded` ones have gone.
+        """Check that all files were read, except those of modules that are loaded already.
+
+        Modules in `unloaded` count as not loaded.
 
         Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT, EBUSY (a file
-        system hangs), others that reading gives.
+        system hangs), other errors of reading.
         """
-        there = {module.name for module in self.loaded()}.difference(unloaded)
+        loaded = {module.name for module in self.loaded()}.difference(unloaded)
         for file in files:
-            if file.refusal is not None and file.name not in there:
+            if file.refusal is not None and file.name not in loaded:
                 raise self._refusal(*file.refusal)
 
     def load(self, files: list[ModuleFile]) -> None:
-        """Load what `read` gave; of those that come with the image, one that is there stays.
+        """Load the files that `read` has returned; skip modules of the image that are loaded already.
 
         Raises: as `check`, KernelError EFBIG, ENOEXEC (no module for this kernel), ENOENT (an unresolved
         symbol), EEXIST (loaded already), ENOMEM, what its init returned, EFAULT (its init was killed).
@@ -106,11 +115,15 @@ class Modules:
                 self._files[newest.name] = file
 
     def files(self) -> list[ModuleFile]:
-        """What the loaded modules were loaded from, in that order: another kernel may load the same."""
-        return [self._files[each.name] for each in reversed(self.loaded()) if each.name in self._files]
+        """Return the files of the loaded modules in the order of loading, so another kernel can load them."""
+        oldest_first = reversed(self.loaded())
+        return [self._files[module.name] for module in oldest_first if module.name in self._files]
 
     def init_module(self, data: bytes, name: str) -> None:
-        """Load the file's content; `name` is for the log. Raises: as `load`. Mirrors: init_module(2)."""
+        """Load a module from the content of its file, whose name is for the log.
+
+        Raises: as `load`. Mirrors: init_module(2).
+        """
         if len(data) > MAX_SIZE:
             raise self._refusal(errno.EFBIG, f"module {name}: more than {MAX_SIZE} bytes")
         with self._user_memory(len(data) + 1, name) as image:
@@ -119,7 +132,7 @@ class Modules:
 
     @contextmanager
     def _user_memory(self, size: int, name: str) -> Iterator[int]:
-        """A buffer for the length of a block; what is mapped for a large one stays mapped."""
+        """Provide user memory in the block; pages that are mapped for a large size stay mapped."""
         if size <= BUFFER_SIZE:
             with self._guest.buffers.borrowed() as buffer:
                 yield buffer
@@ -145,6 +158,7 @@ class Modules:
             self._call("delete_module", buffer, 0)
 
     def _call(self, name: str, *args: int) -> None:
+        """Make a system call in the worker's task, and serve the guest's module loader meanwhile."""
         request = Request(self._guest.syscalls.number(name), args, self._serve)
         try:
             check(self._guest.runner.run(self._guest.processes.worker(), request), self._memory.word_size)
@@ -154,17 +168,18 @@ class Modules:
             raise
 
     def refuse(self, error: int, message: str) -> NoReturn:
-        """Tell the kernel log. Raises: KernelError (of that errno)."""
+        """Log a message in the kernel log. Raises: KernelError (of this errno)."""
         raise self._refusal(error, message)
 
     def _refusal(self, error: int, message: str) -> KernelError:
+        """Log a message in the kernel log, and return the exception for it."""
         self._guest.log(message)
         return KernelError(error, message)
 
-    # What the guest's loader asks for
+    # The methods below serve the guest's module loader.
 
     def _serve(self, op: int, first: int, second: int) -> int:
-        """Hypercall.MODULE. Raises: KernelError EINVAL (what no loader of ours asks)."""
+        """Serve Hypercall.MODULE. Raises: KernelError EINVAL (an operation that the loader never uses)."""
         match op:
             case ModuleOp.ALLOC:
                 return self._alloc(first, is_text=bool(second))
@@ -205,10 +220,11 @@ class Modules:
 
 
 def _file(path: Path, name: str, read: Callable[[Path], bytes]) -> ModuleFile:
+    """Return the file at `path` as `read` reads it, or the error of reading it."""
     try:
         return ModuleFile(name, read(path))
     except OSError as error:
         return ModuleFile(name, refusal=(error.errno or errno.EIO, f"module {path.name}: {error.strerror}"))
-    # Python's, for a path with NUL.
+    # Python raises ValueError for a path with NUL.
     except ValueError as error:
         return ModuleFile(name, refusal=(errno.ENOENT, f"module {path.name!r}: {error}"))

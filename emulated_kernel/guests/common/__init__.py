@@ -1,1 +1,1 @@
-"""Host processes, programs and clocks: what both kinds of guests need."""
+"""Host processes, programs and clocks: code that both kinds of guests share."""

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 
 class AddressRanges:
-    """Sorted ranges [start, end) of addresses; there is at least one."""
+    """A sorted, non-empty sequence of address ranges [start, end)."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self._ordered = sorted(spans)
         self._starts = [start for start, _ in self._ordered]
-        self.first, self.last = self._starts[0], max(end for _, end in self._ordered)
+        self.first = self._starts[0]
+        self.last = max(end for _, end in self._ordered)
 
     def around(self, address: int) -> tuple[int, int] | None:
-        """Return the range that holds the address, or None."""
+        """Return the range that contains the address, or None."""
         if not self.first <= address < self.last:
             return None
         start, end = self._ordered[bisect_right(self._starts, address) - 1]

@@ -1,4 +1,4 @@
-"""The system call in which a process of the host waits for us: FUSE doesn't tell it, /proc does."""
+"""System calls of host processes that wait for kprobefs, read from /proc since FUSE does not report them."""
 
 from __future__ import annotations
 
@@ -58,10 +58,13 @@ ARGUMENTS: Mapping[str, str] = {
     "utimensat": "dptn",
     "write": "fon",
 }
-"""By the guest's name of a call, a letter for each argument: n a number, f a descriptor, d one where the path
-may be empty, p the address of a path, s of text, o of output or data, t of two times, h of an open_how."""
+"""Name of a system call in the guest -> one letter for each argument.
+
+n is a number, f a descriptor, and d a descriptor that is used if the path is empty. The other letters are
+addresses: p of a path, s of a text, o of output or data, t of two struct timespec, h of a struct open_how.
+"""
 SIZES = {"t": 32, "h": 24}
-"""Bytes of the structures."""
+"""Letter of a structure in `ARGUMENTS` -> size of that structure in bytes."""
 
 _X86_64 = (
     "read 0 write 1 open 2 newstat 4 newfstat 5 newlstat 6 lseek 8 pread64 17 pwrite64 18 access 21 fsync 74 "
@@ -79,9 +82,11 @@ _GENERIC = (
 )
 _FD_LIMIT = 1 << 20
 _LINE = 256
-"""More bytes than a line of /proc/PID/syscall has."""
-_FALLS_ASLEEP = 20, 0.0001
-"""Who has just sent its request may still run: so often, and so many seconds, it is looked at again."""
+"""Bytes to read of /proc/PID/syscall; its line is shorter."""
+_TRIES = 20
+"""How often /proc/PID/syscall is read; a process that has just sent its request may still be running."""
+_TRY_INTERVAL = 0.0001
+"""Seconds between two such reads."""
 
 
 def _by_number(table: str) -> dict[int, str]:
@@ -94,30 +99,31 @@ _NAMES = _by_number({"x86_64": _X86_64}.get(os.uname().machine, _GENERIC))
 
 @dataclass(frozen=True)
 class ClientCall:
-    """A system call of a host process, with what stands behind its pointers."""
+    """A system call of a host process, with the data that its pointers refer to."""
 
     name: str
     args: tuple[int, ...]
     data: Mapping[int, bytes]
-    """By the number of an argument: a path or string without its NUL, or a structure."""
+    """Number of an argument -> the path or string without its NUL, or the structure."""
 
     @property
     def fd(self) -> int | None:
-        """The descriptor that it works on, None for one that names its file."""
+        """The descriptor that the call works on; None if the call names its file by a path."""
         kind = ARGUMENTS[self.name][0]
         return self.args[0] & 0xFFFFFFFF if kind == "f" or (kind == "d" and not self.data.get(1)) else None
 
     @property
     def paths(self) -> list[tuple[int, str]]:
-        """Its paths, with the numbers of the arguments."""
+        """The paths of the call, each with the number of its argument."""
         kinds = enumerate(ARGUMENTS[self.name])
         return [(number, os.fsdecode(self.data[number])) for number, kind in kinds if kind == "p"]
 
 
 def client_call(pid: int) -> ClientCall | None:
-    """The call in which a process, or thread, waits for us.
+    """Return the system call in which a process or thread waits for kprobefs.
 
-    None in a call that isn't listed here, or where nobody can say in which: that takes the right to trace it.
+    Return None if `ARGUMENTS` does not list the call, or if the call is unknown because the caller lacks the
+    right to trace the process.
     """
     fields = _waiting_in(pid)
     name = _NAMES.get(int(fields[0])) if fields else None
@@ -125,7 +131,7 @@ def client_call(pid: int) -> ClientCall | None:
         return None
     kinds = ARGUMENTS[name]
     args = tuple(int(field, 16) for field in fields[1 : 1 + len(kinds)])
-    # A 32-bit program, whose calls have other numbers.
+    # This is a 32-bit program: its numbers name other calls, so the argument is no descriptor.
     if kinds[0] == "f" and args[0] & 0xFFFFFFFF >= _FD_LIMIT:
         return None
     pointers = [(at, kind) for at, kind in enumerate(kinds) if kind in "psth"]
@@ -136,9 +142,9 @@ def client_call(pid: int) -> ClientCall | None:
     except OSError:
         return None
     try:
-        data = {at: _behind(memory, args[at], SIZES.get(kind)) for at, kind in pointers}
+        data = {at: _read_argument(memory, args[at], SIZES.get(kind)) for at, kind in pointers}
         if name == "openat2":
-            data[2] = _seen_to(data[2])
+            data[2] = _without_host_flags(data[2])
     except (OSError, OverflowError):
         return None
     finally:
@@ -147,7 +153,10 @@ def client_call(pid: int) -> ClientCall | None:
 
 
 def next_fd(pid: int) -> int | None:
-    """The descriptor that an open(2) which is under way returns: the lowest that is free; None if unknown."""
+    """Return the descriptor that the process's current open(2) will return, or None if it is unknown.
+
+    It is the lowest free descriptor.
+    """
     try:
         used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     except OSError:
@@ -156,17 +165,17 @@ def next_fd(pid: int) -> int | None:
 
 
 def _waiting_in(pid: int) -> list[bytes]:
-    tries, pause = _FALLS_ASLEEP
+    """Return the fields of /proc/PID/syscall; [] if the process is in no call or the file is unreadable."""
     try:
         file = os.open(f"/proc/{pid}/syscall", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return []
     try:
-        for _ in range(tries):
+        for _ in range(_TRIES):
             fields = os.pread(file, _LINE, 0).split()
             if fields != [b"running"]:
                 return fields if fields and fields[0].isdigit() else []
-            sleep(pause)
+            sleep(_TRY_INTERVAL)
     except OSError:
         pass
     finally:
@@ -174,21 +183,24 @@ def _waiting_in(pid: int) -> list[bytes]:
     return []
 
 
-def _seen_to(how: bytes) -> bytes:
-    """A struct open_how without what the host's kernel has seen to already: O_DIRECT, and how to resolve."""
+def _without_host_flags(how: bytes) -> bytes:
+    """Return a struct open_how without O_DIRECT and `resolve`, which the host's kernel has applied."""
     flags = int.from_bytes(how[:8], "little") & ~os.O_DIRECT
     return flags.to_bytes(8, "little") + how[8:16] + bytes(8)
 
 
-def _behind(memory: int, address: int, size: int | None) -> bytes:
-    """A structure, or a C string of at most two pages; nothing behind NULL."""
+def _read_argument(memory: int, address: int, size: int | None) -> bytes:
+    """Return `size` bytes at the address, or if `size` is None a C string of at most two pages.
+
+    Return no bytes for NULL.
+    """
     if not address:
         return b""
     if size is not None:
         return os.pread(memory, size, address)
     data = b""
     for _ in range(2):
-        # The page behind it need not be there.
+        # The read ends at the page's end, since the next page may not be mapped.
         data += os.pread(memory, PAGE_SIZE - (address + len(data)) % PAGE_SIZE, address + len(data))
         if b"\0" in data:
             break

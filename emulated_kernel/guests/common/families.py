@@ -1,4 +1,7 @@
-"""Who forked a process that has ended unseen, on a host whose kernel doesn't tell: only what is sure."""
+"""Families: infers which client forked a process that ended before it could be looked at.
+
+It is for hosts whose kernel does not report forks. A parent that is not certain is not reported.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,30 @@ from typing import NamedTuple
 from emulated_kernel.guests.common.proc import read
 
 _CLIENTS = 8
-"""The latest ones are followed, each for two files of /proc."""
+"""Maximum number of clients that are followed, the latest ones; each costs two reads of /proc at a look."""
 
 
 class _Family(NamedTuple):
-    """What /proc tells of a process and its children."""
+    """A process's children, as /proc shows them at one moment."""
 
     faults: int
-    """Minor page faults of all children that it has waited for: they grow with each."""
+    """Minor page faults of all children that the process has waited for; each wait increases the number."""
     children: frozenset[str]
-    """Pids of those that it still has."""
+    """Pids of the children that the process still has."""
 
 
 class Families:
-    """What clients have forked and waited for between two looks at the host's processes."""
+    """Finds clients that have forked and waited for children between two looks at the host's processes."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, _Family | None] = OrderedDict()
-        """By client, as of the last look or later; None: nothing is known of that moment."""
+        """Pid of a client -> its family at the last look or later; None if /proc did not show it then."""
 
     def add(self, pid: int) -> None:
-        """A client makes a request.
+        """Record that a client makes a request.
 
-        One that had children at the last look may have waited for them: later waits are for others.
+        If the client had children at the last look, read its family again. It may have waited for those
+        children, and only later waits are certain to be for new ones.
         """
         if pid not in self._known or _has_children(self._known[pid]):
             self._known[pid] = _family(pid)
@@ -39,13 +43,13 @@ class Families:
         self._known.move_to_end(pid)
 
     def forget(self, pid: int) -> None:
-        """It has ended."""
+        """Stop following a client that has ended."""
         self._known.pop(pid, None)
 
     def who_waited(self) -> list[int]:
-        """The clients that have waited for children since the last look, and have all that they had then.
+        """Return the clients that have waited for children that they forked since the last look.
 
-        So those children were forked since.
+        These clients still have all the children that they had at the last look.
         """
         before = dict(self._known)
         self._known.update((pid, _family(pid)) for pid in before)
@@ -61,7 +65,10 @@ def _has_waited(was: _Family, now: _Family | None) -> bool:
 
 
 def _family(pid: int) -> _Family | None:
-    """None where nobody can tell: other threads' children stand in other files."""
+    """Return the family of a process; None if it is unreadable or if the process has several threads.
+
+    The children of other threads are listed in other files.
+    """
     stat = read(f"/proc/{pid}/stat")
     children = read(f"/proc/{pid}/task/{pid}/children")
     if stat is None or children is None:

@@ -1,4 +1,4 @@
-"""Who forked whom, and who got a name, told by the host's kernel: the process connector, for root alone."""
+"""ForkEvents: forks and new process names, reported by the host's process connector to root only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CN_MSG = struct.Struct("=IIIIHH")
 _EVENT = struct.Struct("=IIQIIII")
 """struct proc_event of a fork: what, cpu, timestamp; parent's pid and tgid, child's pid and tgid.
 
-Of what else is heard the first pid is that of who has another name.
+In the other events that pass the filter, the first pid is that of the thread whose name has changed.
 """
 _EVENT_AT = _HEADER.size + _CN_MSG.size
 _FORK = 1
@@ -26,12 +26,15 @@ _EXEC = 2
 _COMM = 0x200
 _SO_RCVBUFFORCE = 33
 _SO_ATTACH_FILTER = 26
-_ROOM = 8 << 20
+_RECEIVE_BUFFER = 8 << 20
 """Bytes of events that may wait: some ten thousand forks between two requests."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""Its inode. The connector speaks in its pids; Mirrors: include/linux/proc_ns.h:PROC_PID_INIT_INO (v6.1)."""
-_ANSWER = 200
-"""Milliseconds for the first word of the kernel's; in a container nothing comes."""
+"""Inode of the initial pid namespace, whose pids the connector reports.
+
+Mirrors: include/linux/proc_ns.h:PROC_PID_INIT_INO (v6.1).
+"""
+_ANSWER_TIMEOUT_MS = 200
+"""Milliseconds to wait for the kernel's first message; in a container no message comes."""
 _FILTER = (
     (0x20, 0, 0, _EVENT_AT),
     (0x15, 2, 0, socket.htonl(_FORK)),
@@ -40,16 +43,19 @@ _FILTER = (
     (0x06, 0, 0, 0xFFFFFFFF),
     (0x06, 0, 0, 0),
 )
-"""Classic BPF: load `what`, and keep these alone."""
+"""Classic BPF program: load `what` and accept only forks, execs and changes of the name."""
 
 
 class ForkEvents:
-    """Parents of processes, from the moment that this is made. Raises: OSError (nobody tells)."""
+    """Listens for forks and changes of names from its creation on.
+
+    Raises: OSError (the kernel reports no events to this process).
+    """
 
     def __init__(self) -> None:
-        # What other listeners asked for is heard everywhere: an event proves nothing.
+        # Every listener receives the events that any listener asked for, so an event proves nothing.
         if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
-            raise OSError(errno.EPERM, "the process connector tells pids of another namespace")
+            raise OSError(errno.EPERM, "process connector: it reports pids of another namespace")
         self._socket = socket.socket(
             socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_CONNECTOR
         )
@@ -64,12 +70,12 @@ class ForkEvents:
         request = struct.pack("=I", _LISTEN)
         message = _CN_MSG.pack(_CN_IDX_PROC, 1, 0, 0, len(request), 0) + request
         self._socket.send(_HEADER.pack(_HEADER.size + len(message), _NLMSG_DONE, 0, 0, os.getpid()) + message)
-        # select(2) takes no descriptor beyond 1023.
+        # select(2) takes no descriptor above 1023.
         answer = select.poll()
         answer.register(self._socket, select.POLLIN)
-        if not answer.poll(_ANSWER):
-            raise OSError(errno.EPERM, "the process connector tells nothing here")
-        # From here on the answer to the request isn't among what comes.
+        if not answer.poll(_ANSWER_TIMEOUT_MS):
+            raise OSError(errno.EPERM, "process connector: it reports no events here")
+        # From here on the filter drops acknowledgements, which requests of other listeners cause too.
         self._socket.setblocking(False)
         code = b"".join(struct.pack("=HBBI", *instruction) for instruction in _FILTER)
         program = ctypes.create_string_buffer(code, len(code))
@@ -78,16 +84,18 @@ class ForkEvents:
             _SO_ATTACH_FILTER,
             struct.pack("@HP", len(_FILTER), ctypes.addressof(program)),
         )
-        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _ROOM)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
 
     def fileno(self) -> int:
-        """What is readable once there is something to take."""
+        """Return the descriptor that becomes readable when events have arrived."""
         return self._socket.fileno()
 
     def take(self) -> tuple[dict[int, int], set[int] | None]:
-        """Parents by the pids of processes forked since the last call; not all, if there were too many.
+        """Return the forks and the changed names since the last call.
 
-        And who may have another name since, threads too; None: anybody.
+        The first part maps pid of a new process -> pid of its parent. If events were lost, it is incomplete.
+        The second part has the pids of processes and threads whose names may have changed. If events were
+        lost, it is None, and any name may have changed.
         """
         found: dict[int, int] = {}
         named: set[int] = set()

@@ -1,4 +1,4 @@
-"""Reading the guest's own data: what the guest did to it must not look like a fault of kprobefs."""
+"""Reading the guest's own data: a guest that has corrupted it must not look like an error of kprobefs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.util.errors import KernelError
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Turn a fault while the guest's `what` is read into an errno.
+    """Turn a fault in the block into an errno; `what` names the guest's data that the block reads.
 
     Raises: KernelError EIO.
     """

@@ -1,4 +1,4 @@
-"""What happened on the host since the last request: processes forked, ended, renamed by exec."""
+"""Watching the host's processes: which were forked, have ended or were renamed since the last request."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ from emulated_kernel.util.fast_dataclass import dataclass
 EXEC_WITHIN = 1.0
 """Seconds after a fork in which an execve is looked for; later the process's own requests name it."""
 MAX_FORKS_PER_LOOK = 64
-"""More forks than this between two requests are not followed one by one; only the latest are."""
+"""Maximum number of forks that are handled for one request; older ones are left out."""
 _OPEN_COMMS = 64
+"""Maximum number of files /proc/PID/comm that are kept open."""
 _CHECK = 0.1
-"""Seconds between two looks whether the host's kernel still tells: another listener may have ended that."""
-_UNTOLD = 3
-"""Looks in a row that find new pids of which nothing was told: one of them may be on its way."""
+"""Seconds between two checks whether the host's kernel still reports events.
+
+Another listener can make it stop.
+"""
+_MAX_LOOKS_WITHOUT_EVENT = 3
+"""Successive looks that find new pids without any event, after which events are considered to have ended.
+
+Fewer looks prove nothing, since an event may still be on its way.
+"""
 _BEGINS_WITHIN = 1.0
-"""Seconds from a pid that somebody got to its process, which only then is told of and in /proc."""
+"""Seconds within which the process of a newly allocated pid must appear in events or in /proc."""
 _PIDFD_THREAD = os.O_EXCL
-"""pidfd_open(2): of a thread that leads no process; since Linux 6.9."""
+"""Flag of pidfd_open(2) for a thread that is no thread group leader; since Linux 6.9."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A process that the host forked; `alive` is False when it has ended already."""
+    """A process that was forked on the host; `alive` is False if it has ended already."""
 
     pid: int
     parent: int | None
-    """None where nobody can tell: it had ended before it could be looked at, or was left to init."""
+    """Pid of the parent; None if the process had ended before it was looked at, or belongs to init now."""
     comm: str
     uid: int
     gid: int
@@ -46,63 +53,70 @@ class Fork:
 
 
 class ProcessWatch:
-    """How the mirror learns of host processes; of this one, that nothing happens: for the API and for tests.
+    """Interface by which the process tracker learns of host processes.
 
-    call() and next_fd() take the host's pid, the others what number() made of it.
+    This base class reports no events; the Python API and tests use it. call() and next_fd() take pids of the
+    host. All other methods take and return pids of the guest, which number() gives.
     """
 
     def number(self, pid: int) -> int:
-        """The pid that a process of the host has in the guest."""
+        """Return the guest's pid of a host process."""
         return pid
 
     def host_pid(self, number: int) -> int:
-        """The way back."""
+        """Return the host's pid of a process with this pid in the guest."""
         return number
 
     def parent(self, number: int) -> int | None:  # noqa: ARG002
-        """Who has just forked the process, in the guest's pids, if forks() doesn't tell; None: nobody."""
+        """Return the pid of the process that forked this one, if forks() does not report it; else None."""
         return None
 
     def has_news(self) -> bool:
-        """Whether forks() or exited() may tell something; comm() is of today behind that."""
+        """Return True if forks() or exited() may report something.
+
+        comm() is up to date if the answer is False, or after forks() and exited() were called.
+        """
         return False
 
     def forks(self) -> list[Fork]:
-        """Processes forked since the last call, oldest first; threads are left out."""
+        """Return the processes forked since the last call, oldest first, without threads."""
         return []
 
     def exited(self) -> list[int]:
-        """Followed processes that have ended since the last call."""
+        """Return the followed processes that have ended since the last call."""
         return []
 
     def comm(self, pid: int) -> str | None:  # noqa: ARG002
-        """The process's name now, None when it has ended."""
+        """Return the current name of the process, or None if it has ended."""
         return None
 
     def follow(self, pid: int) -> None:
-        """Report this process, or thread of one, in `exited` once it has ended."""
+        """Let exited() report this process or thread when it has ended."""
 
     def pinned_to(self, pid: int) -> int | None:  # noqa: ARG002
-        """The one CPU of several that the process may run on, None if it has more."""
+        """Return the CPU that the process is pinned to; None if it may run on several or the host has one."""
         return None
 
     def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
-        """The system call in which it waits for us, None where that can't be known."""
+        """Return the system call in which the process waits for kprobefs, or None if it is unknown."""
         return None
 
     def next_fd(self, pid: int) -> int | None:  # noqa: ARG002
-        """The descriptor that its open(2) will return, None where that can't be known."""
+        """Return the descriptor that the process's open(2) will return, or None if it is unknown."""
         return None
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Close all files."""
 
 
 class HostProcesses(ProcessWatch):
-    """Watches the host: one epoll call a look where its kernel tells of changes, else reads of /proc."""
+    """Watches the host's processes.
+
+    If the host's kernel reports events, a look without news costs one epoll call; else it reads /proc.
+    """
 
     def __init__(self, *, sees_forks: bool = True) -> None:
-        """`sees_forks`: forks() is called."""
+        """`sees_forks` is True if forks() will be called."""
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         self._seen = b""
         self._last_pid = self._read_last_pid()
@@ -116,31 +130,32 @@ class HostProcesses(ProcessWatch):
         self._comms: OrderedDict[int, int] = OrderedDict()
         self._lost: list[int] = []
         self._fork_events = _fork_events() if sees_forks else None
-        self._is_told = self._fork_events is not None
-        """Nothing new is what it says by saying nothing."""
+        self._relies_on_events = self._fork_events is not None
+        """Whether the host's kernel reports all events, so that no event means no change."""
         if self._fork_events is not None:
             self._epoll.register(self._fork_events.fileno(), select.EPOLLIN)
         self._next_check = 0.0
-        self._untold = 0
+        self._looks_without_event = 0
+        """Successive looks that found new pids without any event."""
         self._names: dict[int, str] = {}
-        """Of those that are followed, as long as no change is told."""
+        """Pid of a followed process -> its name, until an event reports a change."""
         self._parents: dict[int, int] = {}
-        """As the host's kernel told, of processes that are still to be looked at."""
+        """Pid of a process that is still to be looked at -> its parent, as an event reported it."""
         self._beginning: dict[int, float] = {}
-        """New pids of which it hasn't told, and that nobody has: until when they may be processes to come."""
+        """New pid without an event or a process -> time until which its process may still appear."""
         self._families = Families()
-        """Of clients, on a host that tells of no forks."""
+        """Families of clients; used on hosts that report no forks."""
 
     def _read_last_pid(self) -> int:
         return int(os.pread(self._loadavg, 64, 0).rsplit(None, 1)[-1])
 
     def has_news(self) -> bool:
-        if not self._is_told or self._lost or self._epoll.poll(0):
+        if not self._relies_on_events or self._lost or self._epoll.poll(0):
             return True
         return monotonic() >= self._next_check
 
-    def _hear(self, events: ForkEvents) -> bool:
-        """Take in what was told; whether anything was."""
+    def _take_events(self, events: ForkEvents) -> bool:
+        """Process the events that have arrived; return True if there were any."""
         parents, named = events.take()
         self._parents.update(parents)
         if named is None:
@@ -149,19 +164,19 @@ class HostProcesses(ProcessWatch):
         for pid in named:
             self._names.pop(pid, None)
         if named:
-            self._is_told = True
-            self._untold = 0
+            self._relies_on_events = True
+            self._looks_without_event = 0
         return bool(named)
 
-    def _check(self, *, was_told: bool) -> None:
-        """There are new pids; whether what is told can be relied on, or each look has to be one at /proc."""
-        self._untold = 0 if was_told else self._untold + 1
-        if self._untold >= _UNTOLD:
-            self._is_told = False
+    def _check(self, *, had_events: bool) -> None:
+        """Decide after new pids were found whether events can be relied on, or each look must read /proc."""
+        self._looks_without_event = 0 if had_events else self._looks_without_event + 1
+        if self._looks_without_event >= _MAX_LOOKS_WITHOUT_EVENT:
+            self._relies_on_events = False
             self._names.clear()
 
     def forks(self) -> list[Fork]:
-        was_told = self._fork_events is not None and self._hear(self._fork_events)
+        had_events = self._fork_events is not None and self._take_events(self._fork_events)
         self._next_check = monotonic() + _CHECK
         seen = os.pread(self._loadavg, 64, 0)
         if seen == self._seen and not self._beginning:
@@ -174,7 +189,7 @@ class HostProcesses(ProcessWatch):
         latest = pids[-MAX_FORKS_PER_LOOK:]
         self._last_pid = last
         if self._fork_events is not None and pids:
-            self._check(was_told=self._hear(self._fork_events) or was_told)
+            self._check(had_events=self._take_events(self._fork_events) or had_events)
         found = self._looked_at([*self._beginning, *latest])
         self._parents = {pid: parent for pid, parent in self._parents.items() if pid > last}
         if self._fork_events is None:
@@ -182,7 +197,7 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _looked_at(self, pids: list[int]) -> list[Fork]:
-        """Which of them are processes; those that may only be about to be are looked at the next time."""
+        """Return forks of the pids that are processes; keep a pid whose process may still appear."""
         now = monotonic()
         before = self._beginning
         self._beginning = {}
@@ -199,9 +214,10 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _forked_unseen(self, found: list[Fork], *, is_all: bool) -> list[Fork]:
-        """With the one parent that can be told by what clients have waited for.
+        """Return `found`, with the parent of an ended process if the families of clients reveal it.
 
-        If one process alone has come and gone, it is what a client has waited for that had none before.
+        If exactly one process has ended unseen and exactly one client has waited for a new child, the client
+        is its parent. `is_all` is True if `found` has all processes that were forked since the last look.
         """
         waited = self._families.who_waited()
         gone = [fork for fork in found if not fork.alive and fork.parent is None]
@@ -221,7 +237,7 @@ class HostProcesses(ProcessWatch):
         uid = int(known["Uid"].split()[0])
         gid = int(known["Gid"].split()[0])
         alive = not known["State"].startswith(("Z", "X"))
-        # Whoever lost its parent is init's child, and so says nothing.
+        # A process whose parent has ended is a child of init, so pid 1 reveals nothing.
         if parent is None and (claimed := int(known["PPid"])) > 1:
             parent = claimed
         return Fork(pid, parent, known["Name"], uid, gid, alive)
@@ -229,7 +245,7 @@ class HostProcesses(ProcessWatch):
     def follow(self, pid: int) -> None:
         if pid in self._pidfds:
             return
-        # It has ended meanwhile, or there are too many to follow: better no task than one for ever.
+        # If the process cannot be followed, report it as ended: its task would otherwise exist for ever.
         try:
             fd = _open_pidfd(pid)
         except OSError:
@@ -241,7 +257,8 @@ class HostProcesses(ProcessWatch):
             os.close(fd)
             self._lost.append(pid)
             return
-        self._pidfds[pid], self._pid_of[fd] = fd, pid
+        self._pidfds[pid] = fd
+        self._pid_of[fd] = pid
 
     def exited(self) -> list[int]:
         events = self._epoll.poll(0)
@@ -267,12 +284,15 @@ class HostProcesses(ProcessWatch):
             os.close(comm)
 
     def comm(self, pid: int) -> str | None:
-        """See ProcessWatch. An open file a process makes a look 1 us."""
+        """Return the current name of the process, or None if it has ended.
+
+        With one open file for each process, a look takes 1 us.
+        """
         name = self._names.get(pid)
         if name is not None:
             return name
         name = self._look_at_comm(pid)
-        if name is not None and self._is_told and pid in self._pidfds:
+        if name is not None and self._relies_on_events and pid in self._pidfds:
             self._names[pid] = name
         return name
 
@@ -284,7 +304,7 @@ class HostProcesses(ProcessWatch):
             if fd is not None:
                 return _comm(os.pread(fd, 16, 0))
         except OSError:
-            # It has ended; another one may have its number by now.
+            # The process has ended, and another process may have its pid already.
             os.close(self._comms.pop(pid))
         try:
             return _comm(os.pread(self._open_comm(pid), 16, 0))
@@ -306,7 +326,10 @@ class HostProcesses(ProcessWatch):
         return min(allowed) if len(allowed) == 1 < self._cpus else None
 
     def call(self, pid: int, uid: int) -> ClientCall | None:
-        """See client_call(). Not of others: who reads memory that they made can be kept waiting for ever."""
+        """Return client_call() for processes of root and of this process's user, and None for others.
+
+        Hazard: reading memory of another user's process can block for ever.
+        """
         return client_call(pid) if uid in (0, self._uid) else None
 
     def next_fd(self, pid: int) -> int | None:
@@ -328,20 +351,23 @@ def _fork_events() -> ForkEvents | None:
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent of a process of the host, or of the process that a thread belongs to."""
+    """Return the parent of a host process, or of the process that a thread belongs to."""
     claimed = fields(read(f"/proc/{pid}/status") or "").get("PPid")
     return None if claimed is None else int(claimed)
 
 
 def _pids_between(before: int, last: int, pid_max: int) -> Iterator[int]:
-    """The pids after `before` up to `last`; the counter may have wrapped at `pid_max`."""
+    """Return the pids after `before` up to `last`; the counter may have wrapped at `pid_max`."""
     if last >= before:
         return iter(range(before + 1, last + 1))
     return iter([*range(before + 1, pid_max), *range(300, last + 1)])
 
 
 def _open_pidfd(pid: int) -> int:
-    """A pidfd of a process, or of a thread: FUSE tells who of them asks. Raises: OSError."""
+    """Return a pidfd of a process or of a thread, since FUSE reports the thread that makes a request.
+
+    Raises: OSError.
+    """
     try:
         return os.pidfd_open(pid)
     except OSError as error:
@@ -352,7 +378,7 @@ def _open_pidfd(pid: int) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # An older kernel: a thread's end is only seen with its process's.
+    # On an older kernel, a thread's end is noticed only when its process ends.
     leader = fields(read(f"/proc/{pid}/status") or "").get("Tgid", "")
     if not leader:
         raise ProcessLookupError(errno.ESRCH, "the thread has ended")

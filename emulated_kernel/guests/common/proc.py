@@ -1,4 +1,4 @@
-"""Files of the host's /proc, of processes that may end at any time."""
+"""Reading the host's /proc, whose processes may end at any time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def read(path: str) -> str | None:
-    """A file's text; None where there is none any more, or it isn't ours to read."""
+    """Return the text of a file, or None if the file is gone or unreadable."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
@@ -15,11 +15,14 @@ def read(path: str) -> str | None:
 
 
 def fields(status: str) -> dict[str, str]:
-    """The lines of a /proc/PID/status; the name comes first, so that none in it hides another."""
+    """Return the lines of a /proc/PID/status as field -> value.
+
+    The process's name comes first, so a field that the name imitates is overwritten by the real one.
+    """
     return dict(line.split(":\t", 1) for line in status.split("\n") if ":\t" in line)
 
 
 def is_dying(thread: int) -> bool:
-    """Whether a thread of the host is killed: it waits for its request alone, and no signal wakes it."""
+    """Return True if SIGKILL is pending for a host thread: it waits only for its request to end."""
     pending = fields(read(f"/proc/{thread}/status") or "").get("SigPnd", "0")
     return bool(int(pending, 16) >> signal.SIGKILL - 1 & 1)

@@ -1,4 +1,4 @@
-"""Which program a process of the host has become: the arguments of the guest's execve()."""
+"""Programs of host processes: the paths that the guest's execve() gets as arguments."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ _ENTRY = Struct("@LL")
 _AT_EXECFN = 31
 _AUXV_MAX = 4096
 _ARGUMENTS = 2
-"""A script's name is the second, behind its interpreter's."""
+"""Arguments of a command line that may name the program; a script's name follows its interpreter's."""
 
 
 def program_of(pid: int, comm: str) -> str | None:
-    """The path of the program whose execve() gave the process this name.
+    """Return the path of the program whose execve() gave the process the name `comm`.
 
-    None where there is none to be found: the process named itself, or has ended.
+    Return None if there is no such path, because the process set its own name or has ended.
     """
     return next((path for path in _candidates(pid) if _is_named(path, comm)), None)
 
 
 def _executed(pid: int) -> list[str]:
-    """What execve() was given, whatever links it goes through: AT_EXECFN of what it left on the stack.
+    """Return the path that was passed to execve(), links unresolved: AT_EXECFN of the auxiliary vector.
 
-    Nothing of other users' processes: who reads their memory can be kept waiting by it. Raises: OSError.
+    Return [] for processes of other users than root and this process's own. Raises: OSError.
+    Hazard: reading memory of another user's process can block for ever.
     """
     if os.stat(f"/proc/{pid}").st_uid not in (0, os.geteuid()):
         return []
@@ -41,12 +42,14 @@ def _executed(pid: int) -> list[str]:
 
 
 def _candidates(pid: int) -> list[str]:
+    """Return the paths that may name the program, the most certain one first."""
     with suppress(OSError, OverflowError):
         return _executed(pid) + _started(pid)
     return _started(pid)
 
 
 def _started(pid: int) -> list[str]:
+    """Return the target of /proc/PID/exe and the first words of the command line."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(2 * PATH_MAX).split(b"\0")[:_ARGUMENTS]

@@ -1,4 +1,4 @@
-"""When delayed work is due: the guest's clock, and in virtual time the requests that come in."""
+"""RequestClock: decides when delayed work is due, by the guest's clock and the number of requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
-"""Seconds without a request from which on the virtual clock counts the pause as long as it was."""
+"""Shortest time in seconds between two requests that a virtual clock counts at its real length."""
 
 
 class RequestClock:
-    """Jiffies as delayed work counts them.
+    """Counts the jiffies that decide when delayed work is due.
 
-    A virtual clock hardly moves between two commands of a shell. So there each request counts a jiffy, the
-    same in each run of a script; and a pause between requests counts as long as it was.
+    A virtual clock hardly advances between two commands of a shell. With such a clock each request counts
+    as one jiffy, so every run of a script counts the same. Pauses between requests count at full length.
     """
 
     def __init__(
@@ -35,7 +35,10 @@ class RequestClock:
         return self._clock.now_ns() // NSEC_PER_JIFFY + self._extra
 
     def count_request(self, *, by_program: bool = False) -> None:
-        """A request of a process of the host; how long the program itself paused is its own affair."""
+        """Count a request of a host process.
+
+        `by_program`: the request comes from the Python API; pauses before such requests do not count.
+        """
         self._extra += self._clock.is_virtual
         if by_program:
             return
@@ -47,7 +50,7 @@ class RequestClock:
 
 
 class RequestObserver(TaskObserver):
-    """What each request begins with: it counts for the clock, and delayed work that is due is done."""
+    """Counts every request for the clock when it begins, and does the delayed work that is due."""
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
         self._clock = clock
@@ -55,7 +58,7 @@ class RequestObserver(TaskObserver):
         self._delayed = [kprobes.garbage.work, *([] if optimizer is None else [optimizer.work])]
 
     def request_begins(self, *, by_program: bool = False) -> None:
-        """See TaskEvents; `by_program`: the program itself makes the request."""
+        """Count a request and do the work that is due; `by_program`: it comes from the Python API."""
         self._clock.count_request(by_program=by_program)
         for work in self._delayed:
             if work.due is not None:

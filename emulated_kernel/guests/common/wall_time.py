@@ -1,4 +1,4 @@
-"""Times of the guest's files as wall time, though the guest's own clock may be virtual and start at 0."""
+"""WallTime: converts times of the guest's files to wall time; the guest's own clock may be virtual."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from collections.abc import Callable
 from time import time_ns
 
 GRANULARITY_NS = 1_000_000
-"""How far what is shown may be behind the wall clock, in nanoseconds."""
+"""Limit in nanoseconds of the difference by which a file's time may be earlier than the wall clock."""
 MAX_MOMENTS = 1 << 16
-"""Beyond this many, every other one is forgotten."""
+"""Maximum number of moments that are remembered; if there are more, every other one is forgotten."""
 EXPLICIT_NS = (1 << 33) * 1_000_000_000
-"""Added to times that a process set: which distinguishes them from the clock's; nanoseconds."""
+"""Nanoseconds added to times that a process sets, to distinguish them from times of the guest's clock."""
 _LATEST_CLOCK = EXPLICIT_NS // 2 - 1
-"""What the guest's clock says at most."""
+"""Latest time of the guest's clock in nanoseconds; later ones are treated as this one."""
 LATEST_NS = ((1 << 63) - 1) * 1_000_000_000
-"""The guest counts seconds in 64 bits."""
+"""Latest time that the guest can store, in nanoseconds; it counts seconds in 64 bits."""
 
 
 class WallTime:
-    """Remembers what the wall clock said at moments of the guest's time.
+    """Remembers which wall time belongs to moments of the guest's time.
 
-    So files show when they were written, while a guest that never sees the wall clock stays the same
-    from run to run. Times that utimensat(2) sets lie in a range of their own and are kept exactly.
+    Files show the wall time at which they were written. The guest itself never sees the wall clock, so it
+    behaves the same in every run. Times that utimensat(2) sets are in a separate range and are kept exactly.
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
-        """`now_ns`: the guest's time as its files get it, which never goes back; a wild one's is anything."""
+        """`now_ns` returns the guest's time as its files get it.
+
+        This time never goes back, but in a guest whose memory is corrupted it can have any value.
+        """
         self._guest_ns = now_ns
         self._guest = array("q", [0])
         self._wall = array("q", [time_ns() - min(self._guest_ns(), _LATEST_CLOCK)])
 
     def remember(self) -> None:
-        """Call it before the guest does something that it may note the time of."""
+        """Remember the current moment. Call it before the guest does anything that it may timestamp."""
         wall = time_ns()
         guest = min(self._guest_ns(), _LATEST_CLOCK)
-        # The guest's time may also be the faster one: files of a later moment mustn't look older.
+        # The guest's time may run faster than the wall clock. Files of a later moment must not look older.
         if 0 <= wall - self._wall[-1] - guest + self._guest[-1] < GRANULARITY_NS:
             return
         if guest == self._guest[-1]:
@@ -48,7 +51,7 @@ class WallTime:
             self._guest, self._wall = self._guest[::2], self._wall[::2]
 
     def to_wall(self, guest_ns: int) -> int:
-        """A file's time of the guest, in nanoseconds since the epoch."""
+        """Convert a guest's file time to nanoseconds since the epoch."""
         if guest_ns >= EXPLICIT_NS // 2:
             return guest_ns - EXPLICIT_NS
         at = max(bisect_right(self._guest, guest_ns) - 1, 0)
@@ -56,7 +59,7 @@ class WallTime:
 
     @staticmethod
     def to_guest(wall_ns: int) -> int:
-        """What the guest keeps for a time that a process sets, or the next one that it can keep.
+        """Return the guest's file time for a time that a process sets, limited to what the guest can store.
 
         Mirrors: fs/inode.c:timestamp_truncate (v6.1)
         """

@@ -74,7 +74,9 @@ def test_whose_descriptor_a_call_works_on() -> None:
 
 def test_what_the_host_has_seen_to_is_no_affair_of_the_guests() -> None:
     how = (os.O_RDWR | os.O_DIRECT).to_bytes(8, "little") + (0o644).to_bytes(8, "little") + b"\x08" + bytes(7)
-    assert module._seen_to(how) == os.O_RDWR.to_bytes(8, "little") + (0o644).to_bytes(8, "little") + bytes(8)
+    assert module._without_host_flags(how) == os.O_RDWR.to_bytes(8, "little") + (0o644).to_bytes(
+        8, "little"
+    ) + bytes(8)
 
 
 def test_a_string_that_ends_with_its_page() -> None:
@@ -89,9 +91,9 @@ def test_a_string_that_ends_with_its_page() -> None:
     libc.munmap(start + 4096, 4096)
     memory = os.open("/proc/self/mem", os.O_RDONLY)
     try:
-        assert module._behind(memory, start + 4096 - 4, None) == b"end"
-        assert module._behind(memory, 0, None) == b""
+        assert module._read_argument(memory, start + 4096 - 4, None) == b"end"
+        assert module._read_argument(memory, 0, None) == b""
         with pytest.raises(OSError, match="Input/output error"):
-            module._behind(memory, start + 4096, None)
+            module._read_argument(memory, start + 4096, None)
     finally:
         os.close(memory)

@@ -291,11 +291,11 @@ def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> 
     assert os.getpid() in watch._names
     events.take = lambda: ({}, set())  # type: ignore[method-assign]
     for _ in range(3):
-        assert watch._is_told
+        assert watch._relies_on_events
         with child():
             watch.forks()
     assert watch.has_news()
-    assert not watch._is_told
+    assert not watch._relies_on_events
     assert not watch._names
     watch.comm(os.getpid())
     assert not watch._names

@@ -1,5 +1,5 @@
-"""Host processes as guest tasks: who is a client, what it is called, where it stands.
+"""Host processes as guest tasks.
 
-`mirror.ProcessTracker` keeps the tasks, processes.py looks at /proc; its ProcessWatch is silent, for the
-API.
+`process_tracker.ProcessTracker` keeps a guest task for each host process. A ProcessWatch reports forks, exits
+and names of the host's processes; `isolated.IsolatedProcesses` is one that reports only the mount's clients.
 """

@@ -1,59 +1,61 @@
-"""IsolatedProcesses: the mount's clients alone, numbered as they come, whatever else happens on the host."""
+"""IsolatedProcesses: a watch that sees only the mount's clients, and numbers them in the order of arrival."""
 
 from __future__ import annotations
 
 from emulated_kernel.guests.common.host_processes import Fork, HostProcesses, parent_of
 
 FIRST_PID = 1000
-_ROOM = 1 << 21
-"""Pids that are given before they begin anew; those of the program's own tasks are above."""
+_PIDS = 1 << 21
+"""Number of pids that are assigned before they repeat; kprobefs's own tasks have higher pids."""
 
 
 class IsolatedProcesses(HostProcesses):
-    """What the guest sees follows from the clients' requests and their order.
+    """Makes the guest depend only on the clients' requests and their order.
 
-    A client that another one forked is its child, forked when its first request comes; a process that asks
-    for nothing isn't seen. A client's end is seen at the next request of anybody.
+    If a client was forked by another client, the guest sees that fork at the first request of the child. A
+    process that makes no request is not seen. A client's end is seen at the next request of any client.
     """
 
     def __init__(self) -> None:
         super().__init__(sees_forks=False)
         self._numbers: dict[int, int] = {}
+        """Pid on the host -> pid in the guest."""
         self._pids: dict[int, int] = {}
-        """The other way round."""
+        """Pid in the guest -> pid on the host."""
         self._next = FIRST_PID
 
     def number(self, pid: int) -> int:
-        """The next one that is free, if the process has none."""
+        """Return the guest's pid of a host process; assign the next free one if the process has none."""
         found = self._numbers.get(pid)
         if found is None:
             while self._next in self._pids:
                 self._advance()
-            found = self._numbers[pid] = self._next
+            found = self._next
+            self._numbers[pid] = found
             self._pids[found] = pid
             self._advance()
         return found
 
     def _advance(self) -> None:
-        self._next = FIRST_PID + (self._next + 1 - FIRST_PID) % _ROOM
+        self._next = FIRST_PID + (self._next + 1 - FIRST_PID) % _PIDS
 
     def host_pid(self, number: int) -> int:
         return self._pids.get(number, number)
 
     def parent(self, number: int) -> int | None:
-        """The client that forked this one, if it was one."""
+        """Return the guest's pid of the process that forked this one, if it is a client; else None."""
         parent = parent_of(self.host_pid(number))
         return None if parent is None else self._numbers.get(parent)
 
     def forks(self) -> list[Fork]:
-        """None are watched for."""
+        """Return [], since forks on the host are not watched."""
         return []
 
     def follow(self, pid: int) -> None:
         super().follow(self.host_pid(pid))
 
     def exited(self) -> list[int]:
-        """Clients that have ended, in the order in which they came: the host tells them in any."""
+        """Return the clients that have ended, sorted by pid, since the host reports them in any order."""
         ended = sorted(self._numbers.pop(pid) for pid in super().exited() if pid in self._numbers)
         for number in ended:
             del self._pids[number]

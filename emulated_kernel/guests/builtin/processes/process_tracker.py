@@ -1,4 +1,4 @@
-"""The mirror: for each host process that uses us, a guest task of the same pid, name and owner."""
+"""ProcessTracker: keeps a guest task of the same pid, name and owner for each host process."""
 
 from __future__ import annotations
 
@@ -18,69 +18,76 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
 
 FORK_FLAGS = 0x01200011
-"""CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID and SIGCHLD: what the C library's fork() passes to clone(2)."""
+"""Flags that the C library's fork() passes to clone(2): CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, SIGCHLD."""
 INIT_PID = 1
 PID_MAX = 4194304
-"""All pids are below. Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1)."""
+"""Upper bound of pids, exclusive. Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1)."""
 KTHREADD_PID = 2
 MAX_UNNAMED = 8
+"""Maximum number of newly forked tasks whose names are watched for an execve."""
 MAX_TASKS = 500
-"""Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
-UNRELATED_SHARE, UNRELATED_MOST = 0.25, 0.1
-"""Of the time, and CPU seconds of a request at most, for forks and exits of others than clients.
+"""Maximum number of tasks; above it, a task ends right after its fork, since tasks take guest memory."""
+UNRELATED_SHARE = 0.25
+"""Share of the time that the guest may spend on forks and exits of unrelated processes.
 
-Beyond it forks are left out, and exits wait.
+If it is used up, forks are left out, and exits wait.
 """
+UNRELATED_MOST = 0.1
+"""Maximum CPU seconds that forks and exits of unrelated processes may take in one request."""
 
 
 class ProcessTracker(TaskObserver):
     """Keeps the guest's tasks in step with the host's processes."""
 
     def __init__(
-        self, kernel: BuiltinKernel, executive: GuestRunner, watch: ProcessWatch, init: GuestTask
+        self, kernel: BuiltinKernel, runner: GuestRunner, watch: ProcessWatch, init: GuestTask
     ) -> None:
         self._kernel = kernel
         self._memory = kernel.machine.memory
-        self._executive = executive
-        self._events = executive.events
+        self._runner = runner
+        self._events = runner.events
         self._buffers = kernel.buffers
         self._cpus = kernel.machine.config.cpus
         self._watch = watch
         self.call_of = watch.call
-        """The system call in which a process waits for us, None where that can't be known."""
+        """Returns the system call in which a process waits for kprobefs; see ProcessWatch.call."""
         self.next_fd = watch.next_fd
-        """The descriptor that a process's open(2) will return, None where that can't be known."""
+        """Returns the descriptor that a process's open(2) will return; see ProcessWatch.next_fd."""
         self._nr = kernel.syscall_numbers
         self._own_pid = watch.number(os.getpid())
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
-        """Forked lately and named like their parents: most of them are about to run execve."""
+        """Tasks that were forked lately and have their parents' names; most will soon call execve(2)."""
         self._unnamed_until = 0.0
+        """Monotonic time until which names of `_unnamed` are watched."""
         self._clients: set[int] = set()
-        """Processes that have made a request."""
+        """Pids of the processes that have made a request."""
         self._ended: dict[int, None] = {}
-        """Processes whose tasks are still to exit."""
-        self._credit, self._credited = UNRELATED_MOST, monotonic()
-        """Seconds that strangers have left, and when more were last given to them."""
+        """Pids of the processes whose tasks must still exit, in the order of their ends."""
+        self._credit = UNRELATED_MOST
+        """CPU seconds that forks and exits of unrelated processes may still take."""
+        self._credited = monotonic()
+        """Monotonic time when `_credit` was last increased."""
         self._events.watch(self)
 
     def __iter__(self) -> Iterator[GuestTask]:
         return iter(self._by_pid.values())
 
     def died(self, pid: int) -> None:
-        """See TaskEvents."""
+        """Forget a task that has ended."""
         task = self._by_pid.pop(pid, None)
         self._clients.discard(pid)
         if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
     def task_of(self, pid: int, uid: int, gid: int) -> GuestTask:
-        """The task of the process that makes a request; what happened on the host before comes first.
+        """Return the task of the process that makes a request, after earlier events on the host are replayed.
 
-        A request without a process (the host kernel's own, pid 0) is init's, and so is one for whose
-        process the guest has no memory: files that free some must stay within reach. Raises: KernelError EIO
-        (the guest's own data lead nowhere).
+        Return init's task if the request has no process (pid 0: the host's kernel makes it). Also return it
+        if the guest lacks the memory for a task, since files that free memory must stay usable.
+
+        Raises: KernelError EIO (the guest's task list is corrupted).
         """
         for tell in self._events.request_begins:
             tell()
@@ -104,7 +111,7 @@ class ProcessTracker(TaskObserver):
         return task
 
     def _pin(self, task: GuestTask) -> None:
-        """A process that may run on one CPU of the host runs on one of the guest's: so it calls for it."""
+        """Pin a task to one of the guest's CPUs if its process is pinned to one host CPU; else unpin it."""
         pinned = self._watch.pinned_to(task.pid)
         cpu = None if pinned is None else pinned % self._cpus
         if cpu == task.cpu:
@@ -112,14 +119,15 @@ class ProcessTracker(TaskObserver):
         mask = (1 << self._cpus) - 1 if cpu is None else 1 << cpu
         with self._buffers.borrowed() as buffer:
             self._memory.write(buffer, mask.to_bytes(8, "little"))
-            self._executive.syscall(task, self._nr["sched_setaffinity"], 0, 8, buffer)
+            self._runner.syscall(task, self._nr["sched_setaffinity"], 0, 8, buffer)
         task.cpu = cpu
 
     def known(self, pid: int) -> GuestTask:
-        """The task that the process's last request was made by."""
+        """Return the task that made the last request of a process."""
         return self._by_pid.get(self._watch.number(pid), self.init) if pid > INIT_PID else self.init
 
     def _adopt_or_stand_in(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
+        """Return a new task for a process, or init's task if the guest lacks memory."""
         try:
             return self._adopt(pid, comm, uid, gid)
         except KernelError as error:
@@ -128,24 +136,31 @@ class ProcessTracker(TaskObserver):
             return self.init
 
     def worker(self) -> GuestTask:
-        """The daemon's own task, for calls that may kill it; then the next one takes its place."""
+        """Return the daemon's own task, in which calls run that may kill it; create it if there is none."""
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
 
     def resident(self, pid: int, comm: str) -> GuestTask:
-        """A task of the daemon's, of a pid that no process of the host has. Raises: KernelError ENOMEM."""
+        """Return the daemon's task of a pid that no host process has; create it if there is none.
+
+        Raises: KernelError ENOMEM.
+        """
         return self._by_pid.get(pid) or self._create(pid, comm, 0, 0)
 
     def unused_pid(self) -> int:
-        """The highest pid that no task has; a process of the host may get it as soon as it is given up."""
+        """Return the highest pid that no task has.
+
+        Hazard: a host process can have the same pid, so the task that gets it must end soon.
+        """
         pid = PID_MAX - 1
         while pid in self._by_pid:
             pid -= 1
         return pid
 
     def catch_up(self, client: int = 0) -> None:
-        """Let the guest see the forks and exits of host processes since the last request.
+        """Replay in the guest the forks and exits of host processes since the last request.
 
-        Those of clients all: strangers have a share of the time, where tracers make a fork take long.
+        All forks and exits of clients are replayed. Unrelated processes get only a share of the time, because
+        a fork can take long if it is traced.
         """
         forks: list[Fork] = []
         if self._watch.has_news():
@@ -163,14 +178,20 @@ class ProcessTracker(TaskObserver):
             self._look_for_execs()
 
     def _forks(self, forks: list[Fork], client: int, until: float) -> None:
-        """Of clients all, and those that led to this one."""
+        """Replay forks by clients, forks that led to this client, and until a deadline all other forks.
+
+        The deadline is a CPU time of the thread.
+        """
         ancestors = _ancestors(forks, client)
         for fork in forks:
             if thread_time() < until or fork.pid in ancestors or fork.parent in self._clients:
                 self._fork(fork)
 
     def _exits(self, client: int, until: float) -> None:
-        """Of clients all, and of whoever had the number of this one."""
+        """Replay exits of clients, the exit of a process with this client's pid, and others until a deadline.
+
+        The deadline is a CPU time of the thread.
+        """
         is_over = False
         for pid in list(self._ended):
             if not is_over or pid == client or pid in self._clients:
@@ -179,19 +200,22 @@ class ProcessTracker(TaskObserver):
                 is_over = thread_time() > until
 
     def _look_for_execs(self) -> None:
-        """Reading a name costs a microsecond a task: a task that has kept its name for long is left out."""
+        """Rename new tasks whose processes have called execve(2) since their fork.
+
+        Reading a name takes 1 us, so only tasks forked within EXEC_WITHIN seconds are checked.
+        """
         if monotonic() > self._unnamed_until:
             self._unnamed.clear()
         for task in list(self._unnamed):
             self._set_comm(task, self._watch.comm(task.pid))
 
     def _fork(self, fork: Fork) -> None:
-        """A host fork becomes kernel_clone in the parent's task; one whose parent isn't known isn't told."""
+        """Replay a host fork as kernel_clone in the parent's task; ignore it if the parent is unknown."""
         parent = self._parent(fork)
         if fork.pid in self._by_pid or parent is None:
             return
         if parent in self._unnamed and fork.comm != parent.comm:
-            # A shell that was just executed: what it forked came after that.
+            # The parent is a shell that was executed before it forked.
             self._set_comm(parent, self._watch.comm(parent.pid))
         child = self.clone(parent, fork.pid)
         if child is None:
@@ -206,36 +230,39 @@ class ProcessTracker(TaskObserver):
         self._set_comm(child, fork.comm)
 
     def clone(self, parent: GuestTask, pid: int) -> GuestTask | None:
-        """kernel_clone in a task; the child of that pid, None where there was none.
+        """Let a task fork a child with this pid; return the child's task, or None if the fork has failed.
 
         Raises: KernelError EIO.
         """
         self._kernel.set_field(parent.addr, "host_clone_pid", pid)
-        if self._executive.syscall(parent, self._nr["clone"], FORK_FLAGS, 0, 0, 0, 0) != pid:
+        if self._runner.syscall(parent, self._nr["clone"], FORK_FLAGS, 0, 0, 0, 0) != pid:
             return None
         found = self._kernel.find_task(pid)
         child = GuestTask(pid, found, parent.comm, parent.uid, parent.gid, parent.cpu)
-        self._executive.add(child)
+        self._runner.add(child)
         self._by_pid[pid] = child
         for tell in self._events.forked:
             tell(parent.pid, pid)
         return child
 
     def _parent(self, fork: Fork) -> GuestTask | None:
-        """The task to fork in; None where it has ended or can't be told."""
+        """Return the task that must fork, or None if it is unknown, has ended or is in a system call."""
         if fork.parent is None:
             return None
         parent = self._by_pid.get(fork.parent) or self._bystander(fork.parent, fork)
-        # A parent that sleeps in a blocking read: on the host another thread of it forked.
+        # If the parent sleeps in a blocking read, another thread of its process has forked.
         return None if parent is None or parent.request is not None else parent
 
     def _bystander(self, pid: int, fork: Fork) -> GuestTask | None:
-        """A process that forked, and that was no client so far; its owner is taken from the child."""
+        """Return a new task for an unrelated process that has forked; its owner is taken from the child."""
         comm = self._watch.comm(pid) if pid > KTHREADD_PID else None
         return None if comm is None else self._adopt_or_stand_in(pid, comm, fork.uid, fork.gid)
 
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
-        """A process first seen at its request: a task without a fork, where that lies in the past."""
+        """Return a new task for a process that is first seen at its request.
+
+        The parent's task forks it, if the parent is known. If not, the task is created without a fork.
+        """
         parent = self._by_pid.get(self._watch.parent(pid) or 0)
         task = None if parent is None or parent.request is not None else self.clone(parent, pid)
         if task is None:
@@ -250,22 +277,25 @@ class ProcessTracker(TaskObserver):
         with self._buffers.borrowed() as name:
             self._memory.write(name, _comm_bytes(comm))
             number = self._nr["host_task_create"]
-            addr = self._executive.syscall(self.init, number, pid, INIT_PID, name, uid, gid)
+            addr = self._runner.syscall(self.init, number, pid, INIT_PID, name, uid, gid)
         addr = check(addr, self._memory.word_size)
         task = GuestTask(pid, addr, comm, uid, gid)
-        self._executive.add(task)
+        self._runner.add(task)
         self._by_pid[pid] = task
         return task
 
     def _set_owner(self, task: GuestTask, uid: int, gid: int) -> None:
-        """The process took another identity, as it may after a fork."""
+        """Set the task's user and group if the process has changed them."""
         if (uid, gid) != (task.uid, task.gid):
             self._kernel.set_owner(task.addr, uid, gid)
             task.uid = uid
             task.gid = gid
 
     def _set_comm(self, task: GuestTask, comm: str | None) -> None:
-        """The process ran execve, or named itself anew; one that sleeps in a call keeps its name."""
+        """Rename a task whose process has called execve(2) or has changed its name.
+
+        A task that sleeps in a system call keeps its name.
+        """
         if not comm or comm == task.comm or task.request is not None:
             return
         if task in self._unnamed:
@@ -274,34 +304,34 @@ class ProcessTracker(TaskObserver):
         with self._buffers.borrowed() as name:
             if program is not None:
                 self._memory.write(name, os.fsencode(program) + b"\0")
-                self._executive.syscall(task, self._nr["execve"], name, 0, 0)
+                self._runner.syscall(task, self._nr["execve"], name, 0, 0)
             else:
                 self._memory.write(name, _comm_bytes(comm))
-                self._executive.syscall(task, self._nr["host_set_comm"], 0, name)
+                self._runner.syscall(task, self._nr["host_set_comm"], 0, name)
         task.comm = comm
 
     def exit(self, pid: int) -> None:
-        """A host process ended: its task runs do_exit."""
+        """Let the task of a host process that has ended run do_exit."""
         task = self._by_pid.get(pid)
         if task is None or task is self.init:
             return
-        self._executive.exit(task, self._nr["exit_group"])
+        self._runner.exit(task, self._nr["exit_group"])
         self.died(pid)
         for tell in self._events.exited:
             tell(pid)
 
 
 def _ancestors(forks: Sequence[Fork], pid: int) -> set[int]:
-    """A process and those that it comes from, as far as these forks tell."""
+    """Return the pids of a process and of its ancestors, as far as these forks show them."""
     parents = {fork.pid: fork.parent for fork in forks}
     found: set[int] = set()
-    each: int | None = pid
-    while each is not None and each not in found:
-        found.add(each)
-        each = parents.get(each)
+    ancestor: int | None = pid
+    while ancestor is not None and ancestor not in found:
+        found.add(ancestor)
+        ancestor = parents.get(ancestor)
     return found
 
 
 def _comm_bytes(comm: str) -> bytes:
-    """A name as task_struct.comm holds it: 15 bytes of any kind, and a NUL."""
+    """Return a name as task_struct.comm holds it: at most 15 bytes and a NUL."""
     return comm.encode("utf-8", "surrogateescape")[:15] + b"\0"

@@ -1,4 +1,4 @@
-"""What the guest's own structures say, read while it stands still: log, tasks, CPUs, memory, modules.
+"""Readers of the guest's data structures: log, tasks, CPUs, memory, modules.
 
-Each reader knows the layouts of our kernel's ABI table; BuiltinKernel is who asks them.
+They read the memory of a stopped guest, by the layouts of its ABI table. BuiltinKernel calls them.
 """

@@ -1,4 +1,4 @@
-"""The kernel log, read out of the guest's memory."""
+"""Reader of the kernel log in the guest's memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _RECORD = struct.Struct("<QQHHB3x")
 
 
 def read_log(memory: Memory, symbols: Kallsyms) -> Iterator[Message]:
-    """All messages that the ring still holds, oldest first; up to one that the guest has overwritten.
+    """Yield the messages of the log's ring, oldest first; stop at a record that the guest has corrupted.
 
-    Raises: MemoryFault (the guest has corrupted the variables).
+    Raises: MemoryFault (the guest has corrupted the log's variables).
     """
-    at = {name: symbols.lookup_name(name) or 0 for name in _VARIABLES}
-    buffer = at["__log_buf"]
-    index = memory.read_u32(at["log_first_idx"])
-    for expected in range(memory.read_u64(at["log_first_seq"]), memory.read_u64(at["log_next_seq"])):
+    variables = {name: symbols.lookup_name(name) or 0 for name in _VARIABLES}
+    buffer = variables["__log_buf"]
+    index = memory.read_u32(variables["log_first_idx"])
+    first = memory.read_u64(variables["log_first_seq"])
+    for expected in range(first, memory.read_u64(variables["log_next_seq"])):
         sequence, time_ns, size, length, level = _RECORD.unpack(memory.read(buffer + index, _RECORD.size))
         if not size:
             index = 0

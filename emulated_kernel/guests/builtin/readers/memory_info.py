@@ -10,13 +10,16 @@ from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.util.abi import PAGE_SIZE
 
 _MAX_CACHES = 1 << 12
-"""Where a corrupted list is given up."""
+"""Maximum number of list entries that are read; a longer list is corrupted."""
 _MAX_ORDER = 63
 _MAX_NAME = 64
 
 
 def read_memory(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> MemoryInfo:
-    """The counters of a guest that stands still. Raises: MemoryFault (it has corrupted its lists)."""
+    """Return the memory counters of a stopped guest.
+
+    Raises: MemoryFault (the guest has corrupted its lists).
+    """
     zone = address_of(symbols, "contig_zone")
     word = memory.read_word
     u32 = memory.read_u32
@@ -31,7 +34,7 @@ def read_memory(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Me
 
 
 def read_slabs(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[SlabCache]:
-    """All slab caches, oldest first. Raises: MemoryFault."""
+    """Yield all slab caches, oldest first. Raises: MemoryFault (the guest has corrupted its lists)."""
     head = address_of(symbols, "slab_caches")
     word = memory.read_word
     entry = word(head)
@@ -41,7 +44,7 @@ def read_slabs(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Ite
         cache = entry - abi["kmem_cache.list"]
         name = memory.read_cstring(word(cache + abi["kmem_cache.name"]), _MAX_NAME)
         slabs = word(cache + abi["kmem_cache.nr_slabs"])
-        # A guest that has written over it must not make a number of half a gigabyte.
+        # Hazard: a shift by a corrupted order could give a number of half a gigabyte.
         order = min(memory.read_u32(cache + abi["kmem_cache.order"]), _MAX_ORDER)
         objects = word(cache + abi["kmem_cache.nr_objects"])
         yield SlabCache(name.decode("ascii", "replace"), objects, pages=slabs << order)

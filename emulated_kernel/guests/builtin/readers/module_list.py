@@ -1,4 +1,4 @@
-"""The guest's modules, read out of its memory: the list of them, and one with all its tables."""
+"""Reader of the guest's modules: the list of loaded ones, and all tables of one module."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.util.abi import ModuleState
 
 TEXT, DATA, INIT_TEXT, INIT_DATA = range(4)
-"""enum mod_mem_type."""
+"""Values of enum mod_mem_type."""
 REF_BASE = 1
-"""What a module's refcount holds beside its users."""
+"""Value of a module's refcount if the module has no users."""
 _MAX_MODULES = 1 << 12
-"""Where a corrupted list is given up."""
+"""Maximum number of modules that are read; a longer list is corrupted."""
 _NAME_SIZE = 56
 _STATES = {ModuleState.COMING: "Loading", ModuleState.GOING: "Unloading"}
 _SYMBOLS = {8: struct.Struct("<IBBHQQ"), 4: struct.Struct("<IIIBBH")}
-"""Elf_Sym by the size of a word."""
+"""Bytes of a machine word -> layout of Elf_Sym."""
 
 
 class ModuleReader:
-    """Reads struct module as the guest's ABI table lays it out.
+    """Reads each struct module by the layout of the guest's ABI table.
 
-    Raises: MemoryFault (in all methods: the guest has corrupted it).
+    Raises: MemoryFault (by all methods: the guest has corrupted its modules).
     """
 
     def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> None:
@@ -41,7 +41,7 @@ class ModuleReader:
         self._word_size = memory.word_size
 
     def modules(self) -> Iterator[ModuleInfo]:
-        """The modules, newest first, but those that are in pieces."""
+        """Yield the modules, newest first, except unformed ones."""
         link = self._abi["module.list"]
         for entry in self._entries(self._head):
             module = entry - link
@@ -50,12 +50,12 @@ class ModuleReader:
                 yield self._info(module, ModuleState(state))
 
     def name(self, module: int) -> str:
-        """A module's name."""
+        """Return the name of the module whose struct module is at address `module`."""
         raw = self._memory.read(module + self._abi["module.name"], _NAME_SIZE)
         return raw.split(b"\0", 1)[0].decode("ascii", "replace")
 
     def read(self, module: int) -> Module:
-        """All of a module that is coming."""
+        """Return all tables and contents of a module in the state COMING, given its address."""
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
         symbols = tuple(self._symbols(module, parts))
         return Module(
@@ -74,7 +74,9 @@ class ModuleReader:
         )
 
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
-        return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.start}
+        """Return address -> content, for each part of a module that exists."""
+        present = [part for part in parts if part.start]
+        return {part.start: self._memory.read(part.start, part.end - part.start) for part in present}
 
     def _info(self, module: int, state: ModuleState) -> ModuleInfo:
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
@@ -105,7 +107,7 @@ class ModuleReader:
         return Range(base, base + self._word(memory + self._abi["module_memory.size"]))
 
     def _symbols(self, module: int, parts: list[Range]) -> Iterator[Symbol]:
-        """Those with an address in the module; each reaches up to the next one or the end of its part."""
+        """Yield the symbols in a module's parts; each ends at the next symbol or at the end of its part."""
         table = self._word(module + self._abi["module.kallsyms"])
         count = self._u32(table, "mod_kallsyms.num_symtab")
         letters = self._memory.read(self._word(table + self._abi["mod_kallsyms.typetab"]), count)
@@ -122,7 +124,7 @@ class ModuleReader:
             yield Symbol(name, address, shown, min(following.get(address, end), end) - address)
 
     def _named(self, table: int, count: int) -> Iterator[tuple[str, int]]:
-        """Name and value of each entry of a symbol table."""
+        """Yield the name and value of each entry of a symbol table."""
         entry = _SYMBOLS[self._word_size]
         raw = self._memory.read(self._word(table + self._abi["mod_kallsyms.symtab"]), count * entry.size)
         strings = self._word(table + self._abi["mod_kallsyms.strtab"])
@@ -131,7 +133,10 @@ class ModuleReader:
             yield name, fields[4] if self._word_size == 8 else fields[1]
 
     def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
-        """Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)."""
+        """Yield the ranges of a module where probes are forbidden.
+
+        Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1).
+        """
         functions = {symbol.address: symbol for symbol in reversed(symbols)}
         for address in self._words(module, "kprobe_blacklist"):
             symbol = functions.get(address)
@@ -145,10 +150,14 @@ class ModuleReader:
                     yield BlacklistEntry(address, address + symbol.size, symbol.name)
 
     def _words(self, module: int, name: str) -> tuple[int, ...]:
+        """Return a table of machine words, by the name of its field in struct module."""
         return text_tables.words(self._table(module, name, self._word_size)[1], self._word_size)
 
     def _table(self, module: int, name: str, entry: int, counted: str | None = None) -> tuple[int, bytes]:
-        """Address and contents of one with entries of so many bytes; nothing where there is none."""
+        """Return the address and content of a table whose entries have `entry` bytes; empty if there is none.
+
+        `name` is its field in struct module, and `counted` names the field of its length after "num_".
+        """
         table = self._word(module + self._abi[f"module.{name}"])
         count = self._word(module + self._abi[f"module.num_{counted or name}"]) if table else 0
         return table, self._memory.read(table, count * entry)

@@ -1,4 +1,4 @@
-"""Quiescence: whether any CPU or task stands, or will come back, in text that is to be patched."""
+"""StackScanner: finds text that a CPU executes or a task will return to, which must not be patched yet."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 
 
 class StackScanner:
-    """Looks for addresses in the CPUs' registers and on the live stacks of all tasks.
+    """Searches the CPUs' registers and the live stacks of all tasks for addresses.
 
-    An interrupted task's pt_regs holds its ip. A word that only looks like an address counts too. Linux waits
-    until each task has switched by its own will, since it can't look. The guest must be stopped.
-    Mirrors: synchronize_rcu_tasks (v6.1).
+    It also finds the ip of an interrupted task, which is in pt_regs on its stack. A word that only looks like
+    an address counts too. The guest must be stopped. Linux: it cannot scan stacks and waits until each task
+    has switched voluntarily. Mirrors: synchronize_rcu_tasks (v6.1).
     """
 
     def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int], cpus: Machine) -> None:
@@ -30,9 +30,9 @@ class StackScanner:
         self._size = abi["thread.size"]
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Which of the disjoint ranges hold the value of a CPU's register or a word of a task's stack.
+        """Return the ranges that contain the value of a CPU's register or of a word on a task's stack.
 
-        All, where the guest's own data lead nowhere.
+        `spans` are disjoint. If the guest has corrupted its data, return all of them.
         """
         try:
             return set(self._met(spans))
@@ -40,6 +40,7 @@ class StackScanner:
             return set(spans)
 
     def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield a range for each register or word of a stack that points into it."""
         if not spans:
             return
         wanted = AddressRanges(spans)
@@ -54,6 +55,7 @@ class StackScanner:
                         yield span
 
     def _stacks(self, positions: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+        """Yield the live words of each stack; `positions` has (ip, sp) of each CPU."""
         read_word = self._memory.read_word
         abi = self._abi
         running = {}
@@ -67,11 +69,11 @@ class StackScanner:
         for task in tasks:
             base = read_word(task + abi["task_struct.stack"])
             sp = running.get(task, read_word(task + abi["task_struct.sp"]))
-            # Of a CPU that stands on its interrupt stack it is not known where it left the task's.
+            # If the CPU is on its interrupt stack, sp on the task's stack is unknown: scan all of that stack.
             yield from self._part(base, sp if base <= sp <= base + self._size else base)
 
     def _part(self, base: int, sp: int) -> Iterator[tuple[int, ...]]:
-        """The words from `sp` to the top of a stack; none if it points elsewhere, or the stack is gone."""
+        """Yield the words from `sp` to the top of the stack at `base`; nothing if sp is not on that stack."""
         size = base + self._size - sp
         if base and 0 < size <= self._size:
             word = self._memory.word_size

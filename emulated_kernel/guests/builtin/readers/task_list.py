@@ -1,4 +1,4 @@
-"""The guest's tasks, read by walking its task list, and its CPUs, from their per-CPU areas."""
+"""Reader of the guest's task list and of its CPUs' per-CPU areas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from emulated_kernel.machine.memory.memory import Memory
 _LETTERS = {0: "R", 1: "S", 2: "D", 0x80: "X", 0x402: "I"}
 """task_struct.__state -> the letter that ps shows. Mirrors: include/linux/sched.h:task_index_to_char."""
 _MAX_TASKS = 1 << 16
-"""Where a corrupted list is given up."""
+"""Maximum number of tasks that are read; a longer list is corrupted."""
 
 
 def read_tasks(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[TaskInfo]:
-    """All tasks, the idle task first. Raises: MemoryFault (the guest has corrupted its list)."""
+    """Yield all tasks, the idle task first. Raises: MemoryFault (the guest has corrupted its list)."""
     link = abi["task_struct.tasks"]
     first = symbols.lookup_name("init_task") or 0
     task = first
@@ -27,7 +27,7 @@ def read_tasks(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Ite
 
 
 def read_task(memory: Memory, task: int, abi: Mapping[str, int]) -> TaskInfo:
-    """The task at an address. Raises: MemoryFault (there is none)."""
+    """Return the task whose task_struct is at address `task`. Raises: MemoryFault (there is none)."""
 
     def word(field: str) -> int:
         return memory.read_u32(task + abi[f"task_struct.{field}"])
@@ -46,9 +46,9 @@ def read_task(memory: Memory, task: int, abi: Mapping[str, int]) -> TaskInfo:
 
 
 def read_cpus(memory: Memory, abi: Mapping[str, int], areas: Sequence[int]) -> Iterator[CpuInfo]:
-    """All CPUs, by the addresses of their per-CPU areas.
+    """Yield all CPUs; `areas` has the addresses of their per-CPU areas.
 
-    Raises: MemoryFault (the guest has corrupted what they point to).
+    Raises: MemoryFault (the guest has corrupted pointers in these areas).
     """
     for number, area in enumerate(areas):
         queue = area + abi["percpu.runqueues"]

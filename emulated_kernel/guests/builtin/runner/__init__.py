@@ -1,5 +1,6 @@
-"""Running the guest: the executive for one CPU and for several, and system calls through it.
+"""Running the guest: runners for one CPU and for several, and system calls of guest tasks.
 
-`executive.GuestRunner` runs until the call of one task has ended or sleeps, `smp.SmpGuestRunner` so several
-CPUs in turns; syscalls.py makes calls of paths and bytes.
+`guest_runner.GuestRunner` runs the guest until the system call of one task has ended or sleeps.
+`smp.SmpGuestRunner` does the same for several CPUs, which run in turns. `syscalls.Syscalls` offers system
+calls as Python methods that take paths and bytes.
 """

@@ -1,4 +1,4 @@
-"""The executive: runs the guest until the system call of one task has ended or sleeps."""
+"""GuestRunner: runs the guest until the system call of one task has ended or sleeps."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from emulated_kernel.util.errors import KernelError, WouldBlock, YieldLock
 from emulated_kernel.util.fast_dataclass import dataclass
 
 HostfsHandler = Callable[[int, int, int], int]
-"""Serves a file of ours for the task that asks: (op, user buffer, count) -> result.
+"""Serves a control file for the current task: (operation, address of the user buffer, count) -> result.
 
-Raises: KernelError (an errno), WouldBlock (let the task sleep and ask again).
+Raises: KernelError (an errno), WouldBlock (the task must sleep and ask again).
 """
 
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
 """Hypercalls that `_serve` answers."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
-"""Seconds until the next try, where a run that took too long couldn't be interrupted."""
+"""Seconds until the next attempt to interrupt an overlong run, if an interrupt could not be delivered."""
 MAX_WATCHDOGS = 4
-"""Interrupts of one run that takes too long: a guest that goes on even so has lost its way."""
+"""Maximum number of watchdog interrupts of an overlong run; if it continues, the guest is declared dead."""
 AFTER_WATCHDOG = 0.25
-"""Seconds that a run may take which was interrupted for that."""
+"""Seconds that a run may take after a watchdog interrupt."""
 MAX_CALL = 10.0
-"""CPU seconds that a system call may keep the guest busy, with whatever other tasks do meanwhile; in
-the second half handlers count little, as for Watchdog."""
+"""Maximum CPU seconds of one system call, including the time that other tasks run during the call.
+
+In the second half, the time of probe handlers is counted only in part, as by `HandlerTime`.
+"""
 KERN_EMERG = 0
 MAX_NOTES = 64
-"""Messages of the host's that are kept."""
+"""Maximum number of the host's messages that are kept."""
 MAX_SLEEP_JIFFIES = 10 * HZ
-"""A system call that sleeps longer by itself than this is given up."""
+"""Maximum number of jiffies that a system call may sleep while no task runs; then it fails with EIO."""
 
 
 class DeferToGuest(Exception):
-    """A file of ours needs the guest itself: `action` is to run while the task that asks sleeps.
+    """Raised by the handler of a control file that needs the guest itself.
 
-    Its result is the file operation's; what it raises as KernelError, its errno.
+    `action` runs while the requesting task sleeps. Its result becomes the result of the file operation. If it
+    raises KernelError, the operation fails with that errno.
     """
 
     def __init__(self, action: Callable[[], int]) -> None:
@@ -56,66 +59,72 @@ class DeferToGuest(Exception):
 
 @dataclass(eq=False)
 class GuestTask:
-    """A task of the guest that stands for a process of the host."""
+    """A guest task that represents a process of the host."""
 
     pid: int
     addr: int
-    """Its struct task_struct."""
+    """Address of its struct task_struct."""
     comm: str
     uid: int
     gid: int
     cpu: int | None = None
-    """The CPU that it is pinned to, as its process is."""
+    """CPU that the task is pinned to because its process is pinned; None if it is not."""
     request: Request | None = field(default=None, repr=False)
+    """System call that the task is to make or has not finished."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One system call on its way through the guest."""
+    """A system call that a guest task is to make, and its progress."""
 
     nr: int
     args: tuple[int, ...]
     hostfs: HostfsHandler | None
     started: bool = False
     waits_for_host: bool = False
-    """The task sleeps in a file of ours until `resume`."""
+    """Whether the task sleeps in a control file until `GuestRunner.resume` is called."""
     elsewhere: Callable[[], int] | None = None
-    """What has to run before the task asks its file again."""
+    """Action that must run before the task asks its file again; see `DeferToGuest`."""
     result: int | None = None
     killed: bool = False
-    """The task died in the call."""
+    """Whether the task died in the call."""
     failure: BaseException | None = None
-    """What the handler raised that is no errno; raised again outside of the guest."""
+    """Unexpected exception of the handler; it is raised again when the guest's call has ended."""
 
     def kill(self) -> None:
-        """Note that the task died in this call: the result is -EIO, unless there is one."""
+        """Record that the task died in this call; unless there is a result, the result is -EIO."""
         if self.result is None:
             self.killed = True
             self.result = -errno.EIO
 
 
 class CpuPosition(Enum):
-    """Where a CPU stands between two runs of the guest."""
+    """Where a CPU is between two runs of the guest."""
 
     USER = auto()
+    """In user mode: its task waits for the next system call."""
     IDLE = auto()
+    """In the idle loop."""
     DEAD = auto()
+    """Stopped for ever: the guest has panicked or was declared dead."""
     UNDERWAY = auto()
-    """Anywhere in the kernel: it waits for another CPU, or for its turn."""
+    """Anywhere in the kernel: the CPU waits for another CPU or for its turn."""
     ANSWERED = auto()
-    """At a hypercall: its result is in the register, and the CPU hasn't resumed. It takes no interrupt."""
+    """At a hypercall whose result is in the register; the CPU has not resumed and takes no interrupt."""
     OFFLINE = auto()
+    """Not started."""
 
 
 class GuestRunner:
-    """Runs one guest; the guest stands still between calls.
+    """Runs one guest, which executes nothing between calls of this class.
 
-    It stands at one of two places: in the idle loop, or with a task in user mode that waits for its
-    next system call. A task whose process does nothing is left where it is until another one runs.
+    Between calls the CPU is in the idle loop, or its task is in user mode and waits for the next system call.
+    If the process of that task makes no request, the task stays current until another task must run.
     """
 
     def __init__(self, kernel: BuiltinKernel, events: TaskEvents, lock: ControlLock) -> None:
-        self._machine = machine = kernel.machine
+        machine = kernel.machine
+        self._machine = machine
         self._kernel = kernel
         self.events = events
         self._lock = lock
@@ -125,50 +134,51 @@ class GuestRunner:
         self._user: GuestTask | None = None
         self._last_jiffy = machine.clock.now_ns() // NSEC_PER_JIFFY
         self.services: dict[int, HostfsHandler] = {}
-        """Who serves a hypercall, whatever the task does that makes it."""
+        """Number of a hypercall -> handler that serves it in any task, with or without a request."""
         self.notes: list[Message] = []
-        """What the guest couldn't log itself: why it was given up, what of it is broken."""
+        """Messages that the guest could not log itself, such as why it was declared dead."""
 
     def note(self, text: str) -> None:
-        """Keep a message for who reads the kernel log, unless it is the last one again."""
+        """Keep a message for readers of the kernel log, unless it repeats the last one."""
         message = f"kprobefs: {text}"
         if len(self.notes) < MAX_NOTES and (not self.notes or self.notes[-1].text != message):
             self.notes.append(Message(len(self.notes), self._machine.clock.now_ns(), KERN_EMERG, message))
 
     def _may_interrupt(self) -> bool:
-        """Whether an interrupt may be delivered where the guest stands now."""
-        for may_interrupt in self._machine.interrupt_if:  # noqa: SIM110 - a generator is calls more
+        """Return True if an interrupt may be delivered at the guest's current instruction."""
+        for may_interrupt in self._machine.interrupt_if:  # noqa: SIM110 - a generator would cost more calls
             if not may_interrupt():
                 return False
         return True
 
     @property
     def is_dead(self) -> bool:
-        """It panicked, or was given up: `notes` says why."""
+        """Whether the guest has panicked or was declared dead; `notes` says why."""
         return self._at is CpuPosition.DEAD
 
     def start(self) -> None:
-        """Let a kernel that has just booted go on until its first task is in user mode."""
+        """Run a kernel that has just booted until its first task is in user mode."""
         self._machine.answer(0)
         self._step()
 
     def add(self, task: GuestTask) -> None:
+        """Add a task that the guest has created."""
         self._tasks[task.addr] = task
 
     def is_alive(self, task: GuestTask) -> bool:
-        """Whether its struct task_struct still is one."""
+        """Return True if the task has not ended, so its address is still that of its task_struct."""
         return task.addr in self._tasks
 
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """Run a system call in this task; its result, negative errno included.
+        """Run a system call in a task and return its result, which may be a negative errno.
 
-        Raises: WouldBlock (the task sleeps in a file of ours (go on with `resume`)), KernelError EIO (the
-        guest is dead or the call killed its task), EDEADLK (from a probe's handler).
+        Raises: WouldBlock (the task sleeps in a control file; continue with `resume`), KernelError EIO (the
+        guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
         """
         return self.run(task, Request(nr, args, hostfs))
 
     def run(self, task: GuestTask, request: Request) -> int:
-        """Run a system call that the caller has described. Raises: as `syscall`."""
+        """Run the system call `request` in a task and return its result. Raises: as `syscall`."""
         self.check_stopped()
         if task.request is not None:
             self.interrupt(task)
@@ -176,7 +186,10 @@ class GuestRunner:
         return self._finish(task)
 
     def resume(self, task: GuestTask) -> int:
-        """Let a sleeping task ask its file again. Raises: as `syscall`."""
+        """Let a task that sleeps in a control file ask the file again; return the call's result.
+
+        Raises: as `syscall`.
+        """
         self.check_stopped()
         assert task.request is not None
         task.request.waits_for_host = False
@@ -184,17 +197,23 @@ class GuestRunner:
 
     @property
     def at_hand(self) -> GuestTask | None:
-        """The current task, if in user mode with no call pending: it can run one without a task switch."""
+        """The current task, if it can make a system call without a task switch; else None.
+
+        Such a task is in user mode and has no request.
+        """
         return self._user if self._user is not None and self._user.request is None else None
 
     def check_stopped(self) -> None:
-        """A running guest can't take a system call. Raises: KernelError EDEADLK (in a probe's handler)."""
+        """Check that the guest is not running, since a running guest can take no system call.
+
+        Raises: KernelError EDEADLK (called from a probe's handler).
+        """
         self._lock.assert_held()
         if self._machine.is_running:
-            raise KernelError(errno.EDEADLK, "called from within the guest's run")
+            raise KernelError(errno.EDEADLK, "guest: it is running; call again when the handler has returned")
 
     def exit(self, task: GuestTask, nr: int) -> None:
-        """Let a task run the system call that it doesn't come back from. Raises: KernelError EIO."""
+        """Let a task run its last system call, which does not return. Raises: KernelError EIO."""
         request = Request(nr, (0,), None)
         try:
             self.run(task, request)
@@ -203,9 +222,9 @@ class GuestRunner:
                 raise
 
     def interrupt(self, task: GuestTask, error: int = errno.EINTR) -> None:
-        """End the call that a task sleeps in; EINTR: its process has turned to something else.
+        """End the call that a task sleeps in with this errno.
 
-        Raises: KernelError EIO, as `syscall`.
+        EINTR means that its process makes another request. Raises: KernelError (`error`; EIO as `syscall`).
         """
         assert task.request is not None
 
@@ -222,10 +241,11 @@ class GuestRunner:
                 tell()
             return self._run_to_end(task)
         except MemoryFault as fault:
-            self._die(f"its own data lead to {fault}")
+            self._die(f"its data are corrupted: {fault}")
             self._refuse(task)
         except BaseException:
-            # What the guest hasn't seen yet must not be ended as a call that sleeps: the guest would make it.
+            # Drop a request that the guest has not seen. If it were ended like a sleeping call, the guest
+            # would make the call.
             if task.request is not None and not task.request.started:
                 task.request = None
             raise
@@ -239,10 +259,11 @@ class GuestRunner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a system call is under way: a call now would be nested in it."""
+        """Whether a system call is in progress, so that another call would be nested in it."""
         return self._depth > 0
 
     def _run_to_end(self, task: GuestTask) -> int:
+        """Run the guest until the task's request has ended and return the result."""
         request = task.request
         assert request is not None
         self._tick()
@@ -255,12 +276,12 @@ class GuestRunner:
                 result = self._run_elsewhere(request, request.elsewhere)
                 since = thread_time()
                 if self._at is CpuPosition.DEAD:
-                    # It died of the action, whose result is the answer all the same.
+                    # The guest died in the action, but the action's result is valid.
                     request.result = result
                     request.killed = False
                     break
                 if request.result is not None:
-                    # The action ended this very task: there is nobody to wake.
+                    # The action ended this task, so no task must be woken.
                     break
                 self._wake(task)
             elif self._at is not CpuPosition.IDLE and self._is_overdue(since):
@@ -276,7 +297,7 @@ class GuestRunner:
         return request.result
 
     def _is_overdue(self, since: float) -> bool:
-        """Whether a call that began at this CPU time of the thread has had MAX_CALL."""
+        """Return True if a call has used MAX_CALL; `since` is the thread's CPU time when the call began."""
         used = thread_time() - since
         handlers = self._machine.handler_time
         if used <= MAX_CALL / 2:
@@ -286,6 +307,7 @@ class GuestRunner:
         return used - handlers.kept > MAX_CALL
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
+        """Run a deferred action, and let the request's file answer with the action's result."""
         request.elsewhere = None
         try:
             result = action()
@@ -295,14 +317,14 @@ class GuestRunner:
         except KernelError as error:
             result = -(error.errno or errno.EIO)
         except Exception as error:
-            # As in _serve: first the guest's call has to end.
+            # As in _serve, the guest's call must end before the exception is raised.
             request.failure = error
             result = -errno.EIO
         request.hostfs = lambda _op, _buffer, _count: result
         return result
 
     def _tick(self) -> None:
-        """Deliver a timer interrupt when the clock has passed a jiffy since the last one."""
+        """Deliver a timer interrupt if a jiffy has passed since the last one."""
         jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         if jiffy != self._last_jiffy and self._at is not CpuPosition.DEAD:
             self._last_jiffy = jiffy
@@ -310,7 +332,7 @@ class GuestRunner:
             self._step()
 
     def _wake(self, task: GuestTask) -> None:
-        """Make the guest switch to this task when it goes on. Raises: KernelError EIO (it is dead)."""
+        """Make the guest switch to this task in its next run. Raises: KernelError EIO (the guest is dead)."""
         if self._at is CpuPosition.DEAD:
             self._refuse(task)
         if self._at is CpuPosition.IDLE:
@@ -327,7 +349,7 @@ class GuestRunner:
         raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
 
     def _go_on(self, task: GuestTask, slept: int) -> bool:
-        """Tell the guest what to do next for this task; True: time had to pass."""
+        """Prepare the guest's next run for this task; return True if a jiffy had to pass for it."""
         if self._at is CpuPosition.IDLE:
             assert task.request is not None
             self._await_time(task.request, slept)
@@ -336,7 +358,7 @@ class GuestRunner:
         return False
 
     def _feed(self) -> None:
-        """The task in user mode gets its system call, or goes to sleep without one."""
+        """Give the task in user mode its system call; without a new one, let the task sleep."""
         task = self._user
         request = None if task is None else task.request
         if request is None or request.started:
@@ -346,7 +368,7 @@ class GuestRunner:
             self._machine.answer(request.nr, *request.args)
 
     def _step(self) -> None:
-        """Run the guest until it is idle or in user mode, serving its hypercalls."""
+        """Run the guest until it is idle or in user mode, and serve its hypercalls."""
         budget: float | None = None
         overdue = 0.0
         while self._at is not CpuPosition.DEAD:
@@ -384,34 +406,35 @@ class GuestRunner:
         return None
 
     def _ends_handler(self, trap: Trap) -> bool:
-        """A probe's handler that never ends is over, as if it had faulted there; False where it can't be."""
+        """End a probe's handler that does not return, as if it had faulted; return False if none runs."""
         machine = self._machine
         return any(deal_with(trap, machine.regs) for deal_with in machine.hooks.fault_hooks)
 
     def _stopped_otherwise(self, trap: Trap) -> None:
-        """A panic, which the guest has logged, or an exception that can't be delivered."""
+        """Declare the guest dead after a panic, which it has logged, or an exception that it cannot take."""
         self._die("" if trap.number == Hypercall.PANIC else f"it stopped with {trap}")
 
     def _run_cpu(self, budget: float | None) -> Trap | None:
-        """Run the current CPU; None where the emulator gave up, as with memory that isn't there."""
+        """Run the current CPU; return None if the emulator failed, as it does at unmapped memory."""
         try:
             return self._machine.run(budget)
         except HardwareError as error:
             self._die(str(error))
             return None
         except BaseException as error:
-            # It stopped anywhere, not at a hypercall: a value written to its registers is no answer.
-            self._die(f"a handler of the host's failed in its run: {error!r}")
+            # The guest did not stop at a hypercall: it would not take a value in a register as an answer.
+            self._die(f"a callback of the host failed while it ran: {error!r}")
             raise
 
     def _deliver(self, vector: Vector) -> None:
-        """Interrupt the guest; one whose stack can't take that is lost."""
+        """Interrupt the guest; declare it dead if its stack cannot take the interrupt."""
         try:
             self._machine.deliver(vector)
         except GuestFault as fault:
             self._die(f"it can't be interrupted: {fault}")
 
     def _enter_user(self, last_result: int) -> None:
+        """Record that a task has entered user mode, and the result of the system call that it has made."""
         self._bury()
         task = self._tasks.get(self._kernel.current_task())
         self._at = CpuPosition.USER
@@ -421,11 +444,14 @@ class GuestRunner:
             request.result = last_result
 
     def _serve(self, trap: Trap) -> int:
-        """The Python side of a file of ours, or of the module loader, in the middle of a guest's call."""
+        """Answer a hypercall that asks a control file, the module loader or another service of the host.
+
+        The guest is in the middle of a system call.
+        """
         task = self._tasks.get(self._kernel.current_task())
         request = None if task is None else task.request
         if trap.number in self.services:
-            # Whatever the task does, which may be none of a client's.
+            # The service may be used by a task without a client's request.
             request = request or Request(0, (), None)
             serve = self.services[trap.number]
         elif request is None or request.hostfs is None:
@@ -443,23 +469,26 @@ class GuestRunner:
         except KernelError as error:
             return -(error.errno or errno.EIO)
         except Exception as error:
-            # The guest's call has to end first; then the fault is reported where it belongs.
+            # The guest's call must end before the exception is raised to the caller.
             request.failure = error
             return -errno.EIO
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """The awaited task sleeps, and no other runs. Raises: WouldBlock (it waits for the host)."""
+        """Let a jiffy pass, since the task sleeps and no other task runs.
+
+        Raises: WouldBlock (the task waits for the host), KernelError EIO (it has slept MAX_SLEEP_JIFFIES).
+        """
         if request.waits_for_host:
             raise WouldBlock
         if slept >= MAX_SLEEP_JIFFIES:
-            self.note(f"system call {request.nr} doesn't come back: it sleeps, and nobody will wake it")
-            raise KernelError(errno.EIO, "the system call doesn't come back")
+            self.note(f"system call {request.nr} does not return: it sleeps, and nothing will wake it")
+            raise KernelError(errno.EIO, "the system call does not return; see machine/dmesg")
         self._machine.clock.advance(NSEC_PER_JIFFY)
         self._last_jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         self._deliver(Vector.TIMER)
 
     def _bury(self) -> None:
-        """Forget tasks that ended; one that was killed in a system call fails it with EIO."""
+        """Forget the tasks that have ended; if one was killed in a system call, the call fails with EIO."""
         for addr in self._kernel.new_exits():
             task = self._tasks.pop(addr, None)
             if task is None:
@@ -470,7 +499,7 @@ class GuestRunner:
                 tell(task.pid)
 
     def _die(self, why: str) -> None:
-        """The guest runs no more; `why`: what nobody else has said."""
+        """Declare the guest dead; `why` is the reason, empty if the guest has logged it."""
         if why and not self.is_dead:
             self.note(f"the guest was given up: {why}")
         self._at = CpuPosition.DEAD

@@ -1,4 +1,4 @@
-"""SmpGuestRunner: the executive of a guest with several CPUs, which run in turns."""
+"""SmpGuestRunner: the guest runner of a guest with several CPUs, which run in turns."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ from emulated_kernel.util.control_lock import ControlLock
 TIME_KEEPER = 0
 """The CPU that counts jiffies and runs timers."""
 MAX_WAITS = 50_000
-"""Turns in which CPUs have waited, without any of them coming to rest, after which one counts as looping."""
+"""Maximum number of successive turns that end in a wait and bring no CPU to rest.
+
+After these, a CPU gets a watchdog interrupt, since it may be looping.
+"""
 MAX_INSTRUCTIONS = 50_000_000
-"""The same for what they have executed, where turns end after so many instructions."""
+"""Maximum number of instructions in such turns, if turns end after a fixed number of instructions."""
 
 
 class SmpGuestRunner(GuestRunner):
-    """Runs a guest's CPUs round robin, from one place where they can't go on to the next.
+    """Runs a guest's CPUs round robin; the turn of a CPU ends when it waits or has nothing to do.
 
-    Between calls each CPU is at rest: in its idle loop, or with a task in user mode, and no interrupt waits
-    for it. What runs when depends on the guest alone, and so does each trace.
+    Between calls each CPU is at rest: it is idle or has a task in user mode, and no interrupt is pending for
+    it. The order of turns depends only on the guest, so traces are reproducible.
     """
 
     def __init__(self, kernel: BuiltinKernel, events: TaskEvents, lock: ControlLock) -> None:
-        """As many CPUs as the machine has; with a quantum their turns end after so many instructions."""
+        """Use all CPUs of the machine.
+
+        If the machine's configuration has a quantum, a turn also ends after that number of instructions.
+        """
         super().__init__(kernel, events, lock)
         machine = kernel.machine
         machine.text.interrupt_cpus = self.sync_core
@@ -42,18 +48,22 @@ class SmpGuestRunner(GuestRunner):
         self._seats: list[tuple[CpuPosition, GuestTask | None]] = [
             (CpuPosition.OFFLINE, None)
         ] * machine.config.cpus
-        """Where the CPUs stand that aren't current."""
+        """Number of a CPU -> its position and its task in user mode; invalid for the current CPU."""
         self._turns = 0
+        """Successive turns that brought no CPU to rest."""
         self._preempts = False
-        """CPUs may stand anywhere, not only where they wait."""
+        """Whether turns have ended at arbitrary instructions, not only where a CPU waits."""
         self._max_turns = MAX_INSTRUCTIONS // quantum if quantum else MAX_WAITS
         self._server: int | None = None
         """The CPU whose hypercall is being served."""
         self._unserved: dict[int, Trap] = {}
-        """By CPU, a hypercall that it stopped at out of its turn; served when its turn begins."""
+        """Number of a CPU -> hypercall at which it stopped outside its turn; served when its turn begins."""
 
     def add(self, task: GuestTask) -> None:
-        """A child may be in user mode already: another CPU took it while its parent was still in its fork."""
+        """Add a task, which may be in user mode already.
+
+        Another CPU can run a new child while the parent is still in fork(2).
+        """
         super().add(task)
         for number in self._round():
             if self._seat(number) == (CpuPosition.USER, None) and self._kernel.task_of(number) == task.addr:
@@ -72,10 +82,11 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
+        """Return the position of a CPU and its task in user mode."""
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:
-        """Run all CPUs until each is idle or in user mode; the current one's hypercall is answered."""
+        """Run all CPUs until each is idle or in user mode. The current CPU's hypercall has been answered."""
         following: int | None = self._machine.cpu
         while following is not None:
             super()._step()
@@ -88,15 +99,16 @@ class SmpGuestRunner(GuestRunner):
 
     def _begin_turn(self) -> None:
         self._interrupt_current()
-        question = self._unserved.pop(self._machine.cpu, None)
-        if question is not None:
-            self._machine.answer(self._serve(question))
+        hypercall = self._unserved.pop(self._machine.cpu, None)
+        if hypercall is not None:
+            self._machine.answer(self._serve(hypercall))
 
     def sync_core(self) -> None:
-        """Let all other CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
+        """Let all other CPUs execute a serialising instruction.
 
-        None takes the interrupt in the middle of a hit: afterwards each hit that was underway has ended.
-        Within a hit none is sent: the host holds the others, and entering them anew serialises too.
+        A CPU takes no interrupt in the middle of a hit, so all hits on other CPUs have ended afterwards. If
+        the caller is in a hit itself, no interrupt is sent: the other CPUs do not run during the hit, and
+        the host serialises them before they resume. Mirrors: text_poke_sync() (v6.1).
         """
         if self._machine.is_running:
             self._machine.serialise()
@@ -116,26 +128,30 @@ class SmpGuestRunner(GuestRunner):
             for number in list(self._round()):
                 if number in waiting or (lets_others_run and self._may_run_for_sync(number)):
                     self._turn_to(number)
-                    # Those sent before have a lower vector, and come first.
+                    # Interrupts that were sent before have lower vectors and are delivered first.
                     self._interrupt_current()
                     self._run_for_sync(number)
             waiting = {number: count for number, count in waiting.items() if shared.syncs_of(number) == count}
             if not waiting or self.is_dead:
                 break
-            # One may wait for a lock, with interrupts off.
+            # A CPU with interrupts disabled may wait for a lock that another CPU holds.
             lets_others_run = True
         self._turns = turns
         self._turn_to(here)
 
     def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
-        """An interrupt from another CPU takes its time."""
+        """Run CPUs for one turn before the interrupt is delivered, as it takes time to arrive."""
         for number in numbers:
             if self._seat(number)[0] is CpuPosition.UNDERWAY and number not in self._unserved:
                 self._turn_to(number)
                 self._run_for_sync(number)
 
     def _is_other(self, number: int) -> bool:
-        """Whether a CPU isn't the one that patches text, which may be none of the guest's."""
+        """Return True if a CPU is online and is not the one that patches text.
+
+        The current CPU counts as the one that patches. The exception is a CPU that was left in the middle of
+        kernel code without a hypercall in service.
+        """
         at = self._seat(number)[0]
         if number == self._machine.cpu:
             return at is CpuPosition.UNDERWAY and self._server is None
@@ -145,7 +161,7 @@ class SmpGuestRunner(GuestRunner):
         return number != self._server and number not in self._unserved and self._can_go_on(number)
 
     def _run_for_sync(self, number: int) -> None:
-        """Run the current CPU until it stands somewhere, with nothing answered."""
+        """Run the current CPU `number` up to its next stop, without answering a hypercall."""
         trap = self._run_cpu(None)
         if trap is None:
             return
@@ -165,11 +181,11 @@ class SmpGuestRunner(GuestRunner):
             self._stopped_otherwise(trap)
 
     def _next(self) -> int | None:
-        """The CPU whose turn is next, of those that can go on."""
+        """Return the CPU whose turn is next, or None if no CPU can go on."""
         return next((number for number in self._round() if self._can_go_on(number)), None)
 
     def _round(self) -> Iterator[int]:
-        """All CPUs, the current one last."""
+        """Return the numbers of all CPUs in the order of their turns, the current CPU last."""
         count = len(self._seats)
         here = self._machine.cpu
         return ((here + step) % count for step in range(1, count + 1))
@@ -181,12 +197,12 @@ class SmpGuestRunner(GuestRunner):
         return at in (CpuPosition.IDLE, CpuPosition.USER) and self._kernel.sent_to(number) != 0
 
     def _interrupt_current(self) -> None:
-        """Deliver one of the interrupts that were sent to the current CPU, if it takes any."""
+        """Deliver the first pending interrupt of the current CPU, if there is one and the CPU can take it."""
         cpu = self._machine.cpu
         if self._at is CpuPosition.ANSWERED or not self._kernel.sent_to(cpu):
             return
         if self._machine.interrupts_enabled and self._may_interrupt():
-            # It asks again behind the interrupt.
+            # The CPU makes its hypercall again after the interrupt.
             self._unserved.pop(cpu, None)
             self._deliver(Vector(self._kernel.take_sent(cpu)))
 
@@ -200,9 +216,9 @@ class SmpGuestRunner(GuestRunner):
             self._server = None
 
     def _finish_records(self) -> None:
-        """Run each CPU whose ip is in a handler to the handler's end: buffers may be read and changed then.
+        """Run each CPU whose ip is in a handler to the handler's end.
 
-        Linux: waits for a grace period of RCU.
+        After this, trace buffers may be read and changed. Linux: waits for an RCU grace period.
         """
         machine = self._machine
         here = self._machine.cpu
@@ -232,6 +248,7 @@ class SmpGuestRunner(GuestRunner):
             super()._stopped_otherwise(trap)
 
     def _count_turn(self) -> None:
+        """Count a turn that brought no CPU to rest; send ticks, and interrupt a CPU that seems to loop."""
         if self._jiffy_passed():
             self._send_ticks()
             self._kernel.send(TIME_KEEPER, Vector.TIMER)
@@ -241,7 +258,7 @@ class SmpGuestRunner(GuestRunner):
             self._deliver(Vector.WATCHDOG)
 
     def _place_of(self, task: GuestTask) -> int | None:
-        """The CPU where this task is in user mode."""
+        """Return the CPU on which this task is in user mode, or None."""
         return next((number for number in self._round() if self._seat(number)[1] is task), None)
 
     def _run_to_end(self, task: GuestTask) -> int:
@@ -260,19 +277,23 @@ class SmpGuestRunner(GuestRunner):
             self._step()
 
     def _jiffy_passed(self) -> bool:
+        """Return True if a jiffy has passed since the last call."""
         jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         passed = jiffy != self._last_jiffy
         self._last_jiffy = jiffy
         return passed
 
     def _send_ticks(self) -> None:
-        """To the CPUs that have work; idle ones have stopped their ticks."""
+        """Send timer interrupts to the CPUs that have work, except TIME_KEEPER; idle CPUs take no ticks."""
         for number in self._round():
             if number != TIME_KEEPER and self._seat(number)[0] in (CpuPosition.USER, CpuPosition.UNDERWAY):
                 self._kernel.send(number, Vector.TIMER)
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """Ticks also end the turn of a task in user mode that has nothing to do, where others wait for it."""
+        """Let a jiffy pass, as GuestRunner does.
+
+        Its ticks also make an inactive task in user mode yield its CPU to tasks that wait for that CPU.
+        """
         self._send_ticks()
         self._turn_to(TIME_KEEPER)
         super()._await_time(request, slept)
@@ -290,13 +311,16 @@ class SmpGuestRunner(GuestRunner):
         return True
 
     def _tell(self, task: GuestTask, *, may_rouse: bool) -> bool:
-        """Tell the CPU that can bring this task forward to go on; False: none at rest can, or it sleeps."""
+        """Resume the CPU at rest that can advance this task; return False if there is none.
+
+        A sleeping task is woken only if `may_rouse` is True.
+        """
         place = self._place_of(task)
         if place is not None:
             self._turn_to(place)
             self._feed()
         elif self._kernel.is_queued(task.addr):
-            # It waits behind another task on its CPU: that one goes to sleep.
+            # Another task is in user mode on this task's CPU, and must sleep to let this task run.
             place = self._kernel.cpu_of(task.addr)
             if self._seat(place)[0] is not CpuPosition.USER:
                 return False
@@ -310,7 +334,10 @@ class SmpGuestRunner(GuestRunner):
         return True
 
     def _rouse(self, task: GuestTask) -> bool:
-        """It sleeps: a CPU without work takes it, if there is one; else the one that it ran on last."""
+        """Wake a sleeping task on an idle CPU, or else on the CPU that it ran on last.
+
+        Return False if no CPU is idle and that CPU has no task in user mode.
+        """
         last = self._kernel.cpu_of(task.addr)
         idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is CpuPosition.IDLE), None)
         if idle is not None:

@@ -1,4 +1,7 @@
-"""System calls of guest tasks as Python calls: paths and data through user buffers, errno as KernelError."""
+"""Syscalls: makes system calls of guest tasks from Python.
+
+Paths and data pass through user buffers, and an errno is raised as KernelError.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,22 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 PATH_MAX = 4096
 AT_FDCWD = -100 & 0xFFFFFFFF
-"""An int in a register, as a program passes it."""
+"""AT_FDCWD as a program passes it in a register: a 32-bit int."""
 AT_SYMLINK_NOFOLLOW = 0x100
 UTIME_OMIT = (1 << 30) - 2
-"""A file's time stays as it is, in the field of its nanoseconds."""
+"""Value of tv_nsec by which utimensat(2) leaves a time unchanged."""
 AT_REMOVEDIR = 0x200
 _MAX_ERRNO = 4095
 _STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
 """struct stat of the guest: x86_64's layout on every architecture."""
 _ENTRY = struct.Struct("<QIBB")
+"""struct host_entry up to its name; each entry begins at a multiple of 8."""
 _ENTRY_SIZE = 16
-"""struct host_entry up to its name, and its size without one; each begins at a multiple of 8."""
-_OUTPUT, _SLOT = 64 << 10, 2 * PATH_MAX
-"""Where output goes in a buffer; bytes of each name before it: as the process wrote it, and what to walk."""
+"""Bytes of a struct host_entry with an empty name."""
+_OUTPUT = 64 << 10
+"""Offset of output in a buffer, in bytes; slots of names are before it."""
+_SLOT = 2 * PATH_MAX
+"""Bytes of a name's slot: first the name as the process passed it, then the path that the guest walks."""
 
 _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "access": ("faccessat", ()),
@@ -47,17 +53,24 @@ _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "rmdir": ("unlinkat", (AT_REMOVEDIR,)),
     "unlink": ("unlinkat", (0,)),
 }
-"""What younger architectures have instead: a directory goes before the path, and these flags come last."""
+"""Older system call -> the newer one that replaces it on some architectures, and its last arguments.
+
+AT_FDCWD is passed to the newer call before the path.
+"""
 _AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
     "creat": lambda path, mode: ("openat", (AT_FDCWD, path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, mode)),
     "link": lambda old, new: ("linkat", (AT_FDCWD, old, AT_FDCWD, new, 0)),
     "rename": lambda old, new: ("renameat2", (AT_FDCWD, old, AT_FDCWD, new, 0)),
     "symlink": lambda target, path: ("symlinkat", (target, AT_FDCWD, path)),
 }
+"""Older system call of two arguments -> function that returns the newer call and its arguments."""
 
 
 class HostLookup(IntEnum):
-    """What the host knows of a name of its own. Mirrors: HOST_LOOKUP_* of the guest's host_abi.h."""
+    """Outcome of the host's lookup of a name in its own directories, passed to the guest for one system call.
+
+    Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
+    """
 
     DEFAULT = 0
     MISSING = 1
@@ -66,7 +79,7 @@ class HostLookup(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuestStat:
-    """What stat(2) in the guest says; sizes in bytes, times in nanoseconds since the epoch."""
+    """A result of stat(2) in the guest; sizes in bytes, times in nanoseconds of the guest's file time."""
 
     ino: int
     nlink: int
@@ -82,7 +95,7 @@ class GuestStat:
 
 
 class GuestEntry(NamedTuple):
-    """A directory's entry as getdents64(2) gives it; `kind` is the type of the file's mode."""
+    """A directory entry as getdents64(2) returns it; `kind` holds the S_IFMT bits of the file's mode."""
 
     name: str
     kind: int
@@ -90,7 +103,10 @@ class GuestEntry(NamedTuple):
 
 
 def check(result: int, word_size: int) -> int:
-    """A system call's result register of so many bytes. Raises: KernelError (a negative errno)."""
+    """Return the result of a system call from its register of `word_size` bytes.
+
+    Raises: KernelError (the result is a negative errno).
+    """
     size = 1 << 8 * word_size
     result %= size
     if result >= size - _MAX_ERRNO:
@@ -99,38 +115,43 @@ def check(result: int, word_size: int) -> int:
 
 
 class Syscalls:
-    """The system calls that the front end makes for host processes."""
+    """Makes the system calls of guest tasks for host processes."""
 
-    def __init__(self, executive: GuestRunner, kernel: BuiltinKernel) -> None:
-        self._executive = executive
+    def __init__(self, runner: GuestRunner, kernel: BuiltinKernel) -> None:
+        self._runner = runner
         self._machine = kernel.machine
         image = kernel.image
         self._memory = kernel.machine.memory
         self._kernel = kernel
         self._buffers = kernel.buffers
         self._nr = kernel.syscall_numbers
-        self._path, self._reply = (image.abi[name] for name in ("host_path", "host_reply"))
-        self._look_path, self._look_fd, self._look_link, self._look_entries = (
-            address_of(image.kallsyms, f"host_look_{what}") for what in ("path", "fd", "link", "entries")
-        )
+        self._path = image.abi["host_path"]
+        self._reply = image.abi["host_reply"]
+        self._look_path = address_of(image.kallsyms, "host_look_path")
+        self._look_fd = address_of(image.kallsyms, "host_look_fd")
+        self._look_link = address_of(image.kallsyms, "host_look_link")
+        self._look_entries = address_of(image.kallsyms, "host_look_entries")
 
     def number(self, name: str) -> int:
-        """The guest's number of a system call."""
+        """Return the guest's number of a system call."""
         return self._nr[name]
 
     def has(self, name: str) -> bool:
-        """Whether the guest has a system call."""
+        """Return True if the guest has a system call of this name."""
         return name in self._nr
 
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """One system call by its name. Raises: KernelError, WouldBlock (see GuestRunner.syscall)."""
+        """Execute a system call and return its result; `hostfs` serves the control file that it works on.
+
+        Raises: KernelError, WouldBlock (see GuestRunner.syscall).
+        """
         nr = self._nr[name]
-        return check(self._executive.syscall(task, nr, *args, hostfs=hostfs), self._memory.word_size)
+        return check(self._runner.syscall(task, nr, *args, hostfs=hostfs), self._memory.word_size)
 
     def with_path(
         self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """A system call whose first argument is a path."""
+        """Execute a system call whose first argument is a path."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             return self._at_path(task, name, buffer, *args, hostfs=hostfs)
@@ -138,14 +159,14 @@ class Syscalls:
     def _at_path(
         self, task: GuestTask, name: str, path: int, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """A system call on the path at that address, by the name that most architectures have for it."""
+        """Execute a system call on the path at this address; use the newer call if the guest lacks `name`."""
         if name in self._nr or name not in _AT:
             return self.call(task, name, path, *args, hostfs=hostfs)
         instead, flags = _AT[name]
         return self.call(task, instead, AT_FDCWD, path, *args, *flags, hostfs=hostfs)
 
     def with_paths(self, task: GuestTask, name: str, first: str, second: str) -> int:
-        """A system call on two paths."""
+        """Execute a system call whose arguments are two paths."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, first)
             self._put_path(buffer + PATH_MAX, second)
@@ -165,10 +186,10 @@ class Syscalls:
         lookup: HostLookup = HostLookup.DEFAULT,
         hostfs: HostfsHandler | None = None,
     ) -> int:
-        """The system call that a process waits in, with the arguments that it passed.
+        """Execute the system call in which a process waits, with the arguments that the process passed.
 
-        `walks`: where its paths lead, from the guest's root. A descriptor, its own number or the one that an
-        open returns, takes numbered() around this.
+        `walks` are the paths from the guest's root that the guest walks instead of the call's paths. If the
+        call takes or returns a descriptor, the caller must use a numbered() block.
         """
         with self._buffers.borrowed() as buffer:
             args = list(call.args)
@@ -178,7 +199,8 @@ class Syscalls:
                 if kind == "o":
                     args[at] = buffer + _OUTPUT
                 elif at in call.data and args[at]:
-                    args[at], text = slot, call.data[at]
+                    args[at] = slot
+                    text = call.data[at]
                     self._memory.write(slot, text + b"\0")
                     walk = next(paths, None) if kind == "p" else None
                     self._put_path(slot + PATH_MAX, os.fsdecode(text) if walk is None else walk)
@@ -191,7 +213,7 @@ class Syscalls:
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
     ) -> int:
-        """A system call, by the name and with the arguments that it has in the guest."""
+        """Execute a system call of a host process by the name and arguments that it has in the guest."""
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
             name = f"{name}64"
@@ -205,9 +227,10 @@ class Syscalls:
 
     @contextmanager
     def numbered(self, task: GuestTask, number: int | None, fd: int = 0) -> Iterator[None]:
-        """Let the guest call this descriptor by the number that its process has for it.
+        """In the block, give descriptor `fd` the number that the host process has for it.
 
-        An open in the block returns `number`; real_fd() tells the guest's.
+        An open(2) in the block returns `number`, and real_fd() then returns the guest's descriptor. If
+        `number` is None, the block changes nothing.
         """
         if number is None:
             yield
@@ -216,23 +239,24 @@ class Syscalls:
                 yield
 
     def real_fd(self, task: GuestTask) -> int:
-        """What the last open in a numbered() block gave."""
+        """Return the guest's descriptor that the last open(2) in a numbered() block returned."""
         return self._kernel.get_field(task.addr, "host_real_fd")
 
     @contextmanager
     def _set(self, task: GuestTask, **fields: int) -> Iterator[None]:
+        """Set fields of a task_struct in the block."""
         for field, value in fields.items():
             self._kernel.set_field(task.addr, field, value)
         try:
             yield
         finally:
-            # One that was killed in the call may be another's memory by now.
-            if self._executive.is_alive(task):
+            # If the task was killed in the call, its memory may have been reused.
+            if self._runner.is_alive(task):
                 for field in fields.keys() - {"host_real_fd"}:
                     self._kernel.set_field(task.addr, field, 0)
 
     def set_umask(self, task: GuestTask, umask: int) -> None:
-        """The process's own, before a call that makes a file."""
+        """Set the task's umask to that of its process, before a call that creates a file."""
         self._kernel.set_field(task.addr, "umask", umask)
 
     def _put_path(self, buffer: int, path: str) -> None:
@@ -244,13 +268,13 @@ class Syscalls:
     def open(
         self, task: GuestTask, path: str, flags: int, mode: int = 0, hostfs: HostfsHandler | None = None
     ) -> int:
-        """openat(2); the file descriptor."""
+        """Open a file by openat(2) and return the file descriptor."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             return self.call(task, "openat", AT_FDCWD, buffer, flags, mode, hostfs=hostfs)
 
     def read(self, task: GuestTask, fd: int, size: int, offset: int | None = None) -> bytes:
-        """read(2), or pread64(2) when `offset` is given."""
+        """Read at most `size` bytes, with pread64(2) if `offset` is given, and return them."""
         size = min(size, BUFFER_SIZE)
         with self._buffers.borrowed() as buffer:
             if offset is None:
@@ -260,7 +284,7 @@ class Syscalls:
             return self._memory.read(buffer, checked_count(count, size))
 
     def write(self, task: GuestTask, fd: int, data: bytes, offset: int | None = None) -> int:
-        """write(2), or pwrite64(2) when `offset` is given; bytes taken."""
+        """Write data, with pwrite64(2) if `offset` is given, and return the number of bytes written."""
         data = data[:BUFFER_SIZE]
         with self._buffers.borrowed() as buffer:
             self._memory.write(buffer, data)
@@ -269,44 +293,47 @@ class Syscalls:
             return self.call(task, "pwrite64", fd, buffer, len(data), *self._offset(offset))
 
     def truncate(self, task: GuestTask, path: str, size: int) -> None:
-        """truncate(2)."""
+        """Set the size of the file at a path, in bytes."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             self._by_any_name(task, "truncate", [buffer, size])
 
     def ftruncate(self, task: GuestTask, fd: int, size: int) -> None:
-        """ftruncate(2)."""
+        """Set the size of an open file, in bytes."""
         self._by_any_name(task, "ftruncate", [fd, size])
 
     def seek(self, task: GuestTask, fd: int, offset: int) -> None:
-        """lseek(2) from the file's start. Raises: KernelError, EOVERFLOW (beyond the guest's long)."""
+        """Execute lseek(2) with SEEK_SET. Raises: KernelError, EOVERFLOW (not in the guest's long)."""
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
-        """An offset as arguments: two on a 32-bit machine, the low half first."""
+        """Return an offset as arguments: one on a 64-bit machine; on a 32-bit machine two, low half first."""
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:
-        """fstat(2)."""
+        """Let the task read a file's attributes by newfstat, and discard them."""
         with self._buffers.borrowed() as buffer:
             self.call(task, "newfstat", fd, buffer)
 
     def look(self, path: str) -> GuestStat:
-        """Attributes of a file in memory, as lstat(2) has them, but nobody's system call: nothing sees it."""
+        """Return the attributes of a file in memory, as lstat(2) does.
+
+        No task makes a system call for it, so probes and tracers see nothing. Raises: KernelError.
+        """
         self._ask(self._look_path, path)
         return self._stat()
 
     def look_fd(self, fd: int) -> GuestStat:
-        """Attributes of an open file, as look()."""
+        """Return the attributes of an open file in the same way as look()."""
         self._ask(self._look_fd, "", fd)
         return self._stat()
 
     def look_link(self, path: str) -> str:
-        """Where a symbolic link points, as look()."""
+        """Return the target of a symbolic link in the same way as look()."""
         return os.fsdecode(self._memory.read(self._reply, self._ask(self._look_link, path)))
 
     def look_entries(self, path: str) -> Iterator[GuestEntry]:
-        """A directory's entries, without "." and "..", as look()."""
+        """Yield a directory's entries, without "." and "..", in the same way as look()."""
         start = 0
         while size := self._ask(self._look_entries, path, start):
             data = self._memory.read(self._reply, size)
@@ -318,21 +345,30 @@ class Syscalls:
                 at += (_ENTRY_SIZE + length + 7) & ~7
 
     def _ask(self, function: int, path: str, *args: int) -> int:
-        """Raises: KernelError, EIO (the guest is dead), EDEADLK (from a probe's handler)."""
-        self._executive.check_stopped()
-        if self._executive.is_dead:
+        """Call a host_look function of the guest and return its result.
+
+        Raises: KernelError, EIO (the guest is dead), EDEADLK (called from a probe's handler).
+        """
+        self._runner.check_stopped()
+        if self._runner.is_dead:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
         self._put_path(self._path, path)
         return check(self._machine.call(function, *args), self._memory.word_size)
 
     def _stat(self) -> GuestStat:
+        """Return the struct stat that a host_look function has written."""
         fields = _STAT.unpack(self._memory.read(self._reply, _STAT.size))
-        _dev, ino, nlink, mode, uid, gid, _pad, rdev, size, _blksize, blocks = fields[:11]
-        atime, mtime, ctime = (s * 10**9 + ns for s, ns in zip(fields[11::2], fields[12::2], strict=True))
+        _dev, ino, nlink, mode, uid, gid, _pad, rdev, size, _blksize, blocks, *times = fields
+        atime = times[0] * 10**9 + times[1]
+        mtime = times[2] * 10**9 + times[3]
+        ctime = times[4] * 10**9 + times[5]
         return GuestStat(ino, nlink, mode, uid, gid, rdev, size, blocks, atime, mtime, ctime)
 
     def utimens(self, task: GuestTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """utimensat(2) without following a symbolic link; times since the epoch, None leaves one alone."""
+        """Execute utimensat(2) without following a symbolic link.
+
+        Times are in nanoseconds of the guest's file time; None leaves a time unchanged.
+        """
         times = struct.pack("<4q", *_timespec(atime_ns), *_timespec(mtime_ns))
         with self._buffers.borrowed() as buffer:
             self._memory.write(buffer, times)

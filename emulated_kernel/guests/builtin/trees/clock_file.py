@@ -1,4 +1,4 @@
-"""machine/clock: what the machine's clock follows, and setting it."""
+"""machine/clock: the mode, the seed and the time of the machine's clock, and commands that set them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ NUMBER = re.compile("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")
 
 
 def clock_text(kernel: BuiltinKernelComponents) -> str:
-    """A line each for the mode, the seed and the seconds since boot."""
+    """Return one line each for the mode, the seed and the seconds since boot."""
     clock = kernel.machine.clock
     seconds, ns = divmod(clock.now_ns(), NSEC_PER_SEC)
     return f"mode {clock.kind}\nseed {clock.seed}\ntime {seconds}.{ns:09}\n"
 
 
 def parsed_clock(kernel: BuiltinKernelComponents, line: str) -> Callable[[], None]:
-    """What does `virtual` or `real`, with `mode` before or not; `seed N`, or both, as `virtual seed 7`.
+    """Parse a command of machine/clock and return a function that executes it.
 
-    The guest's time goes on where it is. Raises: KernelError EINVAL.
+    A command is `[mode] virtual` or `[mode] real`, `seed N`, or both, such as `virtual seed 7`. The guest's
+    time continues from its current value. Raises: KernelError EINVAL.
     """
     kind: str | None = None
     seed: int | None = None

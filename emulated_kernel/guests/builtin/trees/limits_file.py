@@ -1,4 +1,4 @@
-"""machine/limits: what users may take of this kernel, what they have taken, and setting it."""
+"""machine/limits: this kernel's resource limits and the use of them, and commands that set the limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulated_kernel.util.limits import UNLIMITED, Limit, parse_limit
 
 
 def limit_lines(kernel: BuiltinKernelComponents) -> Iterator[str]:
-    """A line each: name, limit, what is in use of it."""
+    """Yield a line for each limit: its name, its value, and how much of it is in use."""
     limits = kernel.config.limits
     trace = kernel.tracing
     used = {
@@ -29,7 +29,10 @@ def limit_lines(kernel: BuiltinKernelComponents) -> Iterator[str]:
 
 
 def parsed_limit(kernel: BuiltinKernelComponents, line: str) -> Callable[[], None]:
-    """What sets it: `NAME NUMBER` or `NAME max`. Raises: KernelError EINVAL, ERANGE."""
+    """Parse `NAME NUMBER` or `NAME max` and return a function that sets the limit.
+
+    Raises: KernelError EINVAL, ERANGE.
+    """
     words = line.split()
     if len(words) != 2:
         raise KernelError(errno.EINVAL, f"{line!r} isn't NAME VALUE")

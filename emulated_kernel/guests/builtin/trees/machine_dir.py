@@ -1,4 +1,4 @@
-"""machine/: the emulated computer, as /proc would show it, and a way to call its functions."""
+"""machine/: files about the emulated computer, such as its tasks and memory, and one to call functions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from emulated_kernel.vfs.trees.call_file import Calls
 from emulated_kernel.vfs.trees.root import machine_files
 
 MAX_LOADS = 16
-"""Modules that one write can load: all of their files are read before the first is loaded."""
+"""Maximum number of modules that one write can load; all their files are read before the first is loaded."""
 
 
 def machine_tree(
     kernel: BuiltinKernelComponents, owner: Owner, further: Mapping[str, Node]
 ) -> dict[str, Node]:
-    """The files of machine/ and `further` ones; `owner` may see addresses."""
+    """Return the files of machine/ and `further` ones; only root and `owner` see addresses."""
     image = kernel.live.core
     guest = kernel.guest
     reader = kernel.guest.kernel
@@ -51,7 +51,7 @@ def machine_tree(
     banner = f"{version}\nprofile {profile.name}\n"
 
     def addressed(show: Callable[[bool], Iterable[str]]) -> Callable[[Client], Records]:
-        """Records by whether their addresses are 0, for who may not know them."""
+        """Return a function that lists a client's records; `show(True)` shows addresses as 0."""
         return lambda client: listing(lambda: show(not owner.is_privileged(client)))
 
     def log() -> Iterator[str]:
@@ -104,15 +104,17 @@ def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
 
 
 def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], int]:
-    """Read the files of `load NAME` and `load PATH`; what is returned executes them and `unload NAME`.
+    """Read the files of `load NAME` and `load PATH`, and return a function that executes all commands.
 
-    Raises: KernelError EINVAL (not ASCII). What is returned: EINVAL (malformed), E2BIG (more than MAX_LOADS),
-    as Modules.check, and Modules.load and unload, of which those before one that fails are done.
+    The other command is `unload NAME`. If a command fails, the commands before it have been executed.
+
+    Raises: KernelError EINVAL (not ASCII). The returned function raises: KernelError EINVAL (malformed),
+    E2BIG (more than MAX_LOADS), and as Modules.check, Modules.load and Modules.unload.
     """
     commands = [line.split(maxsplit=1) for line in ascii_lines(data)]
     for words in commands:
         if len(words) != 2 or words[0] not in ("load", "unload"):
-            # The log is written under the lock, which isn't held yet.
+            # Log the refusal later: that takes the control lock, which is not held here.
             why = f"modules: {' '.join(words)!r} is neither load NAME nor unload NAME"
             return partial(modules.refuse, errno.EINVAL, why)
     names = dict.fromkeys(name for verb, name in commands if verb == "load")
@@ -139,7 +141,10 @@ def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable
 
 
 def _each_line(guest: Guest, file: str, parsed: Callable[[str], Callable[[], None]]) -> Execute:
-    """Execute each line of a write, once all are understood; those before one that can't be done are done."""
+    """Return a function that executes each line of a write after all lines were parsed.
+
+    If a line fails, the lines before it have been executed.
+    """
 
     def execute(data: bytes) -> int:
         for command in [parsed(line) for line in ascii_lines(data)]:

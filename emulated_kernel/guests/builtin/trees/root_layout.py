@@ -1,4 +1,4 @@
-"""Layouts: which tree stands at the mount's root."""
+"""RootLayout: selects the file tree at the mount's root."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from emulated_kernel.vfs.trees.root import root_tree
 
 
 class RootLayout(Enum):
-    """What the root directory holds."""
+    """Content of the root directory."""
 
     FULL = "full"
     """kprobes/, tracing/, machine/, sysctl/, the guest's scratch/ and dev/, and two files of tracefs."""
     TRACEFS = "tracefs"
-    """tracefs itself, for mounting where tools look for it, and CONTROL."""
+    """tracefs itself, for mounts at the place where tools look for it, and the directory CONTROL."""
 
 
 def build_filesystem(
     kernel: BuiltinKernelComponents, layout: RootLayout, owner: Owner | None, further: Mapping[str, Node]
 ) -> NodeTree:
-    """The tree of `layout`, belonging to `owner` (root where not given), with `further` files of machine/."""
+    """Return the tree of `layout`, with `further` files in machine/.
+
+    The files belong to `owner`; if it is None, to root.
+    """
     owner = owner or Owner()
-    # What the guest's own file systems are mounted on.
+    # The guest's own file systems are mounted on these directories.
     mounted_on = {"scratch": Directory(0o1777, {}), "dev": Directory(0o755, {})}
     files = machine_tree(kernel, owner, further)
     is_tracefs = layout is RootLayout.TRACEFS

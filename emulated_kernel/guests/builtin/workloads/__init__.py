@@ -1,4 +1,4 @@
-"""Background loads: real system calls by tasks of ours, a bounded number a second for a bounded time.
+"""Background workloads: kprobefs's own guest tasks make system calls, at a limited rate for a limited time.
 
-Each has a thread, which takes the control lock for a slice of 2 ms at most.
+Each workload has a host thread, which takes the control lock in slices of about 2 ms.
 """

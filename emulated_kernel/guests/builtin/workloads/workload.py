@@ -1,4 +1,4 @@
-"""Load: tasks of the guest's own that make real system calls, so that something runs that can be probed."""
+"""BackgroundWorkload: a guest task that makes system calls, so that probes have something to hit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
 from emulated_kernel.util.errors import KernelError
 
 FILE_SIZE = 5120
-"""Bytes of a file: more than a page."""
+"""Bytes of a file; more than a page."""
 MESSAGE_SIZE = 512
-"""Bytes through a pipe or a connection at once: less than either holds."""
+"""Bytes of a message; less than the capacity of a pipe or connection."""
 SLEEP_NS = 1_000_000
 PROGRAM = "/bin/true"
 _AF_INET = 2
@@ -26,18 +26,18 @@ _LOOPBACK = 0x7F000001
 
 
 class WorkloadKind(Enum):
-    """What a round of a load does."""
+    """Kind of a workload; each value says what one round does."""
 
     FORK = "fork"
-    """A child that executes a program and exits."""
+    """Fork a child that executes a program and exits."""
     FILES = "files"
-    """A file in scratch/ made, written, read, renamed and removed."""
+    """Create, write, read, rename and remove a file in scratch/."""
     PIPE = "pipe"
-    """A message through a new pipe."""
+    """Send a message through a new pipe."""
     TCP = "tcp"
-    """A connection over the loopback, with a message each way."""
+    """Open a connection over the loopback device and send a message each way."""
     TIMERS = "timers"
-    """A sleep of a millisecond."""
+    """Sleep for a millisecond."""
 
 
 SYSTEM_CALLS: dict[WorkloadKind, tuple[str, ...]] = {
@@ -47,18 +47,20 @@ SYSTEM_CALLS: dict[WorkloadKind, tuple[str, ...]] = {
     WorkloadKind.TCP: ("socket", "bind", "listen", "connect", "accept4", "write", "read", "close"),
     WorkloadKind.TIMERS: ("nanosleep",),
 }
-"""What a kernel needs for each kind."""
+"""Kind of a workload -> system calls that it needs."""
 
 
 def kinds_of(guest: Guest) -> Collection[WorkloadKind]:
-    """The kinds that this guest has the system calls for."""
-    return [kind for kind, names in SYSTEM_CALLS.items() if all(map(guest.syscalls.has, names))]
+    """Return the kinds of workloads whose system calls this guest has."""
+    has = guest.syscalls.has
+    return [kind for kind, names in SYSTEM_CALLS.items() if all(has(name) for name in names)]
 
 
 class BackgroundWorkload:
-    """One kind of load by one task.
+    """A workload of one kind, made by one guest task and its children.
 
-    `pid` must be no process of the host's; with the children's it is free again after `end`.
+    The task gets `pid`, which no host process may have. After `end`, that pid and those of its children are
+    free.
     """
 
     def __init__(self, guest: Guest, kind: WorkloadKind, pid: int) -> None:
@@ -78,12 +80,12 @@ class BackgroundWorkload:
         self._listener = -1
 
     def round(self) -> None:
-        """Make one round; a task that was killed is replaced. Raises: KernelError."""
+        """Make one round; if the task was killed, replace it. Raises: KernelError."""
         task = self._guest.processes.resident(self._pid, f"load/{self._kind.value}")
         self._round(task)
 
     def end(self) -> None:
-        """Leave nothing behind in the guest."""
+        """Remove the task and its files from the guest."""
         if self._guest.is_dead:
             return
         with suppress(KernelError):
@@ -97,8 +99,8 @@ class BackgroundWorkload:
             self._guest.processes.exit(self._pid)
 
     def _fork(self, task: GuestTask) -> None:
-        mirror = self._guest.processes
-        child = mirror.clone(task, mirror.unused_pid())
+        processes = self._guest.processes
+        child = processes.clone(task, processes.unused_pid())
         if child is None:
             raise KernelError(errno.ENOMEM, "no memory for a child")
         try:
@@ -107,7 +109,7 @@ class BackgroundWorkload:
                 self._sys.call(child, "execve", name, 0, 0)
             self._sys.call(child, "getpid")
         finally:
-            mirror.exit(child.pid)
+            processes.exit(child.pid)
 
     def _files(self, task: GuestTask) -> None:
         content = bytes(range(256)) * (FILE_SIZE // 256)
@@ -176,5 +178,6 @@ class BackgroundWorkload:
 
 
 def _expect(got: bytes, wanted: bytes) -> None:
+    """Check that data were read back unchanged. Raises: KernelError EIO."""
     if got != wanted:
         raise KernelError(errno.EIO, f"{len(got)} bytes came back, not the {len(wanted)} that were written")

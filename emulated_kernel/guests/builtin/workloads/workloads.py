@@ -1,4 +1,4 @@
-"""Background loads: a thread each, which holds the control lock for a slice at a time, and for so long."""
+"""Workloads: background workloads of a kernel, each in a thread that holds the control lock in slices."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.threads import start_thread
 
 MAX_RATE = 10_000
-"""Rounds a second."""
+"""Highest rate of a workload, in rounds per second."""
 MAX_DURATION = 86_400.0
-"""Seconds."""
+"""Longest duration of a workload, in seconds."""
 DEFAULT_RATE = 10
 DEFAULT_DURATION = 10.0
 SLICE = 0.002
-"""Seconds that rounds may hold the control lock at a time; a round that was begun is ended."""
+"""Seconds after which the rounds of a slice end and release the control lock; the last round is finished."""
 MAX_FAILURES = 100
-"""Rounds in succession that fail until a load gives up."""
+"""Successive failed rounds after which a workload stops."""
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class WorkloadOrder:
-    """What was asked for."""
+    """A user's order to run a workload."""
 
     kind: WorkloadKind
     rate: int = DEFAULT_RATE
-    """Rounds a second that it tries to make."""
+    """Rounds per second that the workload tries to make."""
     duration: float = DEFAULT_DURATION
-    """Seconds."""
+    """Duration in seconds."""
 
 
 @dataclass(eq=False)
 class RunningWorkload:
-    """A load, and what became of it; times by the host's monotonic clock."""
+    """A workload that was started, and its state; times are those of the host's monotonic clock."""
 
     order: WorkloadOrder
     started: float
@@ -51,24 +51,25 @@ class RunningWorkload:
     rounds: int = 0
     failed: int = 0
     state: str = "running"
-    """Then "done", "stopped" or "failed"."""
+    """State: "running", and after the end "done", "stopped" or "failed"."""
     reason: str = ""
-    """Why the last round failed that did."""
+    """Error message of the latest failed round."""
     ended: threading.Event = field(default_factory=threading.Event)
     in_succession: int = 0
+    """Successive failed rounds."""
 
     @property
     def left(self) -> float:
-        """Seconds until its time is up."""
+        """Seconds until the ordered duration has passed."""
         return max(self.started + self.order.duration - monotonic(), 0.0)
 
     @property
     def due(self) -> float:
-        """When the next round is."""
+        """Time of the next round."""
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:
-        """The order, then state, counts and the latest failure."""
+        """Return a line with the order, the state, the counts of rounds and the latest failure."""
         order = self.order
         left = f" left={self.left:.1f}" if self.state == "running" else ""
         reason = f" ({self.reason})" if self.reason else ""
@@ -79,7 +80,7 @@ class RunningWorkload:
 
 
 class Workloads:
-    """The loads of a kernel: at most one of a kind at a time."""
+    """The workloads of a kernel; at most one of each kind runs at a time."""
 
     def __init__(self, guest: Guest, lock: ControlLock, requests: RequestObserver) -> None:
         self._guest = guest
@@ -88,19 +89,22 @@ class Workloads:
         self._loads: dict[WorkloadKind, RunningWorkload] = {}
 
     def text(self) -> Iterable[str]:
-        """A line for each kind that ever ran, with what it did the last time."""
+        """Return a line for each kind that has ever run, about its latest workload."""
         return [running.line() for running in self._loads.values()]
 
     def orders(self) -> list[WorkloadOrder]:
-        """What is left of those that run, for another kernel to go on with."""
-        running = [each for each in self._loads.values() if each.state == "running"]
-        return [replace(each.order, duration=each.left) for each in running if each.left]
+        """Return orders for the remaining time of running workloads, to continue them in another kernel."""
+        running = [load for load in self._loads.values() if load.state == "running"]
+        return [replace(load.order, duration=load.left) for load in running if load.left]
 
     def parsed(self, line: str) -> Callable[[], None]:
-        """What does it: `KIND [rate=N] [duration=SECONDS]`, KIND `all` for each; `stop [KIND]`.
+        """Parse a command and return a function that executes it.
+
+        A command is `KIND [rate=N] [duration=SECONDS]`, where `all` means all kinds, or `stop [KIND]`.
 
         Raises: KernelError EINVAL (malformed), ERANGE (too much), EOPNOTSUPP (the kernel lacks the system
-        calls). What is returned: EBUSY (one of that kind runs), ENOENT (nothing to stop), and as `start`.
+        calls). The returned function raises: KernelError EBUSY (a workload of that kind runs), ENOENT (there
+        is nothing to stop), and as `start`.
         """
         verb, *words = line.split()
         if verb == "stop":
@@ -108,8 +112,11 @@ class Workloads:
         return partial(self.start, *self._orders(verb, words))
 
     def start(self, *orders: WorkloadOrder) -> None:
-        """Start loads in the background. Raises: KernelError EBUSY, EIO (the guest is dead, none started),
-        ENOMEM (no thread, those before it started)."""
+        """Start workloads in the background.
+
+        Raises: KernelError EBUSY (a workload of that kind runs; none was started), EIO (the guest is dead;
+        none was started), ENOMEM (the host has no thread; the orders before it were started).
+        """
         self._lock.assert_held()
         if self._guest.is_dead:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
@@ -127,7 +134,7 @@ class Workloads:
                 raise
 
     def stop(self, *kinds: WorkloadKind) -> None:
-        """End loads, all where no kind is given; their tasks are gone then."""
+        """Stop the workloads of these kinds, or all if no kind is given, and remove their tasks."""
         self._lock.assert_held()
         for running in self._loads.values():
             if running.state == "running" and (not kinds or running.order.kind in kinds):
@@ -153,9 +160,9 @@ class Workloads:
             elif name == "duration":
                 duration = _number(word, value, MAX_DURATION)
             else:
-                raise KernelError(errno.EINVAL, f"{word!r}: a load has rate=N and duration=SECONDS")
+                raise KernelError(errno.EINVAL, f"{word!r}: unknown option; use rate=N or duration=SECONDS")
         if rate < 1:
-            raise KernelError(errno.ERANGE, "rate is at least 1")
+            raise KernelError(errno.ERANGE, "rate: less than 1; use an integer from 1")
         possible = kinds_of(self._guest)
         kinds = possible if verb == ALL else [_kind(verb)]
         for kind in kinds:
@@ -163,7 +170,7 @@ class Workloads:
                 raise KernelError(errno.EOPNOTSUPP, f"this kernel has no system calls for {kind.value}")
         return [WorkloadOrder(kind, rate, duration) for kind in kinds]
 
-    # In the load's thread
+    # The methods below run in the workload's thread.
 
     def _run(self, running: RunningWorkload) -> None:
         while not running.ended.wait(self._pause(running)):
@@ -172,11 +179,11 @@ class Workloads:
                     self._slice(running)
 
     def _pause(self, running: RunningWorkload) -> float:
-        """Seconds until the next round; long enough for a waiting request to take the lock."""
+        """Return the seconds until the next round, at least SLICE so that a waiting request gets the lock."""
         return max(min(running.due - monotonic(), running.left), SLICE)
 
     def _slice(self, running: RunningWorkload) -> None:
-        """Rounds that are due. Whatever goes wrong that isn't a round's failure ends the load."""
+        """Make the rounds that are due. An exception other than a round's KernelError ends the workload."""
         if running.load is None:
             running.load = BackgroundWorkload(self._guest, running.order.kind, threading.get_native_id())
         state = "failed"
@@ -223,7 +230,7 @@ def _number(word: str, value: str, limit: float) -> float:
     try:
         number = float(value)
     except ValueError:
-        raise KernelError(errno.EINVAL, f"{word!r} has no number") from None
+        raise KernelError(errno.EINVAL, f"{word!r}: not a number") from None
     if not 0 < number <= limit:
         raise KernelError(errno.ERANGE, f"{word!r}: more than 0, at most {limit:g}")
     return number
