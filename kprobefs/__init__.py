@@ -5,4 +5,4 @@ control lock. The locks of adapter.py, loops.py and reserve.py are the program's
 waited for while one of them is held.
 """
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"

@@ -21,7 +21,14 @@ die() {
 test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc gcc-riscv64-linux-gnu groff tmux faketime \
 shellcheck gawk"
 
-# setup run|test: afterwards $venv/bin/kprobefs works, and for "test" the test tools beside it.
+# setup_python: makes $venv with the project and its tests; needs Python and a network, nothing else.
+setup_python() {
+    check_python
+    venv_is_sound || make_venv
+    install_project test
+}
+
+# setup run|test: afterwards $venv/bin/kprobefs works, and for "test" the test tools as well.
 setup() {
     venv_is_sound || venv_is_missing=1
     packages=$(missing_packages)
@@ -138,7 +145,7 @@ install_project() {
     say "installing kprobefs and what it needs into .venv"
     log=$(mktemp)
     extras=
-    [ "$1" = run ] || extras="[$1]"
+    [ "$1" = run ] || extras="[$1,docs]"
     # fusepy comes as source alone: --use-pep517 builds it apart, without setuptools in the venv.
     (cd "$root" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
         --use-pep517 --editable ".$extras") </dev/null >"$log" 2>&1 ||
