@@ -20,7 +20,8 @@ from kprobefs.common.daemon_registry import start_time
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 if TYPE_CHECKING:
-    from kprobefs.definitions.loader import Line, Loader
+    from kprobefs.definitions.loader import Loader
+    from kprobefs.definitions.syntax import Line
     from kprobefs.definitions.tracefs_files import Files
 
 PROBE = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
@@ -138,7 +139,8 @@ class TraceSession:
                 self._remove(tracefs, instance)
 
     def _define(self, files: Files, directory: str) -> None:
-        from kprobefs.definitions.loader import Line, Loader
+        from kprobefs.definitions.loader import Loader
+        from kprobefs.definitions.syntax import Line
 
         definitions = [
             Line("trace", 0, text, re.sub(r":\S+ ", ":", text, count=1)) for text in self._definitions
@@ -161,7 +163,8 @@ class TraceSession:
 
     def _switch_on(self, files: Files, reader: int) -> None:
         """All events; what this process and the `reader` of records do isn't traced."""
-        from kprobefs.definitions.loader import Line, Loader
+        from kprobefs.definitions.loader import Loader
+        from kprobefs.definitions.syntax import Line
 
         own = Line("trace", 0, f"instances/{self._name}/set_event_notrace_pid = {os.getpid()} {reader}")
         switches = [
