@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from kprobefs.cli import as_system as as_system_places
-from kprobefs.cli.trace import TraceSession, tell_of_results
+from kprobefs.cli.scratch_copies import tell_of_results
+from kprobefs.cli.trace import TraceSession
 from kprobefs.common import mountpoints
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon import daemon
