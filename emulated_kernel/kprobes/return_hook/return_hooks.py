@@ -80,7 +80,7 @@ class ReturnHooks:
         """Those of them that may still have calls pending."""
         self._has_assembly: bool | None = None
         """Some of them have handlers in assembly; None: look when it is asked."""
-        self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_aside)
+        self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_asm_handlers)
         self._has_traps = False
         self.stack = self._make_stack(stack)
         self.native = self._make_native()
@@ -268,7 +268,9 @@ class ReturnHooks:
         self.stack.pop(task, len(calls))
         return caller
 
-    def _run_aside(self, regs: Any, frame: int, then: Callable[[Any], object], in_frame: bool) -> bool:
+    def _run_asm_handlers(
+        self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
+    ) -> bool:
         """Let the guest run the handlers in assembly of what has returned through `frame`; False: none."""
         if self._has_assembly is None:
             self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())
@@ -277,8 +279,8 @@ class ReturnHooks:
         calls, _ = self._returning(self._tasks.current())
         found = (self._hooks.get(call.hook) for call in calls if call.frame == frame)
         owners = tuple(hook for hook in found if hook is not None and hook.assembled is not None)
-        return bool(owners) and self._hits.asm_thunks.run(
-            owners, HandlerPoint.RETURN, regs, then, in_frame=in_frame
+        return bool(owners) and self._hits.asm_thunks.run_asm_handlers(
+            owners, HandlerPoint.RETURN, regs, in_frame=in_frame, on_return=on_return
         )
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
