@@ -170,7 +170,7 @@ class Kprobes:
 
     def _insert(self, kprobe: Kprobe) -> None:
         if isinstance(self.optimizer, Djprobes):
-            self.optimizer.check_conflicts(kprobe)
+            self.optimizer.settle_length(kprobe)
         addr = kprobe.address
         by_call = kprobe.is_ftrace
         old = self.table.get(addr)

@@ -112,7 +112,7 @@ class BoundedFileReader:
     """
 
     def __init__(self) -> None:
-        self._late: set[object] = set()
+        self._late: set[_Reading] = set()
 
     def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
         """All of a file, by `deadline` of time.monotonic(); None: whenever it answers.
@@ -121,27 +121,44 @@ class BoundedFileReader:
         """
         if len(self._late) >= MOST_LATE:
             raise OSError(errno.EBUSY, f"{MOST_LATE} files are waited for already", os.fspath(path))
-        answered, answers = Event(), list[bytes | Exception]()
-
-        def read() -> None:
-            try:
-                answers.append(read_regular(path, limit))
-            except Exception as error:
-                answers.append(error)
-            finally:
-                answered.set()
-                self._late.discard(answered)
-
+        reading = _Reading(path, limit, self._late)
         try:
-            start_thread("read-file", read)
+            start_thread("read-file", reading.run)
         except KernelError as error:
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-        if not answered.wait(None if deadline is None else max(deadline - monotonic(), 0)):
-            self._late.add(answered)
-            if not answered.is_set():
+        if not reading.answered.wait(None if deadline is None else max(deadline - monotonic(), 0)):
+            self._late.add(reading)
+            if not reading.answered.is_set():
                 raise OSError(errno.ETIMEDOUT, "its file system doesn't answer in time", os.fspath(path))
-            self._late.discard(answered)
-        answer = answers[0] if answers else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), os.fspath(path))
+            self._late.discard(reading)
+        return reading.result()
+
+
+class _Reading:
+    """One file that a thread reads; it removes itself from `late` when it has an answer."""
+
+    def __init__(self, path: str | os.PathLike[str], limit: int, late: set[_Reading]) -> None:
+        self.answered = Event()
+        self._path = path
+        self._limit = limit
+        self._late = late
+        self._answer: bytes | Exception | None = None
+
+    def run(self) -> None:
+        """Read the file, in the thread."""
+        try:
+            self._answer = read_regular(self._path, self._limit)
+        except Exception as error:
+            self._answer = error
+        finally:
+            self.answered.set()
+            self._late.discard(self)
+
+    def result(self) -> bytes:
+        """Return the file's bytes. Raises: OSError, as read_regular(), ENOMEM (the thread got no answer)."""
+        answer = self._answer
+        if answer is None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), os.fspath(self._path))
         if isinstance(answer, Exception):
             raise answer
         return answer

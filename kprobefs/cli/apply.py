@@ -51,10 +51,11 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
     chosen = files or [str(file) for file in dropins.files()]
     if not chosen:
         return []
-    from kprobefs.definitions import loader as definitions
+    from kprobefs.definitions.loader import Loader
+    from kprobefs.definitions.syntax import read_lines
     from kprobefs.definitions.tracefs_files import HostFiles
 
-    loader = definitions.Loader(HostFiles(directory))
+    loader = Loader(HostFiles(directory))
     failed = []
     for file in chosen:
         try:
@@ -67,7 +68,7 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
             if "\0" in text:
                 failed.append(escape_for_terminal(f"{file}: not a file of definitions; it contains a NUL"))
                 continue
-            failed += _first(file, loader.apply(list(definitions.read_lines(file, text))))
+            failed += _first(file, loader.apply(list(read_lines(file, text))))
     return failed
 
 
@@ -85,7 +86,7 @@ def _read(file: str) -> str:
 
 def saved(directory: str) -> bytes:
     """Return the output of `kprobefs save` for a mount."""
-    from kprobefs.definitions.loader import saved
+    from kprobefs.definitions.saver import saved
     from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
     with suppress(FileNotFoundError):

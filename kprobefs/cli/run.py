@@ -16,10 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from kprobefs.cli import as_system as as_system_places
-from kprobefs.cli.trace import TraceSession, tell_of_results
+from kprobefs.cli.scratch_copies import tell_of_results
+from kprobefs.cli.trace import TraceSession
 from kprobefs.common import mountpoints
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon import daemon
+from kprobefs.daemon.service import SIGNALS
 from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
 from kprobefs.mount_options import Builder, MountOptions
 
@@ -99,7 +101,7 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     """Standard output is for the records where they are for a program."""
     runner = _Runner(command, 2 if tracing is not None and tracing.as_json else None)
-    for number in daemon.SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, runner.on_signal)
     return runner
 

@@ -1,20 +1,62 @@
-"""Boots the kernel that the options mean, and makes its mount."""
+"""Backends of a mount: the built-in kernel, a distribution's kernel with two engines, and a vmcore.
+
+A function imports what it needs when it is called: the other backends' modules are a third of a start.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 from typing import TYPE_CHECKING
 
-from kprobefs.common.errors import CliError, ExitStatus, resource_hint
+from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
 from kprobefs.mount_options import KERNEL_KPROBES, MountOptions, check_image, runs_linux
 
 if TYPE_CHECKING:
+    from emulated_kernel.vfs.core.node import Owner
     from kprobefs.daemon.state.saved_state import SavedState
     from kprobefs.mount_options import ServedMount
 
 
+def prepare(options: MountOptions) -> None:
+    """Do what takes seconds while somebody watches: boot a kernel, or convert a dump. Raises: CliError."""
+    if options.vmcore is not None:
+        _convert_vmcore(options.vmcore)
+    elif runs_linux(options):
+        _boot_linux(options)
+
+
+def build_kernel(options: MountOptions) -> ServedMount:
+    """Return the mount that the options describe. Its files belong to the current user. Raises: CliError."""
+    if options.vmcore is not None:
+        return _vmcore_mount(options, options.vmcore)
+    if not runs_linux(options):
+        return _builtin_mount(options)
+    if options.kprobes == KERNEL_KPROBES:
+        return _native_mount(options)
+    return _probed_mount(options)
+
+
+def _builtin_mount(options: MountOptions) -> ServedMount:
+    from emulated_kernel.guests.builtin.processes.isolated import IsolatedProcesses
+    from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
+    from emulated_kernel.guests.common.host_processes import HostProcesses
+    from kprobefs.daemon.reboot import RebootableKernel
+
+    if options.machine.image is not None:
+        check_image(options.machine.image)
+    try:
+        watch = IsolatedProcesses if options.isolate else HostProcesses
+        layout = RootLayout(options.layout)
+        return RebootableKernel(options.machine, layout, _owner(), watch, _state(options)).mount
+    except OSError as error:
+        image = options.machine.image
+        why = resource_hint(error) or error.strerror or str(error)
+        raise (CliError(f"{image}: {why}", ExitStatus.USAGE) if image else CliError(why)) from error
+
+
 def _state(options: MountOptions) -> SavedState | None:
-    """Raises: CliError (another daemon has it)."""
+    """Return the saved state, if the options name one. Raises: CliError (another daemon has it)."""
     if options.state is None:
         return None
     from kprobefs.daemon.state.saved_state import SavedState
@@ -23,51 +65,90 @@ def _state(options: MountOptions) -> SavedState | None:
     return SavedState(StateDirectory(options.state), "tracing/" if options.layout == "tracefs" else "")
 
 
-def prepare(options: MountOptions) -> None:
-    """What takes seconds is done while somebody watches: a boot, a dump that is read. Raises: CliError."""
-    if options.vmcore is not None:
-        from kprobefs.daemon import vmcores
+def _boot_linux(options: MountOptions) -> None:
+    """Boot the distribution's kernel, and show how far it is. The mount starts from that boot."""
+    from emulated_kernel.guests.linux.boot_cache import ensure_cached
+    from kprobefs.common.progress import Progress
 
-        vmcores.prepare(options.vmcore)
-    elif runs_linux(options):
-        from kprobefs.daemon import native
+    image = str(options.machine.image)
+    bar: Progress | None = None
+    shown = 0
 
-        native.prepare(options)
+    def progress(done: int, total: int) -> None:
+        nonlocal bar, shown
+        bar = bar or Progress("booting", total)
+        bar.add(done - shown)
+        shown = done
+
+    with explained(image):
+        ensure_cached(image, options.machine.seed, progress)
+    if bar is not None:
+        bar.end()
 
 
-def build_kernel(options: MountOptions) -> ServedMount:
-    """Boot an emulated kernel; its files belong to the user who mounts. Raises: CliError."""
-    if runs_linux(options):
-        return _linux_mount(options)
-    from emulated_kernel.guests.builtin.processes.isolated import IsolatedProcesses
-    from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
+def _native_mount(options: MountOptions) -> ServedMount:
+    """Return the mount of a distribution's kernel that uses its own kprobes."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
-    from emulated_kernel.vfs.core.node import Owner
-    from kprobefs.daemon.reboot import RebootableKernel
+    from emulated_kernel.guests.linux.boot_cache import started
+    from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+    from emulated_kernel.image.linux.module_files import ModuleFiles
+    from emulated_kernel.image.linux.open_image import kernel_file
 
-    if options.machine.image is not None:
-        check_image(options.machine.image)
+    image = str(options.machine.image)
+    with explained(image):
+        tasks = started(image, options.machine.seed)
+        modules = ModuleFiles(kernel_file(image), tasks.release)
+    return NativeMount(tasks, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+
+
+def _probed_mount(options: MountOptions) -> ServedMount:
+    """Return the mount of a distribution's kernel whose text kprobefs's own engine probes."""
+    from emulated_kernel.guests.common.host_processes import HostProcesses
+    from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+    from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+    from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+    from emulated_kernel.image.linux.module_files import ModuleFiles
+    from emulated_kernel.image.linux.open_image import kernel_file
+    from emulated_kernel.kprobes.profile import profile_named
+
+    image = str(options.machine.image)
+    with explained(image):
+        tasks, kernel = started_with_kernel(image, options.machine.seed)
+        engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
+        modules = ModuleFiles(kernel_file(image), tasks.release)
+    served = ProbedMount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+    # Most of what it takes to begin is never read again.
+    kernel.release_pages()
+    return served
+
+
+def _convert_vmcore(vmcore: str) -> None:
+    """Convert the dump. The mount starts from the result."""
+    from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached
+
+    with explained(vmcore):
+        ensure_core_cached(vmcore)
+
+
+def _vmcore_mount(options: MountOptions, vmcore: str) -> ServedMount:
+    """Return the mount of a dump's kernel."""
+    from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
+    from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
+    from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+    from emulated_kernel.kprobes.profile import profile_named
+    from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+
     try:
-        owner = Owner(os.geteuid(), os.getegid())
-        watch = IsolatedProcesses if options.isolate else HostProcesses
-        layout = RootLayout(options.layout)
-        return RebootableKernel(options.machine, layout, owner, watch, _state(options)).mount
-    except OSError as error:
-        image = options.machine.image
-        why = resource_hint(error) or error.strerror or str(error)
-        raise (CliError(f"{image}: {why}", ExitStatus.USAGE) if image else CliError(why)) from error
+        with explained(vmcore):
+            guest, kernel = started_core(vmcore)
+            engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
+            return VmcoreMount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
+    except (MemoryFault, HardwareError, LookupError, struct.error) as error:
+        message = f"{vmcore}: not a usable dump: its kernel's structures lead nowhere: {error}"
+        raise CliError(message, ExitStatus.USAGE) from error
 
 
-def _linux_mount(options: MountOptions) -> ServedMount:
-    # One of them: the others' modules are a third of a start.
-    if options.vmcore is not None:
-        from kprobefs.daemon.vmcores import core_mount
+def _owner() -> Owner:
+    from emulated_kernel.vfs.core.node import Owner
 
-        return core_mount(options, options.vmcore)
-    if options.kprobes == KERNEL_KPROBES:
-        from kprobefs.daemon.native import native_mount
-
-        return native_mount(options)
-    from kprobefs.daemon.probed_linux import engine_mount
-
-    return engine_mount(options)
+    return Owner(os.geteuid(), os.getegid())

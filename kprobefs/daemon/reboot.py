@@ -25,7 +25,9 @@ from emulated_kernel.vfs.trees.stats import probe_states, probes_file
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts
 from kprobefs.daemon.state.saved_state import SavedState
-from kprobefs.definitions.loader import Line, Loader, saved
+from kprobefs.definitions.loader import Loader
+from kprobefs.definitions.saver import saved
+from kprobefs.definitions.syntax import Line
 from kprobefs.definitions.tracefs_files import TreeFiles
 
 RETURN_HOOK = "kprobes/return_hook"

@@ -1,10 +1,14 @@
-"""The service manager's watchdog, fed by requests through the mount: a daemon that hangs is restarted."""
+"""The service manager: how the daemon is, and a watchdog that requests through the mount feed.
+
+A daemon that hangs is restarted.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -20,6 +24,18 @@ CPU_TIMES = slice(11, 13)
 PR_SET_PDEATHSIG = 1
 PIPE_SIZE = 1 << 16
 """Bytes that a pipe holds: all answers that were not read yet. Mirrors: pipe(7)."""
+
+
+def sd_notify(*assignments: str) -> None:
+    """Send assignments such as "READY=1" to the service manager, if one listens. Mirrors: sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+        channel.connect(address)
+        channel.sendall("\n".join(assignments).encode())
 
 
 def watchdog_interval() -> float | None:

@@ -120,7 +120,8 @@ class FuseContext(ctypes.Structure):
     """struct fuse_context, whose fields describe the client of the request that a thread answers.
 
     Replaces: fusepy's fuse_context, which ends before `umask`.
-    Needed for: the umask of the client's task in the guest (tests/mounted/test_client_calls.py).
+    Needed for: the modes of files that a client makes in the guest while something is probed
+    (test_client_calls.py:test_the_umask_of_a_client).
     """
 
     _fields_ = [
@@ -159,7 +160,7 @@ class FuseOperations(ctypes.Structure):
     """struct fuse_operations, complete.
 
     Replaces: fusepy's fuse_operations, which ends before `poll`.
-    Needed for: poll(2) on trace_pipe (tests/mounted/test_pipe.py).
+    Needed for: poll(2) on trace_pipe (test_pipe.py:test_readiness).
     Gains: 2 to 3 % of a round by path and of a stat(2), by the addresses of _BY_ADDRESS.
     """
 
@@ -233,8 +234,8 @@ def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
     `operations.faults` counts the exceptions that are no KernelError. `operations.reserve` is the
     MemoryReserve.
 
-    Replaces: FUSE._wrapper, which answers an unexpected exception with EINVAL, lets SystemExit end the
-    session, and passes on any errno.
+    Replaces: FUSE._wrapper, which answers an unexpected exception with EINVAL, lets SystemExit reach C, which
+    makes a garbage reply of it, and passes on any errno.
     Needed for: EIO for internal faults (test_session_loop.py:test_reads_and_closes), clients that hang after
     an errno above MAX_ERRNO (test_an_errno_of_the_kernels_own_is_an_answer), and ENOMEM where the host has
     no memory (test_adapter.py:test_no_memory_is_an_answer_and_no_fault).
@@ -313,7 +314,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         """List a directory from the entry number `offset` on. libfuse uses only the type and inode number.
 
         Replaces: FUSE.readdir, which lists the whole directory and ignores `offset`.
-        Needed for: one request for each getdents64(2) (tests/mounted/test_client_calls.py).
+        Needed for: one request for each getdents64(2) (test_client_calls.py:test_listing).
         Gains: more than half of a listing's time, by one struct stat for all entries.
         """
         attributes = _fuse.c_stat()

@@ -15,7 +15,8 @@ from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.daemon.reboot import RebootableKernel
-from kprobefs.definitions.loader import Loader, read_lines
+from kprobefs.definitions.loader import Loader
+from kprobefs.definitions.syntax import read_lines
 from stress.endurance import state_writer as writer
 from tests.fuse.harness import ROOT, environment
 

@@ -116,7 +116,7 @@ class Session:
         self.tasks.idle(2_000_000)
         written = len(self._written.written()) * 4096
         counts = {
-            "tasks": len(self.tasks._by_address),
+            "tasks": len(self.tasks.table.by_address),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "complaints": len(COMPLAINT.findall(self.shell.read("/machine/dmesg"))),
             "probes": len(self.shell.read("/kprobes/list").splitlines()),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kprobefs.daemon.daemon import Wake
+from kprobefs.daemon.wake import Wake
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 from emulated_kernel.vfs.core.node_tree import CONTROL
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import MountState, condition
-from kprobefs.definitions import dropins, loader
+from kprobefs.definitions import dropins, syntax
 from kprobefs.definitions.tracefs_files import HostFiles
 from tests.fuse.harness import (
     PATIENCE,
@@ -111,7 +111,7 @@ instances/x/events/kprobes/good/trigger = hist:keys=nosuch
 
 
 def lines(text: str) -> list[tuple[int, str]]:
-    return [(line.number, line.text) for line in loader.read_lines("f", text)]
+    return [(line.number, line.text) for line in syntax.read_lines("f", text)]
 
 
 def test_lines_that_go_on() -> None:
@@ -149,7 +149,7 @@ def test_only_newlines_end_lines() -> None:
     ],
 )
 def test_triggers_as_they_are_written(shown: str, written: str) -> None:
-    assert loader.saved_triggers(f"# head\n{shown}\n") == [written]
+    assert syntax.saved_triggers(f"# head\n{shown}\n") == [written]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_triggers_as_they_are_written(shown: str, written: str) -> None:
     ],
 )
 def test_lists_as_they_are_written(name: str, shown: str, written: str) -> None:
-    assert " ".join(loader.saved_words(name, f"{shown}\n")) == written
+    assert " ".join(syntax.saved_words(name, f"{shown}\n")) == written
 
 
 class TestFiles:

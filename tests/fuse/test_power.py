@@ -24,7 +24,9 @@ from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from kprobefs.common.errors import ExitStatus
 from kprobefs.common.mountpoints import MountState, condition
 from kprobefs.daemon.reboot import PLACE, RebootableKernel
-from kprobefs.definitions.loader import Loader, read_lines, saved
+from kprobefs.definitions.loader import Loader
+from kprobefs.definitions.saver import saved
+from kprobefs.definitions.syntax import read_lines
 from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, kprobefs, needs_fuse
 from tests.fuse.test_definitions import ALL, OUTSIDE
 from tests.kprobes.test_many_at_one_place import calls_of

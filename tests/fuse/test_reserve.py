@@ -92,7 +92,9 @@ def test_the_page_says_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None
     adapter = pytest.importorskip("kprobefs.fuse.operations")
     monkeypatch.setattr(adapter, "_client", lambda: Client(1, 0, 0))
     page = " ".join((ROOT / "docs/reference/reliability.md").read_text().split())
-    said = re.search(r"what looks \(([^)]*)\) and what ends \((.*?)\) is answered", page)
+    said = re.search(
+        r"Read-only operations \(([^)]*)\) and releasing operations \((.*?)\) are answered", page
+    )
     assert said is not None
     looking, ending, written = (
         re.findall("`([^`]+)`", part) for part in (said[1], *said[2].split("`write`", 1))

@@ -349,8 +349,8 @@ def test_who_asks_where_there_is_no_memory_is_answered(place: Path) -> None:
     pytest.importorskip("_testcapi")
     with _served(place) as asked:
         assert not _said([sys.executable, "-c", _ASKING, str(place)], place)
-        # Some end before they reach the mount.
-        assert len([line for line in asked() if line.startswith("read")]) > 20
+        # The other reads fail in the loop, before they reach the mount.
+        assert len([line for line in asked() if line.startswith("read")]) > 10
 
 
 def _said(command: list[str], place: Path) -> str:

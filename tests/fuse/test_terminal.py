@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kprobefs.cli import tour
+from kprobefs.cli import tour, trace_records
 from kprobefs.cli import trace as tracing
 from kprobefs.cli.control import MountStatus
 from kprobefs.cli.main import main
@@ -328,7 +328,7 @@ def test_wrong_one_liners(words: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_records_as_objects() -> None:
     line = '     a - [b-77   [002] d..1.    12.000345: ev_1: (f+0x4/0x8) n=0x10 s="a b=\\"c" neg=-3 h=x'
-    assert tracing.record(line, {}) == {
+    assert trace_records.record(line, {}) == {
         "time": 12.000345,
         "cpu": 2,
         "pid": 77,
@@ -337,7 +337,7 @@ def test_records_as_objects() -> None:
         "fields": {"n": 16, "s": 'a b=\\"c', "neg": -3, "h": "x"},
         "text": '(f+0x4/0x8) n=0x10 s="a b=\\"c" neg=-3 h=x',
     }
-    assert tracing.record("CPU:1 [LOST 3 EVENTS]", {}) == {"text": "CPU:1 [LOST 3 EVENTS]"}
+    assert trace_records.record("CPU:1 [LOST 3 EVENTS]", {}) == {"text": "CPU:1 [LOST 3 EVENTS]"}
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_records_as_objects() -> None:
 )  # fmt: skip
 def test_records_of_single_system_calls(shown: str, event: str, fields: dict[str, int]) -> None:
     """They show the call, and not the event's name."""
-    found = tracing.record(f"    a b-77      [002] d..1.    12.000345: {shown}", {})
+    found = trace_records.record(f"    a b-77      [002] d..1.    12.000345: {shown}", {})
     assert found == {
         "time": 12.000345, "cpu": 2, "pid": 77, "comm": "a b", "event": event, "fields": fields, "text": shown
     }  # fmt: skip
@@ -382,8 +382,8 @@ def test_records_of_single_system_calls(shown: str, event: str, fields: dict[str
 )  # fmt: skip
 def test_fields_as_the_format_has_them(print_fmt: str, shown: str, fields: dict[str, object]) -> None:
     """A value may have blanks, quotes, and what looks like another field."""
-    layouts = {"ev": [tracing.layout(f"name: ev\nformat:\n\tfield:int x;\n\nprint fmt: {print_fmt}\n")]}
-    found = tracing.record(f"    a-77      [002] d..1.    12.000345: ev: {shown}", layouts)
+    layouts = {"ev": [trace_records.layout(f"name: ev\nformat:\n\tfield:int x;\n\nprint fmt: {print_fmt}\n")]}
+    found = trace_records.record(f"    a-77      [002] d..1.    12.000345: ev: {shown}", layouts)
     assert (found["fields"], found["text"]) == (fields, shown)
 
 
@@ -391,9 +391,9 @@ def test_fields_as_the_format_has_them(print_fmt: str, shown: str, fields: dict[
     "said", ["at 1.0: sys_foo(a: 3)", "x-7      [001] d..1.     1.0: ev: sys_foo -> 0x1"]
 )
 def test_what_an_event_says_is_no_other_record(said: str) -> None:
-    layouts = {"console": [tracing.layout('print fmt: "%s", REC->msg')]}
+    layouts = {"console": [trace_records.layout('print fmt: "%s", REC->msg')]}
     for comm in ("cat", "a-1 [0] . 1.0:"):
-        found = tracing.record(f"{comm:>16}-77      [002] d..1.    12.000345: console: {said}", layouts)
+        found = trace_records.record(f"{comm:>16}-77      [002] d..1.    12.000345: console: {said}", layouts)
         assert (found["comm"], found["pid"], found["time"], found["event"]) == (
             comm,
             77,
@@ -406,7 +406,7 @@ def test_what_an_event_says_is_no_other_record(said: str) -> None:
 def test_a_record_is_a_line_whatever_is_in_it() -> None:
     output = io.StringIO()
     shown = '    a-77      [002] d..1.    12.000345: ev: s="a\x0c\x85\u2028b"\n'
-    tracing.TraceSession(["p:vfs_read"], "", output, as_json=True)._show(shown * 2)
+    trace_records.RecordPrinter(output, as_json=True).show(shown * 2)
     assert [json.loads(line)["fields"] for line in output.getvalue().splitlines()] == [
         {"s": "a\x0c\x85\u2028b"}
     ] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
 from itertools import dropwhile
@@ -84,6 +85,19 @@ os.fsync(f)
         f"ftruncate(fd: {fd}, length: 2) -> 0",
         f"fsync(fd: {fd}) -> 0",
     ]
+
+
+def test_the_umask_of_a_client(traced: Files) -> None:
+    calls_of(
+        traced,
+        """
+os.umask(0o027)
+os.close(os.open(r + "/scratch/f", os.O_WRONLY | os.O_CREAT, 0o666))
+os.mkdir(r + "/scratch/d")
+""",
+    )
+    assert stat.filemode(traced.path("scratch/f").stat().st_mode) == "-rw-r-----"
+    assert stat.filemode(traced.path("scratch/d").stat().st_mode) == "drwxr-x---"
 
 
 def test_calls_that_the_lookup_ends(traced: Files) -> None:

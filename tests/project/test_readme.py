@@ -85,7 +85,7 @@ def test_the_memory_that_the_kernel_has_is_told() -> None:
     with Kernel() as kernel:
         (known,) = [line for line in map(str, kernel.guest.messages()) if "K available" in line]
         mebibytes = int(re.findall(r"/(\d+)K available", known)[0]) >> 10
-        told = f"{kernel.config.ram_size >> 20} MiB ({mebibytes} MiB that it knows of"
+        told = f"{kernel.config.ram_size >> 20} MiB, of which {mebibytes} MiB belong to the kernel"
     assert f"RAM is {told}" in " ".join((README.parent / "docs/reference/security.md").read_text().split())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -101,11 +101,40 @@ class Frame:
             self.slots = {at: v for at, v in self.slots.items() if at[0] != top[0] or at[1] >= top[1]}
 
 
+Effect = Callable[[Frame], None]
+"""Changes a frame as an instruction does."""
+
+
 def unchanged(_frame: Frame) -> None:
     """Leave the frame unchanged.
 
     This is also right for a function that switches to another stack with an identical frame.
     """
+
+
+def add_to_register(to: str, source: str, offset: int = 0) -> Effect:
+    """Return the effect of `to = source + offset`; without an offset it is a copy of any value."""
+    return lambda frame: frame.add(to, source, offset)
+
+
+def take_address(to: str, base: str, offset: int) -> Effect:
+    """Return the effect of `to = base + offset`, which is known if it is on the stack."""
+    return lambda frame: frame.set(to, frame.at(base, offset))
+
+
+def load_word(to: str, base: str, offset: int) -> Effect:
+    """Return the effect of a load from `base + offset`."""
+    return lambda frame: frame.load(to, frame.at(base, offset))
+
+
+def store_register(source: str, base: str, offset: int, size: int, word: int) -> Effect:
+    """Return the effect of a store of `size` bytes, in a machine of `word` bytes, to `base + offset`."""
+    return lambda frame: frame.store(frame.at(base, offset), frame.regs.get(source), size, word)
+
+
+def forget_registers(names: Sequence[str]) -> Effect:
+    """Return the effect of writing values that nobody knows to registers."""
+    return lambda frame: frame.forget(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +143,7 @@ class FrameInsn:
 
     length: int
     """Length in bytes."""
-    effect: Callable[[Frame], None]
+    effect: Effect
     flow: Flow = Flow.NEXT
     target: int | None = None
     """Address that a direct jump, branch or call goes to."""

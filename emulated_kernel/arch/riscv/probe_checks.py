@@ -86,6 +86,12 @@ def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Rejection
     return Rejection(RejectReason.NO_ROOM, addr)
 
 
+def _end_of_copy(analysis: RiscvFunctionAnalysis, addr: int) -> int:
+    """Return where the copied instructions end, if there are any for copied_length()."""
+    end = addr + LONG_JUMP_SIZE
+    return end if end in analysis.insns or end == analysis.end else end + RVC_SIZE
+
+
 def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> ScratchRegisters | Rejection:
     """Return the free registers at both ends of a region; the same register is preferred.
 
@@ -161,49 +167,49 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def reasons_at_once(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis]
     ) -> dict[int, RejectReason | None]:
-        """Return instruction address -> first reason against a jump there; None if a jump is possible.
+        """Return address -> first reason against a jump there, or None, for each instruction of a function.
 
-        The answers are those of optimized_region(). A table decides most addresses by the kinds of four
-        neighbouring instructions; the few other addresses are then checked one by one.
+        The answers are those of optimized_region(). A kernel has millions of instructions, so a table decides
+        first, by the kinds of four instructions in a row. The few places that need more come after that.
+        tests/arch/riscv/test_reasons.py compares both.
+
+        Invariant: the steps below come in the order in which detoured_region() checks its rules. Each one
+        gives a reason only to addresses that have none yet; what is reserved, and fentry sites, come last
+        because they replace any other reason.
         """
         analysis = known.analysis
         function = known.function
         insns = analysis.insns
         kinds = analysis.kinds + _NOTHING
-        end = analysis.end
         rows = zip(kinds, kinds[1:], kinds[2:], kinds[3:], strict=False)
         found: dict[int, RejectReason | None] = dict(
             zip(insns, map(_OPTIMIZATION_BLOCKERS.__getitem__, rows), strict=False)
         )
-        unknown = RejectReason.NOT_A_BOUNDARY
-
-        def behind(addr: int) -> int:
-            at = addr + LONG_JUMP_SIZE
-            return at if at in insns or at == end else at + RVC_SIZE
-
+        no_insn = RejectReason.NOT_A_BOUNDARY
         for addr in range(function.end - LONG_JUMP_SIZE - RVC_SIZE, function.end):
-            if found.get(addr, unknown) is None and behind(addr) >= function.end:
+            if found.get(addr, no_insn) is None and _end_of_copy(analysis, addr) >= function.end:
                 found[addr] = RejectReason.NO_ROOM
         for target in analysis.jump_targets:
             for addr in range((target & -RVC_SIZE) - LONG_JUMP_SIZE, target - 1, RVC_SIZE):
-                if found.get(addr, unknown) is None and target < behind(addr):
+                if found.get(addr, no_insn) is None and target < _end_of_copy(analysis, addr):
                     found[addr] = RejectReason.JUMP_INTO_RANGE
         if analysis.hazard is not None:
             hazard = analysis.hazard.reason
             found = {addr: reason or hazard for addr, reason in found.items()}
-        rare = self._looked_at(known)
-        for addr in rare if analysis.has_idle_register else insns:
-            if found.get(addr, unknown) is None:
-                if addr in rare:
-                    found[addr] = self._rare_reason(known, range(addr, behind(addr)))
+        shared = self._shared_places(known)
+        for addr in shared if analysis.has_idle_register else insns:
+            if found.get(addr, no_insn) is None:
+                end = _end_of_copy(analysis, addr)
+                if addr in shared:
+                    found[addr] = self._shared_reason(known, range(addr, end))
                 else:
-                    found[addr] = _register_reason(analysis, addr, behind(addr))
+                    found[addr] = _register_reason(analysis, addr, end)
         found |= {site.addr: RejectReason.FTRACE for site in function.fentry_sites if site.addr in insns}
         found |= {addr: reason for addr, reason in known.reserved.items() if addr in insns}
         return found
 
-    def _looked_at(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
-        """Return addresses whose regions may hold text that others patch, or a target of outside branches."""
+    def _shared_places(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
+        """Return where a jump meets what somebody else patches, or is entered from outside the function."""
         function = known.function
         found = set[int]()
         for target in self._entrances.targets(range(function.addr, function.end)):
@@ -212,10 +218,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
             found.update(range(site.addr - LONG_JUMP_SIZE - RVC_SIZE + 1, site.addr + site.size))
         return found
 
-    def _rare_reason(
+    def _shared_reason(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis], replaced: range
     ) -> RejectReason | None:
-        """Return the reason for an address that _looked_at() returns, or None.
+        """Return the reason for an address that _shared_places() returns, or None.
 
         It applies the last rules of detoured_region(), and those about branches from outside the function.
         """

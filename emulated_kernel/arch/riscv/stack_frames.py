@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Flow, Frame, FrameInsn, unchanged
+from emulated_kernel.arch.analysis.stack_frames import (
+    CFA,
+    IP,
+    Effect,
+    Flow,
+    Frame,
+    FrameInsn,
+    add_to_register,
+    forget_registers,
+    load_word,
+    store_register,
+    unchanged,
+)
 from emulated_kernel.arch.riscv.insn import (
     REGISTER_NAMES,
     SP,
@@ -24,7 +36,6 @@ _DOUBLE = 3
 _SRET = 0x10200073
 _SCRATCH = (EXCEPTION_PC, "ra", *(f"t{n}" for n in range(7)), *(f"a{n}" for n in range(8)))
 """Registers that a called function may change."""
-_Effect = Callable[[Frame], None]
 
 
 def frame_insns(
@@ -43,7 +54,7 @@ def frame_insns(
 def _read(insn: RiscvInsn, at: int, upper: tuple[int, int] | None, switches_stack: bool) -> FrameInsn:
     length = insn.length
     if insn.is_call:
-        return FrameInsn(length, lambda frame: frame.forget(_SCRATCH), Flow.CALL)
+        return FrameInsn(length, forget_registers(_SCRATCH), Flow.CALL)
     if insn.opcode == RiscvOpcode.JAL:
         return FrameInsn(length, unchanged, Flow.JUMP, at + insn.jump_offset)
     if insn.opcode == RiscvOpcode.BRANCH:
@@ -57,25 +68,22 @@ def _read(insn: RiscvInsn, at: int, upper: tuple[int, int] | None, switches_stac
     return FrameInsn(length, _effect(insn, switches_stack))
 
 
-def _effect(insn: RiscvInsn, switches_stack: bool) -> _Effect:
+def _effect(insn: RiscvInsn, switches_stack: bool) -> Effect:
     rd, rs1, rs2 = (REGISTER_NAMES[number] for number in (insn.rd, insn.rs1, insn.rs2))
     if insn.opcode == RiscvOpcode.OP_IMM and not insn.funct3 and ZERO not in (insn.rd, insn.rs1):
-        return lambda frame: frame.add(rd, rs1, insn.immediate)
+        return add_to_register(rd, rs1, insn.immediate)
     if insn.opcode == RiscvOpcode.OP and insn.word >> 25 == 0 and not insn.funct3 and insn.rs1 == ZERO:
-        return lambda frame: frame.add(rd, rs2, 0)  # c.mv
+        return add_to_register(rd, rs2)  # c.mv
     if insn.opcode == RiscvOpcode.STORE:
-        offset = _store_offset(insn)
-        size = 1 << (insn.funct3 & 3)
-        return lambda frame: frame.store(frame.at(rs1, offset), frame.regs.get(rs2), size, _WORD)
+        return store_register(rs2, rs1, _store_offset(insn), 1 << (insn.funct3 & 3), _WORD)
     if insn.opcode == RiscvOpcode.LOAD and insn.funct3 == _DOUBLE:
         if insn.rd == SP and insn.rs1 != SP and switches_stack:
             return unchanged
-        return lambda frame: frame.load(rd, frame.at(rs1, insn.immediate))
+        return load_word(rd, rs1, insn.immediate)
     if insn.opcode == RiscvOpcode.SYSTEM and insn.word >> 20 == _SEPC:
         return partial(_exception_pc, rd if insn.rd else None, rs1 if insn.rs1 else None)
     writes = insn.writes
-    names = [name for number, name in enumerate(REGISTER_NAMES) if writes >> number & 1]
-    return lambda frame: frame.forget(names)
+    return forget_registers([name for number, name in enumerate(REGISTER_NAMES) if writes >> number & 1])
 
 
 def _store_offset(insn: RiscvInsn) -> int:

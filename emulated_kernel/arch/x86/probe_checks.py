@@ -32,59 +32,78 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
     return _function_hazard(analysis, addr) or _copied_region(analysis, addr)
 
 
-def reasons(_verdict: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
-    """Return instruction address -> first reason against a jump there; None if a jump is possible.
+def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
+    """Return address -> first reason against a jump there, or None, for each instruction of a function.
 
-    One backward pass over the function creates no object per instruction, as a kernel has millions. Addresses
-    that the pass can't decide are checked with detoured_region(), which gives the same answers.
+    The answers are those of detoured_region(). It makes an object for each one, and a kernel has millions of
+    instructions; this takes one pass backwards over the function. It asks detoured_region() only where the
+    answer depends on more than the pass knows: see _places_to_ask(). tests/arch/test_x86_reasons.py holds
+    both equal on random functions.
+
+    Invariant, when the pass is at `addr`: `nearest_target_after` is the lowest jump target above `addr`, and
+    `targets` has those up to `addr`. `first_unsafe_addr` is the lowest address from `addr` on of an
+    instruction that cannot be copied, for `unsafe_reason`. So a jump at `addr` is entered in its middle if
+    `nearest_target_after <= addr + JMP32_SIZE`, and replaces an unsafe instruction if
+    `first_unsafe_addr < addr + JMP32_SIZE`.
     """
     analysis = known.analysis
-    reserved = known.reserved
     function = analysis.function
     flow = analysis.flow
-    fentry = {site.addr for site in function.fentry_sites}
-    asked = {*reserved, *fentry, *range(function.end - JMP32_SIZE + 1, function.end)}
-    for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
-        asked.update(range(site.addr - _LONGEST_REGION + 1, site.addr + site.size))
-    entry = analysis.layout.entry_text
-    if function.addr in entry or function.end - 1 in entry:
-        asked.update(flow.facts)
-
-    def ask(addr: int, refusal: RejectReason | None) -> RejectReason | None:
-        if addr in reserved:
-            return reserved[addr]
-        if addr in fentry:
-            return RejectReason.FTRACE
-        found = detoured_region(analysis, addr)
-        return refusal or (found.reason if isinstance(found, Rejection) else None)
-
+    to_ask = _places_to_ask(known)
     hazard = None if flow.hazard is None else flow.hazard.reason
-    first_bad = function.end + JMP32_SIZE
-    its_reason = hazard
+
+    out_of_reach = function.end + MAX_INSN_SIZE
+    nearest_target_after = out_of_reach
     targets = [0, *flow.jump_targets]
-    below = targets.pop()
-    entered = function.end + MAX_INSN_SIZE
+    next_target = targets.pop()
+    first_unsafe_addr = out_of_reach
+    unsafe_reason: RejectReason | None = None
     found: list[RejectReason | None] = []
     for addr, (_, refusal, rejection, _, _, _) in reversed(flow.facts.items()):
         if rejection is not None:
-            first_bad = addr
-            its_reason = rejection
-        while below > addr:
-            entered = below
-            below = targets.pop()
-        if addr in asked:
-            found.append(ask(addr, refusal))
+            first_unsafe_addr = addr
+            unsafe_reason = rejection
+        while next_target > addr:
+            nearest_target_after = next_target
+            next_target = targets.pop()
+        is_entered = nearest_target_after <= addr + JMP32_SIZE
+        if addr in to_ask:
+            found.append(_asked(known, addr, refusal))
         elif refusal is not None:
             found.append(refusal)
         elif hazard is not None:
-            # The reason is the one of the two with the lower address.
-            found.append(ask(addr, None) if entered <= addr + JMP32_SIZE else hazard)
-        elif entered <= addr + JMP32_SIZE:
+            # Which of the two comes first in the function decides.
+            found.append(_asked(known, addr, None) if is_entered else hazard)
+        elif is_entered:
             found.append(RejectReason.JUMP_INTO_RANGE)
         else:
-            found.append(its_reason if first_bad < addr + JMP32_SIZE else None)
+            found.append(unsafe_reason if first_unsafe_addr < addr + JMP32_SIZE else None)
     found.reverse()
     return dict(zip(flow.facts, found, strict=True))
+
+
+def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
+    """Return where a jump meets something that others patch or trap on, entry text, or the function's end."""
+    function = known.function
+    found = {*known.reserved, *range(function.end - JMP32_SIZE + 1, function.end)}
+    for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
+        found.update(range(site.addr - _LONGEST_REGION + 1, site.addr + site.size))
+    entry = known.analysis.layout.entry_text
+    if function.addr in entry or function.end - 1 in entry:
+        found.update(known.analysis.flow.facts)
+    return found
+
+
+def _asked(
+    known: AnalyzedFunction[X86FunctionAnalysis], addr: int, refusal: RejectReason | None
+) -> RejectReason | None:
+    """Return the reason that detoured_region() gives, after those for which no probe can be registered."""
+    if addr in known.reserved:
+        return known.reserved[addr]
+    if any(addr == site.addr for site in known.function.fentry_sites):
+        return RejectReason.FTRACE
+    found = detoured_region(known.analysis, addr)
+    return refusal or (found.reason if isinstance(found, Rejection) else None)
 
 
 def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:

@@ -6,14 +6,27 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from emulated_kernel.arch.analysis.stack_frames import ALIGNED, CFA, IP, Flow, Frame, FrameInsn, unchanged
+from emulated_kernel.arch.analysis.stack_frames import (
+    ALIGNED,
+    CFA,
+    IP,
+    Effect,
+    Flow,
+    Frame,
+    FrameInsn,
+    add_to_register,
+    forget_registers,
+    load_word,
+    store_register,
+    take_address,
+    unchanged,
+)
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.arch.x86.liveness import register_numbers
 
 _SCRATCH = {64: ("ax", "cx", "dx", "si", "di", "r8", "r9", "r10", "r11"), 32: ("ax", "cx", "dx")}
 """Registers that a called function may change."""
-_Effect = Callable[[Frame], None]
 
 
 def frame_insns(
@@ -39,6 +52,22 @@ class _FrameReader:
         self._switches_stack = switches_stack
         self._scratch = _SCRATCH[bits]
         self._numbers = register_numbers()
+        self._makers = self._makers_by_mnemonic()
+
+    def _makers_by_mnemonic(self) -> dict[int, Callable[[Any], Effect | None]]:
+        """Mnemonic -> function that makes the effect of such an instruction, or None if it is not known."""
+        from iced_x86 import Mnemonic
+
+        return {
+            Mnemonic.PUSH: self._pushing,
+            Mnemonic.POP: self._popping,
+            Mnemonic.LEAVE: self._leaving,
+            Mnemonic.MOV: self._move,
+            Mnemonic.LEA: self._address,
+            Mnemonic.ADD: partial(self._sum, sign=1),
+            Mnemonic.SUB: partial(self._sum, sign=-1),
+            Mnemonic.AND: self._and,
+        }
 
     def read(self, insn: Any, length: int) -> FrameInsn:
         from iced_x86 import FlowControl
@@ -49,7 +78,7 @@ class _FrameReader:
             # A call within the function, as in a retpoline, only pushes its return address.
             return FrameInsn(length, partial(self._push, None), Flow.JUMP, target)
         if flow in (FlowControl.CALL, FlowControl.INDIRECT_CALL):
-            return FrameInsn(length, lambda frame: frame.forget(self._scratch), Flow.CALL)
+            return FrameInsn(length, forget_registers(self._scratch), Flow.CALL)
         if flow == FlowControl.EXCEPTION:
             return FrameInsn(length, unchanged, Flow.TRAP)
         effect = self._effect(insn)
@@ -63,22 +92,10 @@ class _FrameReader:
             return FrameInsn(length, effect)
         return FrameInsn(length, effect, Flow.RETURN)
 
-    def _effect(self, insn: Any) -> _Effect:
-        from iced_x86 import Mnemonic
-
-        special: dict[int, Callable[[Any], _Effect | None]] = {
-            Mnemonic.PUSH: self._pushing,
-            Mnemonic.POP: lambda i: partial(self._pop, self._register(i, 0)),
-            Mnemonic.LEAVE: lambda _: self._leave,
-            Mnemonic.MOV: self._move,
-            Mnemonic.LEA: self._address,
-            Mnemonic.ADD: partial(self._sum, sign=1),
-            Mnemonic.SUB: partial(self._sum, sign=-1),
-            Mnemonic.AND: self._and,
-        }
-        make = special.get(insn.mnemonic)
-        found = None if make is None else make(insn)
-        return self._other(insn) if found is None else found
+    def _effect(self, insn: Any) -> Effect:
+        make = self._makers.get(insn.mnemonic)
+        effect = None if make is None else make(insn)
+        return self._other(insn) if effect is None else effect
 
     # Operands
 
@@ -110,7 +127,7 @@ class _FrameReader:
 
     # Effects
 
-    def _pushing(self, insn: Any) -> _Effect:
+    def _pushing(self, insn: Any) -> Effect:
         if insn.op_count and (name := self._register(insn, 0)) is not None:
             return partial(self._push, name)
         from iced_x86 import OpKind
@@ -130,41 +147,45 @@ class _FrameReader:
         frame.add("sp", "sp", -self._word)
         frame.store(frame.at("sp"), value, self._word, self._word)
 
+    def _popping(self, insn: Any) -> Effect:
+        return partial(self._pop, self._register(insn, 0))
+
     def _pop(self, name: str | None, frame: Frame) -> None:
         if name is not None:
             frame.load(name, frame.at("sp"))
         frame.add("sp", "sp", self._word)
 
+    def _leaving(self, _insn: Any) -> Effect:
+        return self._leave
+
     def _leave(self, frame: Frame) -> None:
         frame.add("sp", "bp", 0)
         self._pop("bp", frame)
 
-    def _move(self, insn: Any) -> _Effect | None:
+    def _move(self, insn: Any) -> Effect | None:
         from iced_x86 import OpKind
 
         to = self._register(insn, 0)
         source = self._register(insn, 1)
         if to is not None and source is not None:
-            return lambda frame: frame.add(to, source, 0)
+            return add_to_register(to, source)
         place = self._place(insn) if OpKind.MEMORY in (insn.op0_kind, insn.op1_kind) else None
         if to is not None and insn.op1_kind == OpKind.MEMORY:
             if to == "sp" and self._switches_stack:
                 return unchanged
-            return None if place is None else lambda frame: frame.load(to, frame.at(*place))
+            return None if place is None else load_word(to, *place)
         if insn.op0_kind == OpKind.MEMORY and place is not None and source is not None:
-            word = self._word
-            return lambda frame: frame.store(frame.at(*place), frame.regs.get(source), word, word)
+            return store_register(source, *place, self._word, self._word)
         return None
 
-    def _address(self, insn: Any) -> _Effect | None:
+    def _address(self, insn: Any) -> Effect | None:
         to = self._register(insn, 0)
         place = self._place(insn)
         if to is None or place is None:
             return None
-        source, offset = place
-        return lambda frame: frame.set(to, frame.at(source, offset))
+        return take_address(to, *place)
 
-    def _sum(self, insn: Any, sign: int) -> _Effect | None:
+    def _sum(self, insn: Any, sign: int) -> Effect | None:
         from iced_x86 import OpKind
 
         to = self._register(insn, 0)
@@ -173,9 +194,9 @@ class _FrameReader:
         by = sign * self._signed(insn.immediate(1))
         if to is None:
             return self._sum_in_memory(insn, by)
-        return lambda frame: frame.set(to, frame.at(to, by))
+        return take_address(to, to, by)
 
-    def _sum_in_memory(self, insn: Any, by: int) -> _Effect | None:
+    def _sum_in_memory(self, insn: Any, by: int) -> Effect | None:
         """Return the effect of adding to a saved address in memory, as ftrace's trampoline does."""
         from iced_x86 import MemorySizeExt, OpKind
 
@@ -191,10 +212,10 @@ class _FrameReader:
 
         return add
 
-    def _and(self, insn: Any) -> _Effect | None:
+    def _and(self, insn: Any) -> Effect | None:
         return _align if self._register(insn, 0) == "sp" else None
 
-    def _other(self, insn: Any) -> _Effect:
+    def _other(self, insn: Any) -> Effect:
         """Return the effect of any other instruction: the values that it writes become unknown."""
         from iced_x86 import MemorySizeExt, OpAccess, RegisterExt
 

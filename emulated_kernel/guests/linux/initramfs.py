@@ -10,6 +10,8 @@ import stat
 import struct
 from typing import NamedTuple
 
+from emulated_kernel.util.code_listing import machine_code
+
 _BASE = 0x400000
 STUB = _BASE + 0x1000
 SYSCALL = STUB + 1
@@ -17,20 +19,21 @@ TOUCH = STUB + 5
 """Stores al to rdi, then to each of as many pages as ecx says."""
 TWO_CALLS = STUB + 20
 """A system call, and then that of rbp with rbx as its first argument."""
-CODE = bytes.fromhex(
-    "f4"  # stub: hlt
-    "0f05"  # syscall
-    "ebfb"  # jmp stub
-    "8807"  # touch: mov [rdi], al
-    "4881c700100000"  # add rdi, 4096
-    "ffc9"  # dec ecx
-    "75f3"  # jnz touch
-    "ebec"  # jmp stub
-    "0f05"  # two_calls: syscall
-    "4889df"  # mov rdi, rbx
-    "4889e8"  # mov rax, rbp
-    "ebe3"  # jmp to the first syscall
-)
+STUB_LISTING = """
+    f4                              | stub: hlt
+    0f 05                           | call: syscall
+    eb fb                           | jmp stub
+    88 07                           | touch: mov [rdi], al
+    48 81 c7 00 10 00 00            | add rdi, 4096
+    ff c9                           | dec ecx
+    75 f3                           | jnz touch
+    eb ec                           | jmp stub
+    0f 05                           | two_calls: syscall
+    48 89 df                        | mov rdi, rbx
+    48 89 e8                        | mov rax, rbp
+    eb e3                           | jmp call
+"""
+CODE = machine_code(STUB_LISTING)
 BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
 """Memory of each client's own: paths, and what is read and written."""
 DEBUGFS, TRACEFS, TMPFS, PROC = "/debug", "/tracing", "/scratch", "/proc"

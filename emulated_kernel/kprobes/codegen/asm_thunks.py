@@ -12,44 +12,44 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 
 
 class AsmThunks:
-    """The CPUs that currently run handlers in assembly for Python, and how Python continues afterwards."""
+    """Which CPUs run handlers of a hit for Python now, and what Python does when they return."""
 
     def __init__(self, machine: ProbedMachine, compiler: Compiler) -> None:
         self._machine = machine
         self._compiler = compiler
         self._awaited: dict[int, tuple[int, Callable[[Regs], object]]] = {}
-        """CPU -> ip to restore, and function to call after the handlers in assembly."""
+        """CPU -> ip of the hit, and what Python does when the handlers return."""
 
-    def run(
+    def run_asm_handlers(
         self,
         owners: tuple[AssemblyOwner, ...],
-        moment: HandlerPoint,
+        point: HandlerPoint,
         regs: Regs,
-        then: Callable[[Regs], object],
         *,
         in_frame: bool,
+        on_return: Callable[[Regs], object],
     ) -> bool:
-        """Let the guest run the owners' handlers for `moment`, and call `then` afterwards.
+        """Let the guest run the owners' handlers, and then call `on_return` with the live registers.
 
-        Return False if there is no room for the code; the handlers then count as missed. `in_frame`: the
-        probed code's registers are in a struct pt_regs that sp points at. The code is kept for its owners;
-        see Compiler.drop_asm_thunks.
+        Return False if there is no room for their code: they are missed, and `on_return` is not called.
+        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
+        its owners: see Compiler.drop_asm_thunks.
         """
 
         def emit(builder: ProgramBuilder) -> None:
             for owner in owners:
-                owner.emit_assembly(builder, moment)
+                owner.emit_assembly(builder, point)
 
-        code = self._compiler.asm_thunk((*owners, moment), emit, in_frame=in_frame)
+        code = self._compiler.asm_thunk((*owners, point), emit, in_frame=in_frame)
         if code is None:
             for owner in owners:
-                owner.miss_assembly(moment)
+                owner.miss_assembly(point)
             return False
         self._machine.breakpoints.setdefault(code.tail, self._ended)
-        self._awaited[self._machine.cpu] = regs.ip, then
+        self._awaited[self._machine.cpu] = regs.ip, on_return
         regs.ip = code.entry
         return True
 
     def _ended(self, regs: Regs) -> None:
-        regs.ip, then = self._awaited[self._machine.cpu]
-        then(regs)
+        regs.ip, on_return = self._awaited[self._machine.cpu]
+        on_return(regs)

@@ -158,16 +158,18 @@ class FtraceSites:
                 self._calls[site] = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
         owners = tuple(ops.assembly for ops in users if ops.assembly is not None)
         if owners:
-            self._calls[site] = partial(self._run_aside, owners, self._calls[site])
+            self._calls[site] = partial(self._run_asm_handlers, owners, self._calls[site])
 
-    def _run_aside(self, owners: tuple[AssemblyOwner, ...], call: Called, site: int, frame: Any) -> None:
-        """Let the guest run the users' handlers in assembly, and call `call` afterwards."""
+    def _run_asm_handlers(
+        self, owners: tuple[AssemblyOwner, ...], on_return: Called, site: int, frame: Any
+    ) -> None:
+        """Let the guest run the users' handlers in assembly, and then call `on_return`."""
         hits = self._hits
         regs = self._machine.regs
-        if not hits.asm_thunks.run(
-            owners, HandlerPoint.PRE, regs, lambda _regs: call(site, frame), in_frame=True
+        if not hits.asm_thunks.run_asm_handlers(
+            owners, HandlerPoint.PRE, regs, in_frame=True, on_return=lambda _regs: on_return(site, frame)
         ):
-            call(site, frame)
+            on_return(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
         """Return a handler that calls several users.

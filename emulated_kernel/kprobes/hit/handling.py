@@ -81,29 +81,34 @@ class HitHandling:
             kprobe.miss()
             return False
         ctlblk.set_current(kprobe, by_breakpoint, _ACTIVE)
-        if not kprobe.has_assembly or not self._run_aside(
-            kprobe, regs, handle, HandlerPoint.PRE, in_frame=not by_breakpoint
+        if not kprobe.has_assembly or not self._run_asm_handler(
+            kprobe, HandlerPoint.PRE, regs, in_frame=not by_breakpoint, on_return=handle
         ):
             handle(kprobe, regs)
         return True
 
-    def _run_aside(
+    def _run_asm_handler(
         self,
         kprobe: Kprobe,
+        point: HandlerPoint,
         regs: Regs,
-        handle: Callable[[Kprobe, Regs], object],
-        moment: HandlerPoint,
         *,
         in_frame: bool = False,
+        on_return: Callable[[Kprobe, Regs], object],
     ) -> bool:
-        """Let the guest run the probe's assembly, then call `handle`; return False if there is no room."""
+        """Let the guest run the probe's handler in assembly, and then call `on_return` with `regs`.
+
+        Return False if there is no room for its code: `on_return` is not called.
+        """
         machine = self._machine
 
         def go_on(_live: Regs) -> None:
-            handle(kprobe, regs)
+            on_return(kprobe, regs)
 
         then = machine.clock.holding(go_on) if machine.in_clock_loop(kprobe.address) else go_on
-        return self.asm_thunks.run((kprobe,), moment, machine.regs, then, in_frame=in_frame)
+        return self.asm_thunks.run_asm_handlers(
+            (kprobe,), point, machine.regs, in_frame=in_frame, on_return=then
+        )
 
     # By a breakpoint
 
@@ -210,7 +215,7 @@ class HitHandling:
         assert insn is not None
         if not insn.prepared.boostable or kprobe.has_python_post_handler:
             # No jump leads from the code to where the guest continues, or not always to the same address.
-            return self._run_aside(kprobe, regs, self._call_post_handler, HandlerPoint.POST)
+            return self._run_asm_handler(kprobe, HandlerPoint.POST, regs, on_return=self._call_post_handler)
         code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=HandlerPoint.POST), regs.ip)
         if code is None:
             kprobe.miss_assembly(HandlerPoint.POST)
@@ -324,7 +329,7 @@ class HitHandling:
         frame.ip = behind
         if kprobe.has_post_assembly:
             ended = partial(self._behind_call, then=then)
-            if self._run_aside(kprobe, frame, ended, HandlerPoint.POST, in_frame=True):
+            if self._run_asm_handler(kprobe, HandlerPoint.POST, frame, in_frame=True, on_return=ended):
                 return
         self._behind_call(kprobe, frame, then)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from contextlib import AbstractContextManager, nullcontext
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
@@ -37,31 +38,45 @@ class Djprobes(Optimizer):
         if isinstance(found, Rejection):
             raise KernelError(errno.EOPNOTSUPP, found.text)
         kprobe.length = found.length
-        self.check_conflicts(kprobe)
+        self.settle_length(kprobe)
 
-    def check_conflicts(self, kprobe: Kprobe) -> None:
-        """Check a probe that is about to be registered against other probes; this may clear its `length`.
+    def settle_length(self, kprobe: Kprobe) -> None:
+        """Clear the `length` of a probe that is about to be registered, if it gets no jump; note the reason.
 
-        Source: section 3.3.1. Deviates: the paper's kernel has no disassembler and trusts the length.
-        Raises: KernelError EEXIST (the region of another djprobe covers the probe), EINVAL (the static
-        analysis gives another length).
+        Raises: KernelError, as resolve_region().
+        """
+        region = self.resolve_region(kprobe)
+        inner = None if region is None else self._probe_inside(region)
+        kprobe.rejection = ""
+        if inner is not None:
+            kprobe.length = 0
+            kprobe.rejection = f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
+
+    def resolve_region(self, kprobe: Kprobe) -> Region | None:
+        """Return the region that the jump of a probe would replace; None if the probe has no length.
+
+        Deviates: the paper's kernel has no disassembler, and believes the length. Source: section 3.3.1.
+
+        Raises: KernelError EEXIST (another djprobe's region covers the address), EINVAL (the length is not
+        what the static analysis says).
         """
         addr = kprobe.address
         if any(self.covering(addr)):
             raise KernelError(errno.EEXIST, f"{addr:#x} is in the detoured region of a djprobe")
-        kprobe.rejection = ""
         if not kprobe.length:
-            return
+            return None
         found = self._verdict.optimized_region(addr)
         if isinstance(found, Rejection):
             raise KernelError(errno.EINVAL, f"length {kprobe.length}: {found.text}")
         if found.length != kprobe.length:
             told = f"the detoured region at {addr:#x} has {found.length} bytes"
             raise KernelError(errno.EINVAL, f"length {kprobe.length}: {told}")
-        for inner in range(addr + 1, found.end):
-            if self._table.get(inner) is not None:
-                kprobe.length = 0
-                kprobe.rejection = f"0x{addr:x}: a probe at 0x{inner:x} was in its region before"
+        return found
+
+    def _probe_inside(self, region: Region) -> int | None:
+        """Return the last address in the region, behind its first one, that has a probe."""
+        inner = range(region.end - 1, region.addr, -1)
+        return next((addr for addr in inner if self._table.get(addr) is not None), None)
 
     def unoptimize(self, head: Kprobe, *, force: bool) -> None:
         """Implement Optimizer.unoptimize; it always removes the jump at once. Source: section 3.6.2."""

@@ -38,22 +38,10 @@ class HookSets(TaskObserver):
         chosen: str | None,
     ) -> None:
         """`chosen` names a shadow stack that goes before the profile's."""
-        profile = kprobes.profile
         self._hits = kprobes.hits
         self._sets: list[ReturnHooks] = []
-        self._make = partial(
-            ReturnHooks,
-            machine,
-            abi,
-            arch,
-            profile.trampoline,
-            kprobes.compiler,
-            kprobes.hits,
-            scheduler,
-            kprobes.lock,
-            sets=self._sets,
-        )
-        self.first = self._make(stack=chosen or profile.return_hook)
+        self._make = partial(ReturnHooks, machine, abi, arch, kprobes, scheduler, self._sets)
+        self.first = self._make(stack=chosen or kprobes.profile.return_hook)
         self._graph: ReturnHooks | None = None
         machine.on_leave.append(self._abandon)
         machine.preempt_if(lambda: not self.first.stack.is_locked)

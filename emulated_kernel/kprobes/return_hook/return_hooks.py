@@ -9,11 +9,10 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
-from emulated_kernel.kprobes.codegen.compiler import Compiler
-from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.kprobe import CompileHandler
-from emulated_kernel.kprobes.profile import RETURN_HOOKS, TrampolineForm
+from emulated_kernel.kprobes.profile import RETURN_HOOKS
 from emulated_kernel.kprobes.quiescence import GracePeriod
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.compiled_returns import NativeReturns
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.kretprobe_inst_table import InstancesCode, KretprobeInstTable
@@ -26,7 +25,6 @@ from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffset
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
-from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 
 _log = logging.getLogger(__name__)
@@ -54,23 +52,21 @@ class ReturnHooks:
         machine: ProbedMachine,
         abi: Mapping[str, int],
         arch: Arch,
-        form: TrampolineForm,
-        compiler: Compiler,
-        hits: HitHandling,
+        kprobes: Kprobes,
         scheduler: GracePeriod,
-        lock: ControlLock,
-        stack: str,
         sets: list[ReturnHooks],
+        *,
+        stack: str,
     ) -> None:
-        """`stack` names the shadow stack; `sets` are all return hooks of the kernel, which these join."""
+        """Join `sets`, which are all return hooks of the kernel. `stack` names the shadow stack."""
         self._machine = machine
         self._memory = machine.memory
         self._abi = abi
         self._arch = arch
-        self._compiler = compiler
-        self._hits = hits
+        self._compiler = kprobes.compiler
+        self._hits = kprobes.hits
         self._scheduler = scheduler
-        self._lock = lock
+        self._lock = kprobes.lock
         self._sets = sets
         self._breakpoints = machine.breakpoints
         self._words = GuestHeap(machine, arch.word_size)
@@ -80,7 +76,8 @@ class ReturnHooks:
         """Those of them that may still have calls pending."""
         self._has_assembly: bool | None = None
         """Some of them have handlers in assembly; None: look when it is asked."""
-        self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_aside)
+        form = kprobes.profile.trampoline
+        self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_asm_handlers)
         self._has_traps = False
         self.stack = self._make_stack(stack)
         self.native = self._make_native()
@@ -268,7 +265,9 @@ class ReturnHooks:
         self.stack.pop(task, len(calls))
         return caller
 
-    def _run_aside(self, regs: Any, frame: int, then: Callable[[Any], object], in_frame: bool) -> bool:
+    def _run_asm_handlers(
+        self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
+    ) -> bool:
         """Let the guest run the handlers in assembly of what has returned through `frame`; False: none."""
         if self._has_assembly is None:
             self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())
@@ -277,8 +276,8 @@ class ReturnHooks:
         calls, _ = self._returning(self._tasks.current())
         found = (self._hooks.get(call.hook) for call in calls if call.frame == frame)
         owners = tuple(hook for hook in found if hook is not None and hook.assembled is not None)
-        return bool(owners) and self._hits.asm_thunks.run(
-            owners, HandlerPoint.RETURN, regs, then, in_frame=in_frame
+        return bool(owners) and self._hits.asm_thunks.run_asm_handlers(
+            owners, HandlerPoint.RETURN, regs, in_frame=in_frame, on_return=on_return
         )
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
@@ -16,11 +16,16 @@ Returned = Callable[[Any, int], int]
 """(registers, frame) -> the address to go on at; the frame is that of Pending."""
 
 
-RunAside = Callable[[Any, int, Callable[[Any], object], bool], bool]
-"""(registers, frame, then, in_frame): let the guest run what comes before the handlers, and `then` be called.
+class RunAsmHandlers(Protocol):
+    """Lets the guest run the handlers in assembly of what has returned through `frame`."""
 
-False: nothing does. `in_frame`: the registers are saved, and sp is at them.
-"""
+    def __call__(
+        self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
+    ) -> bool:
+        """Return False if there are none; else `on_return` is called when they return.
+
+        `in_frame`: the registers are saved, and sp is at them.
+        """
 
 
 class Trampoline:
@@ -33,7 +38,7 @@ class Trampoline:
         arch: Arch,
         form: TrampolineForm,
         returned: Returned,
-        run_aside: RunAside,
+        run_asm_handlers: RunAsmHandlers,
     ) -> None:
         self._machine = machine
         self._memory = machine.memory
@@ -42,7 +47,7 @@ class Trampoline:
         self._word = arch.word_size
         self.form = form
         self._returned = returned
-        self._run_aside = run_aside
+        self._run_asm_handlers = run_asm_handlers
         self._frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
         self.address = 0
         """What replaces return addresses; 0 before anything was hooked."""
@@ -139,7 +144,8 @@ class Trampoline:
 
         Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline_callback (v6.1).
         """
-        if not self._run_aside(regs, self._saved(regs)[1], self._handle_saved, True):
+        _, slot, _ = self._saved(regs)
+        if not self._run_asm_handlers(regs, slot, in_frame=True, on_return=self._handle_saved):
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
@@ -154,7 +160,8 @@ class Trampoline:
 
     def _on_breakpoint(self, regs: Any) -> None:
         """The return has taken the address off the stack already."""
-        if not self._run_aside(regs, self._slot_above(regs), self._handle_live, False):
+        slot = self._slot_above(regs)
+        if not self._run_asm_handlers(regs, slot, in_frame=False, on_return=self._handle_live):
             self._handle_live(regs)
 
     def _slot_above(self, regs: Any) -> int:

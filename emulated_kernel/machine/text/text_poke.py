@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
-from itertools import repeat
-from operator import itemgetter
 
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
@@ -80,15 +78,13 @@ class TextPoker:
 
     def _write(self, step: PokeStep, insns: Mapping[int, bytes]) -> None:
         """Write the bytes of a step for all instructions, and synchronise all CPUs."""
-        breakpoint_ = self._breakpoint
-        size = len(breakpoint_)
-        # No lists of what may be tens of thousands.
+        size = len(self._breakpoint)
+        # Generators: there may be tens of thousands.
         if step is PokeStep.BREAKPOINT:
-            self._text.poke_batch(zip(insns, repeat(breakpoint_), strict=False))
+            parts = ((va, self._breakpoint) for va in insns)
         elif step is PokeStep.TAIL:
-            tails = map(itemgetter(slice(size, None)), insns.values())
-            self._text.poke_batch(zip(map(size.__add__, insns), tails, strict=True))
+            parts = ((va + size, insn[size:]) for va, insn in insns.items())
         else:
-            firsts = map(itemgetter(slice(size)), insns.values())
-            self._text.poke_batch(zip(insns, firsts, strict=True))
+            parts = ((va, insn[:size]) for va, insn in insns.items())
+        self._text.poke_batch(parts)
         self._text.sync()

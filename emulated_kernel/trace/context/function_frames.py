@@ -59,32 +59,30 @@ class FrameTables:
         return self._solve(span.start, code, {entry: self._arch.detour_entry()}, True)
 
     def _find(self, symbol: Symbol) -> FunctionFrames | None:
-        arch = self._arch
         start = symbol.address
-        size = symbol.size
-        if symbol.name in arch.unwind_roots or not symbol.is_text:
+        if symbol.name in self._arch.unwind_roots or not symbol.is_text:
             return None
         if symbol.name == FTRACE_TRAMPOLINE:
-            return self._solve(start, self._text.current(start, size), {start: arch.traced_entry()}, True)
+            code = self._text.current(start, symbol.size)
+            return self._solve(start, code, {start: self._arch.traced_entry()}, True)
         for _, trampoline in self._hook_sets.trampolines():
             if start == trampoline.address:
                 return self._of_trampoline(trampoline)
-        by_interrupt = symbol.name in arch.interrupt_entries
-        entries = {start: arch.entry_frame(by_interrupt=by_interrupt)}
+        return self._of_function(symbol)
+
+    def _of_function(self, symbol: Symbol) -> FunctionFrames:
+        start = symbol.address
+        by_interrupt = symbol.name in self._arch.interrupt_entries
+        entries: Mapping[int, Frame] = {start: self._arch.entry_frame(by_interrupt=by_interrupt)}
         for whole in self._wholes(symbol):
             frames = self.of(whole)
-            exits = {} if frames is None else frames.exits
-            inside = {at: frame for at, frame in exits.items() if start <= at < start + size}
+            inside = {} if frames is None else _exits_to(frames, range(start, start + symbol.size))
             if frames is not None and inside:
                 entries = inside
                 by_interrupt = frames.by_interrupt
-        return self._solve(
-            start,
-            self._text.original(start, size),
-            entries,
-            by_interrupt,
-            switches_stack=symbol.name in arch.stack_switches,
-        )
+        code = self._text.original(start, symbol.size)
+        switches_stack = symbol.name in self._arch.stack_switches
+        return self._solve(start, code, entries, by_interrupt, switches_stack=switches_stack)
 
     def _solve(
         self,
@@ -148,6 +146,11 @@ class FrameTables:
         names = ("__entry_text_start", "__entry_text_end")
         start, end = (self._image.kallsyms.lookup_name(name) for name in names)
         return range(start or 0, end or 0)
+
+
+def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
+    """Return address -> frame where a function jumps to another part of itself, such as its cold part."""
+    return {at: frame for at, frame in frames.exits.items() if at in part}
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:

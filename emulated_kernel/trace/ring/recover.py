@@ -69,6 +69,25 @@ class _IntactEvents:
     """Whether the data consist of valid events only."""
 
 
+@dataclass(frozen=True)
+class _RecoveredPage:
+    """The valid events of a page: first those that were consumed, then the unread ones."""
+
+    number: int
+    consumed: _IntactEvents
+    unread: _IntactEvents
+
+    @property
+    def count(self) -> int:
+        """Number of all valid events."""
+        return self.consumed.count + self.unread.count
+
+    @property
+    def unread_size(self) -> int:
+        """Bytes of the unread events."""
+        return self.unread.end - self.consumed.end
+
+
 class UnreadableControlBlock(ValueError):
     """Raised for bytes that are not a valid control block of a ring buffer."""
 
@@ -177,7 +196,21 @@ class _DamagedBuffer:
                 high = middle
         return high
 
-    def unread(self) -> list[int]:
+    def pages(self) -> list[_RecoveredPage]:
+        """Return the reader's page, and the pages of the ring that hold unread events, oldest first."""
+        reader = self.control.reader_page
+        read = min(self.control.reader_read, self.end(reader))
+        found = [self._page(reader, self.walk(reader, 0, read, self.stamp(reader)))]
+        for number in self._unread():
+            nothing = _IntactEvents(0, 0, self.stamp(number), is_whole=True)
+            found.append(self._page(number, nothing))
+        return found
+
+    def _page(self, number: int, consumed: _IntactEvents) -> _RecoveredPage:
+        unread = self.walk(number, consumed.end, self.end(number), consumed.stamp)
+        return _RecoveredPage(number, consumed, unread)
+
+    def _unread(self) -> list[int]:
         """Return the pages of the ring that hold unread events, oldest first."""
         control = self.control
         count = self.count
@@ -185,6 +218,54 @@ class _DamagedBuffer:
             return []
         used = (control.tail_slot - control.head_slot) % count + 1
         return [self.table[SLOTS + (control.head_slot + i) % count] for i in range(used)]
+
+    def is_count_wrong(self, page: _RecoveredPage) -> bool:
+        """Whether a page has other events than were counted when the tail left it."""
+        is_left = page.number != self.control.tail_page
+        return is_left and page.count != self.table[SLOTS + self.count + page.number]
+
+    def torn(self, page: _RecoveredPage) -> int:
+        """Return the number of records of a page that the end of the machine left incomplete."""
+        if not page.unread.is_whole:
+            return 1
+        # The writer counts a record and takes its time before it moves the pointer: then there is a record
+        # that the page does not show. Nothing is known of a page that is still empty.
+        control = self.control
+        if page.number != control.tail_page or not page.unread.end:
+            return 0
+        return int(control.tail_entries > page.count or control.write_stamp > page.unread.stamp)
+
+    def keep(self, page: _RecoveredPage) -> None:
+        """Set the words that describe a page to its unread events."""
+        control = self.control
+        unread = page.unread
+        self.table[SLOTS + self.count + page.number] = unread.count
+        if page.number != control.tail_page:
+            self.table[(self.header(page.number) >> 3) + 1] = unread.end
+            return
+        control.write_ptr = 0
+        control.parked_ptr = control.base + self.header(page.number) + PAGE_HEADER_SIZE + unread.end
+        control.tail_entries = unread.count
+        control.write_stamp = unread.stamp
+
+    def keep_counts(self, unread: int, size: int) -> None:
+        """Set the counters to `unread` events of `size` bytes on all pages."""
+        control = self.control
+        for word in ("overrun", "dropped", "read", "read_bytes"):
+            if getattr(control, word) >= _COUNT_LIMIT:
+                setattr(control, word, 0)
+        tail = self.end(control.tail_page)
+        control.last_overrun = control.overrun
+        control.lost_events = 0
+        # `entries` is of pages that the tail has left, and must not be negative. As in _expected():
+        # unread = entries + tail_entries - overrun - read
+        control.read = max(control.read, control.tail_entries - unread)
+        control.entries = unread + control.overrun + control.read - control.tail_entries
+        # The same in bytes, of which those that were overwritten are not counted:
+        # size = entries_bytes + the tail's bytes - read_bytes
+        control.read_bytes = max(control.read_bytes, tail - size)
+        control.entries_bytes = size + control.read_bytes - tail
+        control.flags = control.flags & RingFlag.OVERWRITE | RingFlag.DISABLED
 
     def walk(self, page: int, offset: int, end: int, stamp: int) -> _IntactEvents:
         """Return the valid events of a page in [offset, end). `stamp` is the time before the first one."""
@@ -228,65 +309,43 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
     """
     if not any(block[: offset_of("aside")]):
         return None
-    found = RingControl.from_buffer_copy(block)
-    expected = found.entries + found.tail_entries - found.overrun - found.read
+    expected = _expected(RingControl.from_buffer_copy(block))
     try:
-        wreck = _DamagedBuffer(block, read)
+        damaged = _DamagedBuffer(block, read)
     except ValueError as error:
         raise UnreadableControlBlock(str(error), expected if 0 <= expected < _LOST_LIMIT else 0) from error
-    control = wreck.control
-    reader = wreck.control.reader_page
-    tail_page = wreck.control.tail_page
-    consumed = wreck.walk(reader, 0, min(control.reader_read, wreck.end(reader)), wreck.stamp(reader))
-    control.reader_read = consumed.end
-    control.read_stamp = consumed.stamp
-    torn = 0
-    unread = 0
-    size = 0
-    is_damaged = wreck.is_odd
-    for page in (reader, *wreck.unread()):
-        offset = consumed.end if page == reader else 0
-        stamp = consumed.stamp if page == reader else wreck.stamp(page)
-        walked = wreck.walk(page, offset, wreck.end(page), stamp)
-        complete = walked.count + (consumed.count if page == reader else 0)
-        torn += not walked.is_whole
-        is_damaged |= page != tail_page and complete != wreck.table[SLOTS + wreck.count + page]
-        unread = unread + walked.count
-        size = size + walked.end - offset
-        wreck.table[SLOTS + wreck.count + page] = walked.count
-        if page != tail_page:
-            wreck.table[(wreck.header(page) >> 3) + 1] = walked.end
-            continue
-        if walked.is_whole and walked.end:
-            torn += control.tail_entries > complete or control.write_stamp > walked.stamp
-        control.write_ptr = 0
-        control.parked_ptr = control.base + wreck.header(page) + PAGE_HEADER_SIZE + walked.end
-        control.tail_entries = walked.count
-        control.write_stamp = walked.stamp
-    _count(wreck, unread, size)
+    control = damaged.control
+    pages = damaged.pages()
+    unread = sum(page.unread.count for page in pages)
+    torn = sum(damaged.torn(page) for page in pages)
+    is_damaged = damaged.is_odd or any(damaged.is_count_wrong(page) for page in pages)
+
+    reader = pages[0].consumed
+    control.reader_read = reader.end
+    control.read_stamp = reader.stamp
+    for page in pages:
+        damaged.keep(page)
+    damaged.keep_counts(unread, sum(page.unread_size for page in pages))
+
     missing = expected - unread
+    # The counters can include an incomplete record, which no page holds. They can also have counted one as
+    # consumed whose page still has it: the reader moves its position last.
     if torn > 1 or missing > torn or missing < -1:
         is_damaged = True
     damage = ""
-    if is_damaged and not wreck.is_changing:
-        is_told = 0 < missing <= (wreck.count + 1) * PAGE_DATA_SIZE // MIN_SIZE
-        torn = max(torn, missing) if is_told else torn
-        damage = f"records missing: {missing}" if is_told else "counters and pages disagree"
-    pages = RingMemory(wreck.memory, control.base, wreck.block)
-    return RecoveredBuffer(RingBuffer.over(pages, wreck.count), torn, damage, bool(control.aside))
+    if is_damaged and not damaged.is_changing:
+        # The number is plausible if so many records fit into the pages.
+        is_plausible = 0 < missing <= (damaged.count + 1) * PAGE_DATA_SIZE // MIN_SIZE
+        torn = max(torn, missing) if is_plausible else torn
+        damage = f"records missing: {missing}" if is_plausible else "counters and pages disagree"
+    memory = RingMemory(damaged.memory, control.base, damaged.block)
+    return RecoveredBuffer(RingBuffer.over(memory, damaged.count), torn, damage, bool(control.aside))
 
 
-def _count(wreck: _DamagedBuffer, unread: int, size: int) -> None:
-    """Set the counters to the content of the pages."""
-    control = wreck.control
-    for word in ("overrun", "dropped", "read", "read_bytes"):
-        if getattr(control, word) >= _COUNT_LIMIT:
-            setattr(control, word, 0)
-    tail = wreck.end(control.tail_page)
-    control.last_overrun = control.overrun
-    control.lost_events = 0
-    control.read = max(control.read, control.tail_entries - unread)
-    control.entries = unread + control.overrun + control.read - control.tail_entries
-    control.read_bytes = max(control.read_bytes, tail - size)
-    control.entries_bytes = size + control.read_bytes - tail
-    control.flags = control.flags & RingFlag.OVERWRITE | RingFlag.DISABLED
+def _expected(control: RingControl) -> int:
+    """Return the number of unread events by the counters.
+
+    All events that were written are on pages that the tail has left or on its page. What was neither
+    overwritten nor consumed of them is unread.
+    """
+    return control.entries + control.tail_entries - control.overrun - control.read

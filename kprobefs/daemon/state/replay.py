@@ -11,7 +11,8 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 from kprobefs.daemon.state.journal import Entry
-from kprobefs.definitions.loader import Line, Loader
+from kprobefs.definitions.loader import Loader
+from kprobefs.definitions.syntax import Line
 from kprobefs.definitions.tracefs_files import TreeFiles
 
 MODULES = "machine/modules"

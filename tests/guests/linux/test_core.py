@@ -28,7 +28,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from kprobefs.common.errors import CliError, ExitStatus
-from kprobefs.daemon.vmcores import core_mount, prepare
+from kprobefs.daemon.backends import build_kernel, prepare
 from kprobefs.mount_options import MountOptions
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.guests.linux import core_dump, debian_kernel
@@ -496,9 +496,9 @@ def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
     monkeypatch.setattr(spill_file, "_MARGIN", 1 << 60)
     options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
-    prepare(str(dumped))
+    prepare(options)
     with pytest.raises(CliError, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
-        core_mount(options, str(dumped))
+        build_kernel(options)
     assert refused.value.status == ExitStatus.USAGE
 
 
@@ -520,7 +520,7 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(snapshot, "read", damaged)
     options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
     with pytest.raises(CliError, match="its kernel's structures lead nowhere: 0xffffffff81400000") as refused:
-        core_mount(options, str(dumped))
+        build_kernel(options)
     assert refused.value.status == ExitStatus.USAGE
 
 

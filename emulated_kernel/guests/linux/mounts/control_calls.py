@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from emulated_kernel.guests.linux.initramfs import TRACEFS
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.chunked_write import RunOnce
@@ -44,10 +44,48 @@ _MEMBERS = (
 _LOOKED_UP, _LOOKUP_ENDS, _OPEN, _IS_STREAM, _READ, _COPY, _WRITE, _SLEEP, _WOKEN, _RETURN, _OPENED, _SIZE = (
     0x09, 0x11, 0x20, 0x21, 0x30, 0x40, 0x50, 0x60, 0x65, 0x66, 0x70, 0x80,
 )  # fmt: skip
+STUBS = """
+    53                              | push rbx
+    48 89 f3                        | mov rbx, rsi
+    e8 rel32:simple_lookup          | call simple_lookup
+    cc                              | int3
+    e8 rel32:d_instantiate          | call d_instantiate
+    31 c0                           | xor eax, eax
+    5b                              | pop rbx
+    c3                              | ret
+    org:20
+    cc                              | int3
+    e9 rel32:stream_open            | jmp stream_open
+    org:30
+    cc                              | int3
+    org:40
+    52                              | push rdx
+    e8 rel32:_copy_to_user          | call _copy_to_user
+    59                              | pop rcx
+    48 29 c1                        | sub rcx, rax
+    48 89 c8                        | mov rax, rcx
+    c3                              | ret
+    org:50
+    cc                              | int3
+    org:60
+    e8 rel32:schedule               | call schedule
+    cc                              | int3
+    c3                              | ret
+    org:70
+    56                              | push rsi
+    e8 rel32:stream_open            | call stream_open
+    5e                              | pop rsi
+    0f ba b6 imm32:f_mode 15        | btr dword ptr [rsi + f_mode], 21
+    c3                              | ret
+    org:80
+"""
+"""Functions of directories and files as the kernel calls them; the places above are offsets here.
+
+`lookup` is at 0; `open`, `read` and `write` only break. A file that has a position is opened as a stream, so
+that no lock is taken for its position. Then its FMODE_STREAM (bit 21) is cleared again.
+"""
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
-_STREAM = 21
-"""The bit of FMODE_STREAM."""
 _DEEPEST = 64
 """Directories above a name; more of them are a circle."""
 _TOPS = {
@@ -59,9 +97,6 @@ _TOPS = {
     "/kprobe_profile": False,
 }
 """What the guest's root gets for those of ours, and whether it is a directory."""
-_BREAK = b"\xcc"
-_CALL = b"\xe8"
-_JUMP = b"\xe9"
 _MASK = (1 << 64) - 1
 
 
@@ -345,7 +380,8 @@ class ControlCalls:
         symbols = {name: kernel.required(name) for name in _SYMBOLS}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         code = self._code = machine.text.alloc_text(_SIZE)
-        machine.text.poke(code, _stubs(code, symbols, self._offsets["file.f_mode"]))
+        symbols["f_mode"] = self._offsets["file.f_mode"]
+        machine.text.poke(code, machine_code(STUBS, code, symbols))
         for at, handler in (
             (_LOOKED_UP, self._looks_up),
             (_OPEN, self._arrives),
@@ -392,30 +428,3 @@ class ControlCalls:
         inode = self._tasks.files.inode(fd)
         calls.close(init, fd)
         return inode
-
-
-def _stubs(start: int, symbols: dict[str, int], mode: int) -> bytes:
-    """Functions of directories and files, as the kernel calls them: `open`, `read` and `write` only break.
-
-    `mode`: where a file's is. Of a file that has a position too no lock is taken: it stays where it is.
-    """
-
-    def relative(opcode: bytes, at: int, symbol: str) -> bytes:
-        return opcode + struct.pack("<i", symbols[symbol] - (start + at + 5))
-
-    code = bytearray(_BREAK * _SIZE)
-    for at, part in (
-        (0, b"\x53\x48\x89\xf3"),  # push rbx; mov rbx, rsi
-        (4, relative(_CALL, 4, "simple_lookup")),
-        (_LOOKED_UP + 1, relative(_CALL, _LOOKED_UP + 1, "d_instantiate")),
-        (_LOOKUP_ENDS - 2, b"\x31\xc0\x5b\xc3"),  # xor eax, eax; pop rbx; ret
-        (_IS_STREAM, relative(_JUMP, _IS_STREAM, "stream_open")),
-        (_OPENED, b"\x56" + relative(_CALL, _OPENED + 1, "stream_open")),  # push rsi
-        (_OPENED + 6, b"\x5e\x0f\xba\xb6" + struct.pack("<IB", mode, _STREAM) + b"\xc3"),  # pop rsi; btr; ret
-        (_COPY, b"\x52" + relative(_CALL, _COPY + 1, "_copy_to_user")),  # push rdx
-        (_COPY + 6, bytes.fromhex("594829c14889c8c3")),  # pop rcx; sub rcx, rax; mov rax, rcx; ret
-        (_SLEEP, relative(_CALL, _SLEEP, "schedule")),
-        (_RETURN, b"\xc3"),
-    ):
-        code[at : at + len(part)] = part
-    return bytes(code)

@@ -17,6 +17,7 @@ from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
+from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0xFFFFFFFF70010000
@@ -35,16 +36,59 @@ _KILLED = 3
 _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
 _PARTS = ("data", "entry", "func")
 _SYMBOLS = ("queue_work_on", "system_unbound_wq", "kthread_create_on_node", "wake_up_process")
-_CALL_THREAD = bytes.fromhex(
-    "53"  # push rbx
-    "4889fb"  # mov rbx, rdi
-    "488b7b08488b7310488b5318"  # mov rdi, [rbx+8]; mov rsi, [rbx+16]; mov rdx, [rbx+24]
-    "488b4b204c8b43284c8b4b30"  # mov rcx, [rbx+32]; mov r8, [rbx+40]; mov r9, [rbx+48]
-    "ff13"  # call [rbx]
-    "48894338"  # mov [rbx+56], rax
-    "48c7434001000000"  # mov qword [rbx+64], 1
-    "31c05bc3"  # xor eax, eax; pop rbx; ret
-)
+INTERRUPT = """
+    48 bf imm64:any_cpu             | movabs rdi, any_cpu
+    48 b8 imm64:system_unbound_wq   | movabs rax, system_unbound_wq
+    48 8b 30                        | mov rsi, [rax]
+    48 b8 imm64:work                | movabs rax, work
+    48 8b 10                        | mov rdx, [rax]
+    48 b8 imm64:queue_work_on       | movabs rax, queue_work_on
+    ff e0                           | jmp rax
+"""
+"""queue_work_on(any_cpu, system_unbound_wq, *work), in the interrupt."""
+MAKER = """
+    53                              | push rbx
+    48 8d 5f 80                     | lea rbx, [rdi - 128]
+    48 89 de                        | mov rsi, rbx
+    48 bf imm64:thread              | movabs rdi, thread
+    48 ba ff ff ff ff ff ff ff ff   | movabs rdx, -1
+    48 b9 imm64:name                | movabs rcx, name
+    48 b8 imm64:kthread_create_on_node | movabs rax, kthread_create_on_node
+    ff d0                           | call rax
+    48 3d 01 f0 ff ff               | cmp rax, -4095
+    73 15                           | jae failed
+    48 89 43 48                     | mov [rbx + 72], rax
+    48 89 c7                        | mov rdi, rax
+    48 b8 imm64:wake_up_process     | movabs rax, wake_up_process
+    ff d0                           | call rax
+    5b                              | pop rbx
+    c3                              | ret
+    48 89 43 38                     | failed: mov [rbx + 56], rax
+    48 c7 43 40 02 00 00 00         | mov qword ptr [rbx + 64], 2
+    5b                              | pop rbx
+    c3                              | ret
+"""
+"""wake_up_process(kthread_create_on_node(thread, mailbox, NUMA_NO_NODE, name)), as the function of the work.
+
+The work is at _WORK in the mailbox. The task goes to _TASK; an error goes to _RESULT, with _NO_THREAD.
+"""
+THREAD = """
+    53                              | push rbx
+    48 89 fb                        | mov rbx, rdi
+    48 8b 7b 08                     | mov rdi, [rbx + 8]
+    48 8b 73 10                     | mov rsi, [rbx + 16]
+    48 8b 53 18                     | mov rdx, [rbx + 24]
+    48 8b 4b 20                     | mov rcx, [rbx + 32]
+    4c 8b 43 28                     | mov r8, [rbx + 40]
+    4c 8b 4b 30                     | mov r9, [rbx + 48]
+    ff 13                           | call [rbx]
+    48 89 43 38                     | mov [rbx + 56], rax
+    48 c7 43 40 01 00 00 00         | mov qword ptr [rbx + 64], 1
+    31 c0                           | xor eax, eax
+    5b                              | pop rbx
+    c3                              | ret
+"""
+"""Calls the function at the start of the mailbox; its result goes to _RESULT, and _RETURNED to _STATE."""
 
 
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
@@ -75,10 +119,12 @@ class KernelCalls(TaskObserver):
         memory = machine.memory
         self._page = memory.host_pages.alloc(PAGE_SIZE)
         memory.map(_TEXT, self._page, PAGE_SIZE, Prot.READ | Prot.EXEC)
+        places = {"work": _TEXT + _MAIL, "thread": _TEXT + _THREAD, "name": _TEXT + _NAME}
+        symbols = {**functions, **places, "any_cpu": any_cpu}
         for place, code in (
-            (0, _interrupt_code(functions, any_cpu)),
-            (_MAKER, _maker_code(functions)),
-            (_THREAD, _CALL_THREAD),
+            (0, machine_code(INTERRUPT, symbols=symbols)),
+            (_MAKER, machine_code(MAKER, symbols=symbols)),
+            (_THREAD, machine_code(THREAD)),
             (_NAME, _COMM),
         ):
             memory.ram[self._page + place : self._page + place + len(code)] = code
@@ -151,51 +197,3 @@ class KernelCalls(TaskObserver):
             head = self._head(mailbox)
             if head[_TASK // 8] == task and not head[_STATE // 8]:
                 self._machine.memory.write(mailbox + _STATE, struct.pack("<Q", _KILLED))
-
-
-def _load(register: int, value: int) -> bytes:
-    """mov register, imm64; registers by their numbers, below 8."""
-    return bytes((0x48, 0xB8 + register)) + struct.pack("<Q", value & (1 << 64) - 1)
-
-
-_AX = 0
-_CX = 1
-_DX = 2
-_DI = 7
-_CALL_AX = b"\xff\xd0"
-_JUMP_AX = b"\xff\xe0"
-
-
-def _interrupt_code(functions: dict[str, int], any_cpu: int) -> bytes:
-    """queue_work_on(any_cpu, system_unbound_wq, the work)"""
-    return (
-        _load(_DI, any_cpu)
-        + _load(_AX, functions["system_unbound_wq"])
-        + b"\x48\x8b\x30"  # mov rsi, [rax]
-        + _load(_AX, _TEXT + _MAIL)
-        + b"\x48\x8b\x10"  # mov rdx, [rax]
-        + _load(_AX, functions["queue_work_on"])
-        + _JUMP_AX
-    )
-
-
-def _maker_code(functions: dict[str, int]) -> bytes:
-    """wake_up_process(kthread_create_on_node(the thread, the mailbox, NUMA_NO_NODE, its name))"""
-    made = (
-        bytes.fromhex("488943484889c7")  # mov [rbx+72], rax; mov rdi, rax
-        + _load(_AX, functions["wake_up_process"])
-        + _CALL_AX
-        + bytes.fromhex("5bc3")  # pop rbx; ret
-    )
-    return (
-        bytes.fromhex("53488d5f804889de")  # push rbx; lea rbx, [rdi-128]; mov rsi, rbx
-        + _load(_DI, _TEXT + _THREAD)
-        + _load(_DX, -1)
-        + _load(_CX, _TEXT + _NAME)
-        + _load(_AX, functions["kthread_create_on_node"])
-        + _CALL_AX
-        + bytes.fromhex("483d01f0ffff73")  # cmp rax, -4095; jae behind what follows
-        + bytes((len(made),))
-        + made
-        + bytes.fromhex("4889433848c74340020000005bc3")  # mov [rbx+56], rax; mov qword [rbx+64], 2
-    )

@@ -7,7 +7,7 @@ from struct import unpack_from
 
 from emulated_kernel.guests.common.address_ranges import AddressRanges
 from emulated_kernel.guests.common.guest_data import readable
-from emulated_kernel.guests.linux.guest.tasks import THREAD_SIZE
+from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable

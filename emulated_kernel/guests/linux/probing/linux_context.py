@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.guests.linux.guest.linux_task import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
-from emulated_kernel.guests.linux.guest.tasks import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk

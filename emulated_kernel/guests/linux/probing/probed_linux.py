@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
-from emulated_kernel.guests.linux.guest.tasks import THUNK_SIZE
+from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE
 from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.probing.kernel_memory import KernelMemory

@@ -14,7 +14,7 @@ from typing import Any
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.call_arguments import REGISTERS, CallArguments
-from emulated_kernel.guests.linux.guest.tasks import NEED_RESCHED, THREAD_SIZE
+from emulated_kernel.guests.linux.guest.linux_task import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.guests.linux.vmcore.memory_rollback import MemoryRollback
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import VmcoreGuest

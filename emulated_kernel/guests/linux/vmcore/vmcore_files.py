@@ -15,6 +15,7 @@ from emulated_kernel.guests.linux.vmcore.vmcore_calls import BUFFER_SIZE, Vmcore
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.vfs.core.client import DirEntry, Stat
 
@@ -32,22 +33,38 @@ _POSITION = 16
 _CONTEXT = struct.Struct("<4Q")
 """struct dir_context (v6.1): actor, position; then what the actor uses: where to write, and where to stop."""
 _ENTRY = struct.Struct("<QII")
-_ACTOR = bytes.fromhex(
-    "89d2"  # mov edx, edx
-    "4c8b5710"  # mov r10, [rdi+16]
-    "4d8d5c1210"  # lea r11, [r10+rdx+16]
-    "4c3b5f18"  # cmp r11, [rdi+24]
-    "771d"  # ja full
-    "4d8902"  # mov [r10], r8
-    "45894a08"  # mov [r10+8], r9d
-    "4189520c"  # mov [r10+12], edx
-    "4c895f10"  # mov [rdi+16], r11
-    "89d1"  # mov ecx, edx
-    "498d7a10"  # lea rdi, [r10+16]
-    "f3a4"  # rep movsb
-)
-_GOES_ON = bytes.fromhex("b801000000c3")
-_ENOUGH = bytes.fromhex("31c0c3")
+_FILL = """
+    89 d2                           | mov edx, edx
+    4c 8b 57 10                     | mov r10, [rdi + 16]
+    4d 8d 5c 12 10                  | lea r11, [r10 + rdx + 16]
+    4c 3b 5f 18                     | cmp r11, [rdi + 24]
+    77 1d                           | ja full
+    4d 89 02                        | mov [r10], r8
+    45 89 4a 08                     | mov [r10 + 8], r9d
+    41 89 52 0c                     | mov [r10 + 12], edx
+    4c 89 5f 10                     | mov [rdi + 16], r11
+    89 d1                           | mov ecx, edx
+    49 8d 7a 10                     | lea rdi, [r10 + 16]
+    f3 a4                           | rep movsb
+"""
+"""Appends an entry (inode number, type, length, name) to the buffer of `_CONTEXT`, if it has room."""
+ACTOR = f"""{_FILL}
+    b8 01 00 00 00                  | mov eax, 1
+    c3                              | ret
+    31 c0                           | full: xor eax, eax
+    c3                              | ret
+"""
+"""A filldir_t that returns true if it wants more entries."""
+ACTOR_BEFORE_6_1 = f"""{_FILL}
+    31 c0                           | xor eax, eax
+    c3                              | ret
+    cc                              | int3
+    cc                              | int3
+    cc                              | int3
+    b8 01 00 00 00                  | full: mov eax, 1
+    c3                              | ret
+"""
+"""A filldir_t that returns 0 if it wants more entries; `full` is as far away as above."""
 _KIND_MASK, _KIND_SHIFT = 0xF, 12
 """Of an entry's type, above which the kernel's own flags may stand. Source: include/linux/fs_types.h."""
 _MEMBERS = "file.f_inode", "file.f_path.dentry"
@@ -66,7 +83,8 @@ class VmcoreFiles:
         self._memory = memory
         self._offset = {path: kernel.btf.offset(path) for path in _MEMBERS}
         self._inodes = Inodes(inode_offsets(kernel.btf), memory.read)
-        self._actor = calls.add_code(_actor(goes_on=_release(kernel.release) >= _TRUE_GOES_ON))
+        has_true = _release(kernel.release) >= _TRUE_GOES_ON
+        self._actor = calls.add_code(machine_code(ACTOR if has_true else ACTOR_BEFORE_6_1))
 
     @contextmanager
     def _open(self, path: str, flags: int) -> Iterator[int]:
@@ -161,12 +179,6 @@ def _entries(data: bytes, device: int) -> Iterator[DirEntry]:
         kind = (kind & _KIND_MASK) << _KIND_SHIFT
         yield DirEntry(os.fsdecode(data[at : at + length]), kind, shown_ino(ino, device))
         at += length
-
-
-def _actor(*, goes_on: bool) -> bytes:
-    """A filldir_t that keeps names; `goes_on`: by true it says that it wants more, by 0 of an int else."""
-    more, enough = (_GOES_ON, _ENOUGH) if goes_on else (_ENOUGH, _GOES_ON)
-    return _ACTOR + more + enough
 
 
 def _release(text: str) -> tuple[int, int]:

@@ -1,0 +1,336 @@
+"""ClientScheduler: switches between the tasks of clients, and runs the guest until a system call returns.
+
+A task is driven through its stub. One that is not driven sleeps as if an interrupt had put it to sleep: it is
+in no system call. The host switches tasks by one platform interrupt, whose callback wakes the next one. The
+kernel does everything else, and no system call is made that a probe could see.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from errno import ESRCH
+from functools import partial
+
+from emulated_kernel.guests.linux.guest.linux_task import (
+    NEED_RESCHED,
+    TASK_INTERRUPTIBLE,
+    Blocked,
+    LinuxTask,
+    Service,
+)
+from emulated_kernel.guests.linux.guest.task_table import PT_REGS, TaskTable
+from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
+from emulated_kernel.guests.linux.initramfs import SYSCALL, TOUCH, TWO_CALLS
+from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.guests.linux.pc.linux_machine import IDLE, IN_CALL, LinuxMachine
+from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.util.errors import KernelError
+
+_CALL_SLOTS = [
+    PT_REGS.index(name) for name in ("di", "si", "dx", "r10", "r8", "r9", "ax", "ip", "cx", "bx", "bp")
+]
+_NO_ARGUMENTS = (0,) * 6
+_ARRIVAL = TSC_KHZ // 1000
+"""Cycles that each arrival at the stub takes: time must pass for the guest's own housekeeping."""
+_CLOSE = 3
+_MAX_ERRNO = 4095
+_ROUNDS = 1 << 16
+"""Runs until the expected event; more of them mean that the guest has lost it."""
+_WORD = (1 << 64) - 1
+
+
+class ClientScheduler:
+    """Knows which task stands at its stub, or where its system call waits for the host.
+
+    Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
+    """
+
+    def __init__(
+        self, machine: LinuxMachine, table: TaskTable, thunk: WakeupThunk, current: LinuxTask
+    ) -> None:
+        self._machine = machine
+        self._memory = machine.memory
+        self._ram = machine.memory.ram
+        self._table = table
+        self._by_address = table.by_address
+        self._current = table.current
+        self._thunk = thunk
+        self.current: LinuxTask | None = current
+        """The task at its stub; None: the CPU is idle, or a switch has not been run yet."""
+        self._in_call: LinuxTask | None = None
+        """The task whose system call waits for the host and has not gone to sleep."""
+        self.sleep_in_call: int | None = None
+        """Address of code that sleeps until its task is woken, and then has `woken()` called."""
+        self._answers: dict[LinuxTask, Callable[[], None]] = {}
+        """Of tasks that have been served and are still asleep."""
+
+    # Run and switch
+
+    def run(self) -> LinuxTask | None:
+        """Run until a task comes to its stub or waits in its call, and return it; None: the CPU is idle."""
+        if self._in_call is not None:
+            self._leave_call()
+        self.current = None
+        machine = self._machine
+        stopped = machine.run()
+        if stopped is IDLE:
+            return None
+        if stopped is IN_CALL:
+            return self._in_call
+        address = self._memory.words[self._current]
+        task = self._by_address.get(address) or self._table.adopt(address)
+        if task.pending:
+            result = machine.regs.ax
+            task.pending = False
+            task.result = result - (1 << 64) if result >> 63 else result
+        machine.pc.pass_time(_ARRIVAL)
+        self.current = task
+        return task
+
+    def switch(self, to: LinuxTask | None) -> None:
+        """Send away the task that is at its stub or in a call, and wake `to`. The guest must run next."""
+        self._leave_call()
+        task = self.current
+        self.current = None
+        if task is not None:
+            self._put_to_sleep(task)
+            # The way back to user mode calls schedule().
+            self._memory.words[task.flags >> 3] |= NEED_RESCHED
+        self._thunk.wake(to.address if to else 0)
+
+    def _put_to_sleep(self, task: LinuxTask) -> None:
+        struct.pack_into("<I", self._ram, task.state, TASK_INTERRUPTIBLE)
+
+    def run_until(
+        self,
+        is_done: Callable[[], bool],
+        *,
+        on_arrival: Callable[[], None] | None = None,
+        on_idle: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Run the guest until `is_done()`; return False if `on_idle()` gave up or the guest ran too often.
+
+        `on_arrival` is called when a task arrives and nothing is done yet; by default the task is sent away.
+        `on_idle` is called when the CPU is idle; by default time passes to the next timer interrupt.
+        """
+        return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
+
+    def _go_on_until(
+        self,
+        arrived: LinuxTask | None,
+        is_done: Callable[[], bool],
+        on_arrival: Callable[[], None] | None = None,
+        on_idle: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Do as run_until() behind its first run, which returned `arrived`."""
+        for _ in range(_ROUNDS):
+            if is_done():
+                return True
+            if arrived is None:
+                if on_idle is None:
+                    self._machine.timer()
+                elif not on_idle():
+                    return False
+            elif on_arrival is None:
+                self.switch(None)
+            else:
+                on_arrival()
+            arrived = self.run()
+        return False
+
+    def _timer_until(self, end: int) -> bool:
+        """Let time pass to the next timer interrupt; return False at `end`, or if there will be none."""
+        if self._machine.pc.tsc >= end or self._machine.pc.timer_vector is None:
+            return False
+        self._machine.timer()
+        return True
+
+    def _tsc_in(self, microseconds: int) -> int:
+        return self._machine.pc.tsc + microseconds * TSC_KHZ // 1000
+
+    def _take_interrupts(self) -> None:
+        while self.current is not None and self._machine.pc.is_due:
+            self._machine.timer()
+            self.run()
+
+    # System calls
+
+    def call(
+        self,
+        task: LinuxTask,
+        number: int,
+        *arguments: int,
+        patience: int = 0,
+        service: Service | None = None,
+    ) -> int:
+        """Make a system call and return its result. Raises: as wait_for_result()."""
+        task.service = service
+        self.begin(task, SYSCALL, number, arguments)
+        return self.wait_for_result(task, patience)
+
+    def call_behind_close(
+        self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
+    ) -> int:
+        """Close the descriptor `closed`, whose result is lost, and make a system call, in one run."""
+        first, *others = arguments
+        self.begin(task, TWO_CALLS, _CLOSE, (closed, *others), kept=(first, number))
+        return self.wait_for_result(task, patience)
+
+    def begin(
+        self,
+        task: LinuxTask,
+        ip: int,
+        ax: int,
+        arguments: tuple[int, ...],
+        cx: int = 0,
+        kept: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Let the task go on at `ip` in the next run. `kept`: rbx and rbp, which system calls preserve."""
+        machine = self._machine
+        if machine.death:
+            machine.check_alive()
+        if not task.alive:
+            raise KernelError(ESRCH, f"task {task.pid} has ended")
+        if self.current is not None and machine.pc.is_due:
+            self._take_interrupts()
+        values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx, *kept)
+        task.pending = True
+        if task is self.current:
+            regs = machine.regs
+            regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, *rest = values
+            regs.ip, regs.cx, regs.bx, regs.bp = rest
+            # The instruction itself would cost a callback.
+            if ip != TOUCH:
+                machine.cpu.syscall(ip)
+            return
+        words = self._memory.words
+        base = task.registers >> 3
+        for slot, value in zip(_CALL_SLOTS, values, strict=True):
+            words[base + slot] = value & _WORD
+        self.switch(task)
+
+    def wait_for_result(self, task: LinuxTask, patience: int = 0) -> int:
+        """Run until the task's call has returned, and return its result.
+
+        `patience`: microseconds of the guest's time that the call may sleep. With 0 it may sleep for as long
+        as anything will interrupt the guest.
+
+        Raises: Blocked (it has slept for longer), WouldBlock (its service does), KernelError (its errno).
+        """
+        if task.waits:
+            self._serve(task)
+        if task.pending or self.current is None:
+            arrived = self.run()
+            # One run is enough for nearly every call.
+            if task.pending:
+                self._wait(task, arrived, patience)
+        if -_MAX_ERRNO <= task.result < 0:
+            raise KernelError(-task.result)
+        return task.result
+
+    def _wait(self, task: LinuxTask, arrived: LinuxTask | None, patience: int) -> None:
+        end: int | None = None
+
+        def serve_or_send_away() -> None:
+            if task.waits:
+                self._serve(task)
+            else:
+                self.switch(None)
+
+        def wait_for_timer() -> bool:
+            nonlocal end
+            if end is None:
+                end = self._tsc_in(patience)
+            if patience and self._machine.pc.tsc >= end:
+                raise Blocked
+            self._machine.timer()
+            return True
+
+        if not self._go_on_until(arrived, lambda: not task.pending, serve_or_send_away, wait_for_timer):
+            self._machine.death = f"task {task.pid} doesn't come back from its call"
+            raise GuestFault(Trap(TrapKind.BUDGET, 0), self._machine.death)
+
+    # Calls that the host serves
+
+    def wait_in_call(self) -> bool:
+        """End the run where the running task's call waits for its service; return False if it has none."""
+        task = self._by_address.get(self._memory.words[self._current])
+        if task is None or task.service is None:
+            return False
+        task.waits = True
+        self._in_call = task
+        self._machine.stop_in_call()
+        return True
+
+    def woken(self) -> bool:
+        """Give the running task the answer for which it slept in its call; return False if none will come."""
+        task = self._by_address.get(self._memory.words[self._current])
+        if task is None or not (task.waits or task in self._answers):
+            return False
+        answer = self._answers.pop(task, None)
+        if answer is None:
+            # Something else has woken it.
+            self._sleep_in_call(task)
+        else:
+            answer()
+        return True
+
+    def _leave_call(self) -> None:
+        """Let the task that stands in a call sleep there from the next run on."""
+        task = self._in_call
+        self._in_call = None
+        if task is not None:
+            self._sleep_in_call(task)
+
+    def _sleep_in_call(self, task: LinuxTask) -> None:
+        assert self.sleep_in_call is not None, "nothing waits in a call before that code is there"
+        self._put_to_sleep(task)
+        self._machine.regs.ip = self.sleep_in_call
+
+    def _serve(self, task: LinuxTask) -> None:
+        """Do what its call waits for; the guest may run meanwhile. Raises: WouldBlock."""
+        assert task.service is not None
+        answer = task.service()
+        task.waits = False
+        task.service = None
+        if self._in_call is task:
+            self._in_call = None
+            answer()
+        else:
+            self._answers[task] = answer
+            self.switch(task)
+
+    def cancel_service(self, task: LinuxTask) -> None:
+        """Let the task's call, if it waits for the host, never get its answer."""
+        task.waits = False
+        task.service = None
+        self._answers.pop(task, None)
+
+    # Time for the guest itself
+
+    def idle(self, microseconds: int) -> None:
+        """Let time pass in which the guest does what it has to do by itself."""
+        end = self._tsc_in(microseconds)
+        if self.current is not None:
+            self.switch(None)
+        self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
+
+    def do_work(self, callback: int, is_done: Callable[[], bool], microseconds: int) -> None:
+        """Have an interrupt call the function at `callback`, and run until `is_done()`, or for so long."""
+        self._machine.check_alive()
+        if self.current is not None:
+            self._take_interrupts()
+        end = self._tsc_in(microseconds)
+        with self._thunk.replaced_by(callback):
+            self.switch(None)
+            arrived = self.run()
+        self._go_on_until(arrived, is_done, on_idle=partial(self._timer_until, end))
+
+    def schedule_in(self, task: LinuxTask) -> None:
+        """Have the task stand at its stub. One that sleeps in a call stays where it is."""
+        if task is self.current or task.pending or not task.alive:
+            return
+        self._machine.check_alive()
+        self.switch(task)
+        self.run_until(lambda: self.current is task, on_arrival=partial(self.switch, task))

@@ -1,0 +1,134 @@
+"""TaskLife: fork, names, credentials and ends of clients' tasks, and what the kernel reports of all tasks."""
+
+from __future__ import annotations
+
+from errno import EAGAIN, ESRCH
+
+from emulated_kernel.guests.linux.guest.client_scheduler import ClientScheduler
+from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
+from emulated_kernel.guests.linux.guest.linux_task import LinuxTask
+from emulated_kernel.guests.linux.guest.task_table import TaskTable
+from emulated_kernel.guests.linux.initramfs import SYSCALL
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.machine.task_events import TaskEvents
+from emulated_kernel.util.errors import KernelError
+
+_CLONE = 56
+_EXIT_GROUP = 231
+_KILL = 62
+_CLONE_FILES = 0x400
+_SIGCHLD = 17
+_SIGKILL = 9
+_COMM_SIZE = 16
+_ALL_CAPABILITIES = (1 << 40) - 1
+
+
+class TaskLife:
+    """Raises: KernelError (with the errno of a system call), GuestFault (the guest has died)."""
+
+    def __init__(
+        self,
+        machine: LinuxMachine,
+        facts: KernelOffsets,
+        structs: KernelStructs,
+        table: TaskTable,
+        scheduler: ClientScheduler,
+        events: TaskEvents,
+    ) -> None:
+        self._machine = machine
+        self._structs = structs
+        self._table = table
+        self._scheduler = scheduler
+        self._events = events
+        self._next_pid = structs.member(facts.symbols["init_pid_ns"], "pid_namespace.idr.idr_next")
+        machine.call_at(facts.symbols["do_exit"], self._exiting)
+        machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
+        machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
+
+    # What the host does
+
+    def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
+        """Fork a child, with that pid if it is free. Raises: KernelError EAGAIN, ENOMEM."""
+        known = set(self._table.by_address)
+        next_pid = self._structs.load_s32(self._next_pid)
+        self._structs.store("<I", self._next_pid, pid)
+        self._scheduler.begin(parent, SYSCALL, _CLONE, (_CLONE_FILES | _SIGCHLD,))
+        child: LinuxTask | None = None
+
+        def is_done() -> bool:
+            nonlocal child
+            arrived = self._scheduler.current
+            if arrived is not None and arrived.address not in known:
+                child = arrived
+            return not parent.pending and (child is not None or parent.result < 0)
+
+        self._scheduler.run_until(is_done)
+        # The kernel's own threads get the pids that they would have got.
+        self._structs.store("<i", self._next_pid, next_pid)
+        if child is None:
+            raise KernelError(-parent.result if parent.result < 0 else EAGAIN)
+        child.owner = parent.owner
+        child.comm = parent.comm
+        return child
+
+    def exit(self, task: LinuxTask, init: LinuxTask) -> None:
+        """End a task whose process has ended on the host. If it sleeps in a call, `init` kills it."""
+        if not task.alive:
+            return
+        scheduler = self._scheduler
+        scheduler.cancel_service(task)
+        if task.pending:
+            scheduler.call(init, _KILL, task.pid, _SIGKILL)
+            scheduler.switch(None)
+        else:
+            scheduler.begin(task, SYSCALL, _EXIT_GROUP, (0,))
+        scheduler.run_until(lambda: not task.alive)
+
+    def set_comm(self, task: LinuxTask, comm: str) -> None:
+        """Give the task the name of its process on the host."""
+        task.comm = comm
+        name = comm.encode("utf-8", "surrogateescape")[: _COMM_SIZE - 1]
+        at = self._structs.member(task.address, "task_struct.comm")
+        self._structs.store_bytes(at, name.ljust(_COMM_SIZE, b"\0"))
+        for tell in self._events.renamed:
+            tell(task.pid, comm)
+
+    def set_creds(self, task: LinuxTask, uid: int, gid: int) -> None:
+        """Set its credentials, which a fork does not share. Only root has capabilities."""
+        structs = self._structs
+        task.owner = uid, gid
+        cred = structs.word(task.address + structs.offsets["task_struct.cred"])
+        structs.store("<8I", structs.member(cred, "cred.uid"), *(uid, gid) * 4)
+        capabilities = 0 if uid else _ALL_CAPABILITIES
+        for path in ("cred.cap_permitted", "cred.cap_effective"):
+            structs.store("<Q", structs.member(cred, path), capabilities)
+
+    # What the kernel does
+
+    def _forked(self) -> None:
+        """Report a fork before the child executes anything."""
+        child = self._machine.regs.di
+        parent = self._table.running()
+        for tell in self._events.forked:
+            tell(self._table.pid_of(parent), self._table.pid_of(child))
+
+    def _exiting(self) -> None:
+        """Report the end of the running task, which never comes to its stub again."""
+        address = self._table.running()
+        for tell in self._events.exiting:
+            tell(address)
+        task = self._table.by_address.pop(address, None)
+        if task is not None:
+            task.alive = False
+            task.pending = False
+            task.result = -ESRCH
+
+    def _freed(self) -> None:
+        """Report that the kernel frees a task_struct: nothing will be heard of the task."""
+        address = self._machine.regs.di - self._structs.offsets["task_struct.rcu"]
+        pid = self._table.pid_of(address)
+        for tell_freed in self._events.freed:
+            tell_freed(address)
+        for tell_exited in self._events.exited:
+            tell_exited(pid)

@@ -1,0 +1,83 @@
+"""TaskMemory: the memory of clients' tasks, which the host reads and writes as the kernel would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from emulated_kernel.guests.linux.guest.client_scheduler import ClientScheduler
+from emulated_kernel.guests.linux.guest.linux_task import LinuxTask
+from emulated_kernel.guests.linux.guest.task_table import TaskTable
+from emulated_kernel.guests.linux.initramfs import TOUCH
+from emulated_kernel.guests.linux.pc.ram import FRAME, PAGE, PRESENT, WRITABLE, LinuxMemory
+
+_OWN = PRESENT | WRITABLE
+"""A page that its task does not share."""
+
+
+class TaskMemory:
+    """Raises: KernelError (the task has ended), GuestFault."""
+
+    def __init__(self, memory: LinuxMemory, table: TaskTable, scheduler: ClientScheduler) -> None:
+        self._memory = memory
+        self._ram = memory.ram
+        self._table = table
+        self._scheduler = scheduler
+
+    def has_new_memory(self, task: LinuxTask) -> None:
+        """Forget the page tables of a task that has executed a program."""
+        task.root = self._table.page_tables_of(task.address)
+        task.entries.clear()
+
+    def copy_to_user(self, task: LinuxTask, va: int, data: bytes) -> None:
+        """Write to its memory."""
+        page = va & -PAGE
+        slot = task.entries.get(page)
+        entry = self._memory.words[slot] if slot is not None else self._entry(task, page)
+        if entry & _OWN == _OWN and va + len(data) <= page + PAGE:
+            at = (entry & FRAME) + va - page
+            self._ram[at : at + len(data)] = data
+            return
+        for at, offset, size in self._own_pages(task, va, len(data)):
+            self._ram[at : at + size] = data[offset : offset + size]
+
+    def copy_from_user(self, task: LinuxTask, va: int, size: int) -> bytes:
+        """Read its memory; pages that are not there read as zeros."""
+        start = va & -PAGE
+        slot = task.entries.get(start)
+        entry = self._memory.words[slot] if slot is not None else self._entry(task, start)
+        if entry & PRESENT and va + size <= start + PAGE:
+            at = (entry & FRAME) + va - start
+            return self._ram[at : at + size]
+        parts = []
+        for page in range(start, va + size, PAGE):
+            first = max(page, va)
+            last = min(page + PAGE, va + size)
+            found = self._memory.walk(task.root, first)
+            parts.append(self._ram[found[0] : found[0] + last - first] if found else bytes(last - first))
+        return b"".join(parts)
+
+    def _entry(self, task: LinuxTask, page: int) -> int:
+        """Return the page table entry of a page, and keep its place in `entries`; 0 if there is none."""
+        slot, size = self._memory.last(task.root, page)
+        if size != PAGE:
+            return 0
+        task.entries[page] = slot
+        return self._memory.words[slot]
+
+    def _own_pages(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Yield physical address, offset in the range and size of each part, in pages of the task's own."""
+        for page in range(va & -PAGE, va + size, PAGE):
+            first = max(page, va)
+            last = min(page + PAGE, va + size)
+            found = self._memory.walk(task.root, page)
+            if found is None or not found[1] & WRITABLE:
+                found = self._touch(task, page, self._ram[found[0]] if found else 0)
+            yield found[0] + first - page, first - va, last - first
+
+    def _touch(self, task: LinuxTask, page: int, first_byte: int) -> tuple[int, int, int]:
+        """Have the task store the first byte of a page that is missing or shared, which makes it its own."""
+        self._scheduler.begin(task, TOUCH, first_byte, (page,), cx=1)
+        self._scheduler.wait_for_result(task)
+        found = self._memory.walk(task.root, page)
+        assert found is not None
+        return found

@@ -1,0 +1,54 @@
+"""TaskTable: the guest's tasks that have been at their stubs, by the addresses of their task_structs."""
+
+from __future__ import annotations
+
+from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
+from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE, LinuxTask
+from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+
+PT_REGS = (
+    "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
+    "orig_ax", "ip",
+)  # fmt: skip
+"""The first members of struct pt_regs, of one word each."""
+_PT_REGS_WORDS = 21
+
+
+class TaskTable:
+    """The tasks that live; `current_cell` is the address of the CPU's `current_task`."""
+
+    def __init__(self, memory: LinuxMemory, structs: KernelStructs, current_cell: int) -> None:
+        self._words = memory.words
+        self._structs = structs
+        self.current = structs.physical(current_cell) >> 3
+        """Index of the word that holds the address of the running task."""
+        self.by_address: dict[int, LinuxTask] = {}
+
+    def running(self) -> int:
+        """Return the address of the task that the CPU runs."""
+        return self._words[self.current]
+
+    def pid_of(self, address: int) -> int:
+        """Return the pid of a task_struct."""
+        return self._structs.load_s32(self._structs.member(address, "task_struct.pid"))
+
+    def page_tables_of(self, address: int) -> int:
+        """Return the physical address of the page tables of a task that has memory of its own."""
+        offsets = self._structs.offsets
+        mm = self._structs.word(address + offsets["task_struct.mm"])
+        return self._structs.physical(self._structs.word(mm + offsets["mm_struct.pgd"]))
+
+    def adopt(self, address: int) -> LinuxTask:
+        """Add the task whose task_struct is at this address."""
+        structs = self._structs
+        stack = structs.word(address + structs.offsets["task_struct.stack"])
+        task = LinuxTask(
+            address=address,
+            pid=self.pid_of(address),
+            root=self.page_tables_of(address),
+            registers=structs.physical(stack + THREAD_SIZE - 8 * _PT_REGS_WORDS),
+            state=structs.member(address, "task_struct.__state"),
+            flags=structs.member(address, "task_struct.thread_info.flags"),
+        )
+        self.by_address[address] = task
+        return task

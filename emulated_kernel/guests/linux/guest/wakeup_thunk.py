@@ -1,0 +1,79 @@
+"""The host's code in the kernel: a callback of the platform interrupt that wakes a task.
+
+The host writes the address of a task_struct into a word, and interrupts the CPU. The kernel's own entry code
+calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, WRITABLE
+from emulated_kernel.util.code_listing import machine_code
+
+THUNK_SIZE = 64 << 10
+"""Bytes of the host's memory that are reserved for its code in the kernel and the page tables for that."""
+WAKEUP = """
+    48 8b 3d rel32:task     | mov rdi, [rip + task]
+    48 85 ff                | test rdi, rdi
+    74 05                   | jz done
+    e9 rel32:wake_up_process | jmp wake_up_process
+    c3                      | done: ret
+"""
+_PLATFORM_IPI = 0xF7
+"""Mirrors: arch/x86/include/asm/irq_vectors.h:X86_PLATFORM_IPI_VECTOR (v6.1)"""
+_TEXT = 0xFFFFFFFF70000000
+_DATA = 0xFFFFFFFF70001000
+"""Virtual addresses that Linux leaves free, within reach of a relative jump from the kernel's text."""
+_ROOM = 0x100
+"""Offset in the data page behind the address of the task, which is its first word."""
+_ACCESSED_DIRTY = 0x60
+_GLOBAL = 0x100
+_NO_EXECUTE = 1 << 63
+_TABLE = PRESENT | WRITABLE | _ACCESSED_DIRTY
+
+
+class WakeupThunk:
+    """One page of code, one of data, and two of page tables, at the start of the host's memory."""
+
+    def __init__(self, machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
+        self._machine = machine
+        self._symbols = facts.symbols
+        self._structs = structs
+        self._words = machine.memory.words
+        self._base = len(machine.memory.ram) - HOST_SIZE
+        self._task = self._base + PAGE
+        self._callback = structs.physical(facts.symbols["x86_platform_ipi_callback"])
+        self.host_room = self._task + _ROOM, _DATA + _ROOM
+        """Physical and virtual address of the free part of the data page."""
+
+    def install(self) -> None:
+        """Map the pages, write the code, and register it as the callback; snapshots of the guest keep it."""
+        text, data, table, directory = (self._base + PAGE * number for number in range(4))
+        store = self._structs.store
+        store("<Q", directory + (_TEXT >> 21 & 511) * 8, table | _TABLE)
+        store("<Q", table, text | _TABLE | _GLOBAL)
+        store("<Q", table + 8, data | _TABLE | _GLOBAL | _NO_EXECUTE)
+        top = self._structs.physical(self._symbols["level3_kernel_pgt"])
+        store("<Q", top + (_TEXT >> 30 & 511) * 8, directory | _TABLE)
+        self._structs.store_bytes(text, machine_code(WAKEUP, _TEXT, {**self._symbols, "task": _DATA}))
+        store("<Q", self._callback, _TEXT)
+        self._machine.engine.flush_tlb()
+
+    def wake(self, task: int) -> None:
+        """Have the next run begin with the interrupt that wakes the task at this address; 0 wakes none."""
+        self._words[self._task >> 3] = task
+        self._machine.cpu.interrupt(_PLATFORM_IPI)
+
+    @contextmanager
+    def replaced_by(self, callback: int) -> Iterator[None]:
+        """Have the interrupt call the function at this address meanwhile."""
+        self._structs.store("<Q", self._callback, callback)
+        yield
+        # A guest that has died in between is not repaired.
+        self._structs.store("<Q", self._callback, _TEXT)

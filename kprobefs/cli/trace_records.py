@@ -1,0 +1,144 @@
+"""Records of `kprobefs trace`: lines of trace_pipe, as text for people or as JSON objects."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from typing import TextIO
+
+from kprobefs.common import terminal
+from kprobefs.common.errors import escape_for_terminal
+
+HEAD = (
+    r"\s*(?P<comm>.{0,15})-(?P<pid>\d+)\s+(?:\(\s*\S+\)\s+)?\[(?P<cpu>\d+)\]\s+(?P<flags>\S+)\s+"
+    r"(?P<time>[\d.]+): "
+)
+"""Of a line of trace_pipe, with its usual options. A command's name may have anything in it, and so may what
+an event says: that looks like another head must be neither's.
+"""
+LINE = re.compile(rf"{HEAD}(?P<event>\w+): (?P<text>.*)$")
+FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
+CALL = re.compile(
+    rf"(?P<before>{HEAD})sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
+)
+"""An event of a single system call, which shows the call in place of its own name."""
+PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)
+NUMBERS = "diux"
+Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
+Layouts = dict[str, list[Layout]]
+CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")
+
+
+class RecordPrinter:
+    """Writes records to a file or a terminal; `layouts` are those of the events, by name."""
+
+    def __init__(self, output: TextIO, *, as_json: bool) -> None:
+        self.output = output
+        self.as_json = as_json
+        self.layouts: Layouts = {}
+        self._has_colours = terminal.has_colours(output) and not as_json
+
+    def add_layout(self, event: str, format_file: str) -> None:
+        """Add what the format file of an event of this name says."""
+        self.layouts.setdefault(event, []).append(layout(format_file))
+
+    def show(self, text: str) -> None:
+        """Write the lines of a read of trace_pipe. Raises: OSError."""
+        # Not splitlines(): a name may have what else ends lines.
+        for line in text.removesuffix("\n").split("\n"):
+            self.output.write(f"{self._shown(line)}\n")
+        self.output.flush()
+
+    def _shown(self, line: str) -> str:
+        if self.as_json:
+            return json.dumps(record(line, self.layouts))
+        text = terminal.wrap(escape_for_terminal(line), self.output, "    ")
+        found = LINE.match(line)
+        if found is None or not self._has_colours:
+            return text
+        return text.replace(f" {found['event']}: ", f" \033[36m{found['event']}\033[0m: ", 1)
+
+
+def layout(text: str) -> Layout:
+    """How lines of the event with this format file read: a pattern, and name and conversion of each group.
+
+    A name is what stands in front of a "=", or the entry's where each value is a whole field.
+    """
+    found = PRINT_FMT.search(text)
+    if found is None:
+        return re.compile("(?!)"), []
+    # In turns: what stands in front of a conversion, and its last letters.
+    *parts, rest = CONVERSION.split(re.sub(r"\\(.)", r"\1", found[1]))
+    entry = re.findall(r"REC->(\w+)", found[2])
+    is_plain = len(entry) == len(parts) // 2 and "{" not in found[1]
+    pattern = ""
+    fields = []
+    for number, (literal, conversion) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+        if number and not literal:
+            continue
+        named = re.search(r'(\w+)="?(?:0x)?$', literal)
+        name = named[1] if named else entry[number] if is_plain else ""
+        fields.append(("" if name.startswith("__") else name, conversion))
+        pattern += re.escape(literal) + (r"(\S+?)" if conversion[0] in NUMBERS else "(.*?)")
+    return re.compile(f"{pattern}{re.escape(rest)}"), fields
+
+
+def record(line: str, layouts: Layouts) -> dict[str, object]:
+    """A line of trace_pipe as an object; one that isn't a record has its text alone.
+
+    `layouts`: those of the events with a name. What isn't as they say has the fields that a "=" tells of.
+    """
+    fields: dict[str, object] = {}
+    if call := CALL.match(line):
+        kind = "exit" if call["arguments"] is None else "enter"
+        fields = (
+            {"ret": _signed(int(call["result"], 16))} if call["result"] else _arguments(call["arguments"])
+        )
+        line = f"{call['before']}sys_{kind}_{call['name']}: sys_{call['name']}{call['text']}"
+    found = LINE.match(line)
+    if found is None:
+        return {"text": line}
+    if call is None:
+        fields = {name: _value(text) for name, text in FIELD.findall(found["text"])}
+        for pattern, names in layouts.get(found["event"], ()):
+            if values := pattern.fullmatch(found["text"]):
+                named = set(re.findall(r"(\w+)=", pattern.pattern))
+                fields = {name: value for name, value in fields.items() if name in named}
+                told: dict[str, list[int | str]] = {}
+                for (name, conversion), text in zip(names, values.groups(), strict=True):
+                    told.setdefault(name, []).append(_converted(text, conversion))
+                fields |= {name: each if each[1:] else each[0] for name, each in told.items() if name}
+    return {
+        "time": float(found["time"]),
+        "cpu": int(found["cpu"]),
+        "pid": int(found["pid"]),
+        "comm": found["comm"],
+        "event": found["event"],
+        "fields": fields,
+        "text": found["text"],
+    }
+
+
+def _arguments(text: str) -> dict[str, object]:
+    """Of a system call; numbers are hexadecimal, without saying so."""
+    pairs = (each.partition(": ") for each in text.split(", ") if each)
+    # Option verbose has the type in front of the name.
+    return {name.rpartition(" ")[2]: _converted(value, "x") for name, _, value in pairs}
+
+
+def _converted(text: str, conversion: str) -> int | str:
+    if conversion[0] in NUMBERS:
+        with suppress(ValueError):
+            return int(text, 16 if conversion == "x" else 10)
+    return text
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 63 << 64)
+
+
+def _value(text: str) -> int | str:
+    if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", text):
+        return int(text, 0) if "x" in text else int(text)
+    return text[1:-1] if text.startswith('"') else text

@@ -1,0 +1,231 @@
+"""Syntax of definition files, and how the kernel's files show the same things.
+
+A line defines a dynamic event, in the words of dynamic_events, or it says what to write into a file:
+
+    p:reads vfs_read count=$arg3
+    events/kprobes/reads/filter = count > 3
+    instances/slow/events/kprobes/reads/enable = 1
+    kprobes/enabled = 0
+
+Blanks and the like in names of files are written as in /proc/mounts, \\040.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from emulated_kernel.util.fast_dataclass import dataclass
+
+DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
+SETTING = re.compile(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
+GROUPS = {
+    "p": "kprobes",
+    "r": "kprobes",
+    "f": "fprobes",
+    "s": "synthetic",
+    "e": "eprobes",
+    "t": "tracepoints",
+}
+"""Where events are that name no group."""
+LISTS = (
+    "set_event_pid",
+    "set_event_notrace_pid",
+    "set_ftrace_pid",
+    "set_ftrace_notrace_pid",
+    "set_ftrace_notrace",
+    "set_ftrace_filter",
+    "set_graph_notrace",
+    "set_graph_function",
+    "stack_trace_filter",
+)
+"""Files of words, which are added by writing them."""
+MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
+"""Lists that take the functions of one module."""
+TRIGGER = re.compile(r"[a-z_]+:")
+NO_PID = "no pid"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a file of definitions."""
+
+    file: str
+    number: int
+    """0 where it stands in no file."""
+    text: str
+    typed: str = ""
+    """Its end, or what that was made of: what is told where the line isn't the user's own."""
+
+
+def read_lines(path: str, text: str) -> Iterator[Line]:
+    """Yield the lines that say something. A backslash at the end joins the next one that is no comment."""
+    parts: list[str] = []
+    first = 0
+    for number, line in enumerate([*text.replace("\r\n", "\n").split("\n"), ""], 1):
+        if line.lstrip().startswith("#"):
+            continue
+        first = first if parts else number
+        parts.append(line.removesuffix("\\").strip())
+        if not line.endswith("\\"):
+            if joined := " ".join(filter(None, parts)):
+                yield Line(path, first, joined)
+            parts = []
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A dynamic event's definition, taken apart."""
+
+    kind: str
+    count: str
+    """maxactive; "" where it is the kernel's choice, which shows it then."""
+    event: str
+    """group/name; "" where the kernel makes up a name."""
+    rest: str
+
+
+def parse_definition(text: str) -> Definition | None:
+    """Return the definition that a line gives; None if it gives none."""
+    found = DEFINITION.match(text)
+    if found is None or SETTING.match(text):
+        return None
+    kind = found["kind"]
+    name = found["name"] or ""
+    if kind == "p" and found["rest"].startswith("/"):
+        event = name if "/" in name or not name else f"uprobes/{name}"
+    else:
+        event = name if "/" in name or not name else f"{GROUPS.get(kind, 'kprobes')}/{name}"
+    place, *arguments = found["rest"].split()
+    if kind != "s":
+        arguments = [
+            word if "=" in word else f"arg{number}={word}" for number, word in enumerate(arguments, 1)
+        ]
+    return Definition(kind, found["count"], event, " ".join([_as_shown(kind, place), *arguments]))
+
+
+def _as_shown(kind: str, place: str) -> str:
+    """Where an event is, as dynamic_events writes it."""
+    if kind == "e":
+        return place.replace("/", ".", 1)
+    if offset := re.fullmatch(r"(.+)([+:])(0x[0-9a-fA-F]+|\d+)", place):
+        number = int(offset[3], 16 if offset[3].startswith("0x") else 10)
+        if offset[2] == ":":
+            return f"{offset[1]}:0x{number:016x}"
+        return f"{offset[1]}+{number}" if number else offset[1]
+    return place
+
+
+def is_trigger(text: str) -> bool:
+    """Whether a line sets a trigger."""
+    setting = SETTING.match(text)
+    return setting is not None and setting["file"].endswith("/trigger")
+
+
+def saved_words(name: str, text: str) -> list[str]:
+    """Return the words that make the list `name` show `text`, in the order in which they were given."""
+    words: dict[str, str] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#") or line == NO_PID:
+            continue
+        function, _, module = line.partition(" [")
+        module, _, command = module.partition("]")
+        if not module:
+            word = re.sub(
+                r":(?:unlimited|count=(\d+))$", lambda count: f":{count[1]}" if count[1] else "", line
+            )
+        elif command:
+            word = saved_words(name, f"{function}{command}")[0]
+        else:
+            is_of_module = name.rpartition("/")[2] in MODULE_FILTERS
+            word = f"{function}:mod:{module}" if is_of_module else function
+        # Functions of the same name are one word.
+        words.setdefault(without_count(word), word)
+    # Of those with a colon the latest is shown first.
+    later = [word for word in words.values() if ":" in word]
+    return [word for word in words.values() if ":" not in word] + later[::-1]
+
+
+def is_command(word: str) -> bool:
+    """Whether a word of set_ftrace_filter says what a function's call does."""
+    return ":" in word and not word.partition(":")[2].startswith("mod:")
+
+
+def without_count(word: str) -> str:
+    """Return a word of a list without the number of its command, which counts down."""
+    return re.sub(r":\d+$", ":", word)
+
+
+def chosen_word(value: str) -> str:
+    """Return the word in brackets, which is the chosen one, or the whole value if there is none."""
+    chosen = re.search(r"(?:^| )\[(\S+)\](?: |$)", value)
+    return chosen[1] if chosen else value
+
+
+def saved_triggers(text: str) -> list[str]:
+    """Return the commands that make an event's triggers, in the order in which they were given."""
+    found: list[str] = []
+    for line in text.split("\n"):
+        # Their filters have the newlines that they were written with.
+        if found and line and (_is_open(found[-1]) or not TRIGGER.match(line)):
+            found[-1] += f"\n{line}"
+        elif line and not line.startswith("#"):
+            found.append(line)
+    return [_command(one_line(each)) for each in reversed(found)]
+
+
+def setting_line(name: str, value: str) -> str:
+    """Return the line that sets a filter or trigger."""
+    line = f"{name} = {one_line(value)}"
+    return line if "\n" not in line else f"# {name}: has a newline in a string, which no line can say"
+
+
+def one_line(value: str) -> str:
+    """Replace the newlines outside of strings in a filter or trigger by blanks, which mean the same."""
+    joined, *rest = value.split("\n")
+    for line in rest:
+        joined += ("\n" if _is_open(joined) else " ") + line
+    return joined
+
+
+def _is_open(text: str) -> bool:
+    """Whether text ends within a string."""
+    quote = ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+    return bool(quote)
+
+
+def _command(line: str) -> str:
+    """A trigger as it is shown, as it is written."""
+    line = line.removesuffix(" [active]")
+    if line.endswith(" [paused]"):
+        head, condition, rest = line.removesuffix(" [paused]").partition(" if ")
+        line = f"{head}:pause{condition}{rest}"
+    return re.sub(r"^([a-z_:\w]+?):(?:unlimited|count=(\d+))", lambda count: _counted(*count.groups()), line)
+
+
+def _counted(command: str, count: str | None) -> str:
+    return f"{command}:{count}" if count else command
+
+
+def escaped(name: str) -> str:
+    """Return a file's name as a word: bytes that would end it are octal numbers."""
+    return re.sub(
+        r"[\s=\\]",
+        lambda found: "".join(f"\\{byte:03o}" for byte in found[0].encode("utf-8", "surrogateescape")),
+        name,
+    )
+
+
+def unescaped(word: str) -> str:
+    """Return the file's name that escaped() made a word of."""
+    data = re.sub(
+        rb"\\([0-3][0-7]{2})",
+        lambda octal: bytes((int(octal[1], 8),)),
+        word.encode("utf-8", "surrogateescape"),
+    )
+    return data.decode("utf-8", "surrogateescape")
