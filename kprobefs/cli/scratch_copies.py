@@ -1,4 +1,4 @@
-"""Copies of a command's files in scratch/, where they are the emulated kernel's, and messages about them."""
+"""Copies of a command's files in scratch/, where they belong to the emulated kernel, and messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pathlib import Path
 from kprobefs.common.errors import escape_for_terminal
 
 NAMES = 5
-"""Files that a line names at most."""
+"""Maximal number of files that a message names."""
 
 
 @contextmanager
 def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
-    """scratch/, with the regular files there that a command's arguments name by paths without "..".
+    """Copy the files that a command's arguments name to scratch/, and yield that directory.
 
-    What of it the command has changed is told of: the copies go.
+    Regular files with relative paths without ".." are copied. At the end, report the copies that the
+    command has changed, and remove all copies.
     """
     copied: dict[Path, Path] = {}
     made: list[Path] = []
@@ -30,7 +31,7 @@ def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
             target = scratch / word
             if source.is_absolute() or ".." in source.parts:
                 continue
-            # A script that a shell is given may be longer than any name.
+            # An argument may be a whole shell script, which is longer than any file name.
             if not os.path.isfile(source) or os.path.lexists(target):
                 continue
             for directory in reversed(target.parents):
@@ -41,7 +42,7 @@ def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
             shutil.copyfile(source, target)
         yield str(scratch)
         changed = [target for target, source in copied.items() if _differ(source, target)]
-        _tell_of([str(target.relative_to(scratch)) for target in changed], "changed in scratch/ alone")
+        _report([str(target.relative_to(scratch)) for target in changed], "changed only in scratch/")
     finally:
         for target in copied:
             target.unlink(missing_ok=True)
@@ -51,9 +52,9 @@ def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
 
 
 def tell_of_results(scratch: Path) -> None:
-    """What a command has left in a scratch/ that goes."""
+    """Report the files that a command has left in the scratch/ of a temporary mount."""
     with suppress(OSError):
-        _tell_of(sorted(os.listdir(scratch)), "made in scratch/, which goes with this mount")
+        _report(sorted(os.listdir(scratch)), "created in scratch/, which is removed with this mount")
 
 
 def _differ(one: Path, two: Path) -> bool:
@@ -62,20 +63,20 @@ def _differ(one: Path, two: Path) -> bool:
     return False
 
 
-def _tell_of(names: Sequence[str], what: str) -> None:
-    """In one line, where there are any."""
+def _report(names: Sequence[str], what: str) -> None:
+    """Print a message about files, if there are any, on one line."""
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     if names:
-        told = f"{', '.join(names[:NAMES])}{more}: {what}; what is written to an absolute path stays"
-        print(f"kprobefs: {escape_for_terminal(told)}", file=sys.stderr)
+        message = f"{', '.join(names[:NAMES])}{more}: {what}; use absolute paths for files to keep"
+        print(f"kprobefs: {escape_for_terminal(message)}", file=sys.stderr)
 
 
 def why_nothing(command: Sequence[str], scratch: Path) -> str:
-    """For people."""
+    """Return a message that explains why nothing was recorded."""
     if not scratch.is_dir():
-        return "nothing was recorded: this mount has no scratch/, so no file of the command's is its kernel's"
+        return "nothing was recorded: this mount has no scratch/; only files there belong to its kernel"
     hosts = [
         escape_for_terminal(word) for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)
     ]
     named = f", such as {hosts[0]}," if hosts else ""
-    return f"nothing was recorded: what is done to files outside of scratch/{named} hits no probe"
+    return f"nothing was recorded: files outside of scratch/{named} hit no probe"

@@ -1,4 +1,4 @@
-"""`kprobefs trace`: a one-liner that defines probes, runs a command, shows what they record, removes them."""
+"""`kprobefs trace`: define probes, run a command, show the records, and remove the probes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 PROBE = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
 NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
-"""Of instances and groups."""
+"""Name of an instance and of a group of probes; the parts identify the process (see own_name())."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
 READ_SIZE = 1 << 16
 NOTHING = 3
 """Exit status of a RecordReader that has read no records."""
 UNWRITTEN = 100
-"""Plus an errno: the exit status of a RecordReader that could not write them."""
+"""Added to an errno, this is the exit status of a RecordReader that could not write the records."""
 USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
+"""Forms of a probe on the command line."""
 
 
 def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
@@ -47,7 +48,7 @@ def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
             continue
         probe = PROBE.match(text)
         if probe is None:
-            raise CliError(f"{escape_for_terminal(text)!r} is no probe: {USAGE}", ExitStatus.USAGE)
+            raise CliError(f"{escape_for_terminal(text)!r} is not a probe; use {USAGE}", ExitStatus.USAGE)
         name = base = re.sub(r"\W", "_", probe["place"].rpartition(":")[2])[:40]
         while f"{group}/{name}" in events:
             name = f"{base}_{len(events)}"
@@ -57,10 +58,10 @@ def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
 
 
 class TraceSession:
-    """What a one-liner traces and how it shows that; attached() yields its probes on a mount."""
+    """Probes, filter and output of one `kprobefs trace`; attached() puts the probes on a mount."""
 
     def __init__(self, probes: Sequence[str], filter_text: str, output: TextIO, *, as_json: bool) -> None:
-        """Raises: CliError (wrong usage)."""
+        """Parse the probes. Raises: CliError (wrong usage)."""
         self.name = own_name()
         self.definitions, self.events = named(probes, self.name)
         self.filter = filter_text
@@ -68,15 +69,16 @@ class TraceSession:
         self.printer = RecordPrinter(output, as_json=as_json)
 
     def attached(self, directory: str, command: Sequence[str]) -> AttachedProbes:
-        """Return a context manager that has the probes on a mount while `command` runs."""
+        """Return a context manager in which the probes are on a mount, while `command` runs."""
         return AttachedProbes(self, directory, command)
 
 
 class AttachedProbes:
-    """A session's probes on a mount, in an instance of their own; as a context manager.
+    """Context manager: the probes of a session on a mount, in an instance of their own.
 
-    It gives the directory to run the command in. That is scratch/, where there is one: files there are the
-    guest's. What the command names of the working directory is copied there meanwhile.
+    It returns the directory in which the command must run. If the mount has scratch/, it returns that one,
+    because files there belong to the guest. Files that the command's arguments name are copied there
+    meanwhile.
     """
 
     def __init__(self, session: TraceSession, directory: str, command: Sequence[str]) -> None:
@@ -90,7 +92,7 @@ class AttachedProbes:
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
-        """Define the probes and switch them on. Raises: CliError (nothing is left of them)."""
+        """Define and enable the probes. Raises: CliError (in that case no probe is left)."""
         session = self._session
         tracefs = Path(self._directory, self._files.tracefs())
         instance = tracefs / "instances" / session.name
@@ -123,7 +125,7 @@ class AttachedProbes:
         for event, name in self._named():
             if not self._files.exists(f"{root}events/{event}"):
                 raise CliError(
-                    f"{escape_for_terminal(name)}: no such event, the command wasn't run (events/ has all)"
+                    f"{escape_for_terminal(name)}: no such event, so the command was not run; see events/"
                 )
             if self._session.as_json:
                 path = Path(self._directory, root, "events", event, "format")
@@ -140,7 +142,7 @@ class AttachedProbes:
             )
 
     def _switch_on(self, reader: int) -> None:
-        """Enable all events. What this process and the `reader` of records do is not traced."""
+        """Enable all events, and exclude this process and the `reader` of records from tracing."""
         no_pids = f"instances/{self._session.name}/set_event_notrace_pid = {os.getpid()} {reader}"
         switches = [("trace", self._setting(event, "enable", "1"), name) for event, name in self._named()]
         self._apply([("trace", no_pids, ""), *switches])
@@ -149,19 +151,22 @@ class AttachedProbes:
         return f"instances/{self._session.name}/events/{event}/{file} = {value}"
 
     def _named(self) -> list[tuple[str, str]]:
-        """Return the events, each with its name in messages."""
+        """Return pairs: an event, and its name in messages."""
         prefix = f"{self._session.name}/"
         return [(event, event.removeprefix(prefix).replace("/", ":")) for event in self._session.events]
 
     def _apply(self, lines: Sequence[tuple[str, str, str]]) -> None:
-        """Apply lines: each has a place for messages, its text, and what the user typed. Raises: CliError."""
+        """Apply lines; each has a place for messages, a text, and the text that the user typed.
+
+        Raises: CliError.
+        """
         from kprobefs.definitions.loader import Loader
         from kprobefs.definitions.syntax import Line
 
         loader = Loader(self._files)
         if failed := loader.apply([Line(place, 0, text, typed) for place, text, typed in lines]):
             print("\n".join(failed), file=sys.stderr)
-            raise CliError("the probes can't be defined, the command wasn't run")
+            raise CliError("the probes can't be defined, so the command was not run")
 
     def _stop(self, instance: Path, reader: RecordReader, *, has_failed: bool) -> None:
         for event in self._session.events:
@@ -179,9 +184,9 @@ class AttachedProbes:
 
 
 class RecordReader:
-    """A process that shows the records of an instance as they come.
+    """A process that shows the records of an instance as they arrive.
 
-    Not a thread: where the command is forked there may be none.
+    It is not a thread, because this process forks the command and must not have threads then.
     """
 
     def __init__(self, instance: Path, printer: RecordPrinter) -> None:
@@ -195,15 +200,15 @@ class RecordReader:
         os.close(ended)
 
     def finish(self) -> int:
-        """Have it show the remaining records and end; return its exit status."""
+        """Let the process show the remaining records and end; return its exit status."""
         os.close(self._writer)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     def _serve(self, instance: Path, ended: int) -> NoReturn:
-        """Show records until the descriptor `ended` is at its end and there are no more."""
+        """Show records until the descriptor `ended` is at its end and no records are left."""
         status = 0
-        # This is a forked copy: nothing may get back into its frames. The mount may end before.
+        # Hazard: this is a forked copy, so no exception may reach the callers. The mount may end earlier.
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
@@ -226,7 +231,7 @@ class RecordReader:
                     try:
                         self._printer.show(data.decode("utf-8", "surrogateescape"))
                     except BrokenPipeError:
-                        # Whoever reads them has enough.
+                        # The reader of the records has closed the pipe.
                         return 0
                     except OSError as error:
                         return UNWRITTEN + (error.errno or 0)
@@ -234,13 +239,13 @@ class RecordReader:
 
 
 def own_name() -> str:
-    """Of this process's instance and group: its pid, when it started, and the pid namespace that knows it."""
+    """Return the name for this process: its pid, its start time, and the inode of its pid namespace."""
     pid = os.getpid()
     return f"trace_{pid}_{start_time(pid):x}_{os.stat(PID_NAMESPACE).st_ino:x}"
 
 
 def sweep(files: Files, tracefs: Path) -> None:
-    """Remove what one-liners that were killed have left on a mount; others may be at it too."""
+    """Remove the probes that killed `kprobefs trace` processes left; others may sweep at the same time."""
     with suppress(OSError):
         root = files.tracefs()
         groups = files.directories(f"{root}events")
@@ -251,7 +256,7 @@ def sweep(files: Files, tracefs: Path) -> None:
 
 
 def _is_dead(name: str) -> bool:
-    """Whether it is of a process of this pid namespace that is no more."""
+    """Return True if the name belongs to a process of this pid namespace that has ended."""
     found = NAME.fullmatch(name)
     if found is None or int(found["namespace"], 16) != os.stat(PID_NAMESPACE).st_ino:
         return False
@@ -259,7 +264,7 @@ def _is_dead(name: str) -> bool:
         os.kill(int(found["pid"]), 0)
     except ProcessLookupError:
         return True
-    # Another user's lives, and may hide when it started.
+    # The process of another user lives, and its start time may be hidden.
     except OSError:
         pass
     with suppress(OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Records of `kprobefs trace`: lines of trace_pipe, as text for people or as JSON objects."""
+"""Records of `kprobefs trace`: lines of trace_pipe, printed as text or as JSON objects."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ HEAD = (
     r"\s*(?P<comm>.{0,15})-(?P<pid>\d+)\s+(?:\(\s*\S+\)\s+)?\[(?P<cpu>\d+)\]\s+(?P<flags>\S+)\s+"
     r"(?P<time>[\d.]+): "
 )
-"""Of a line of trace_pipe, with its usual options. A command's name may have anything in it, and so may what
-an event says: that looks like another head must be neither's.
+"""Head of a line of trace_pipe with the default options.
+
+Hazard: a command's name and an event's text may contain any characters, even the form of another head.
 """
 LINE = re.compile(rf"{HEAD}(?P<event>\w+): (?P<text>.*)$")
 FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 CALL = re.compile(
     rf"(?P<before>{HEAD})sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
 )
-"""An event of a single system call, which shows the call in place of its own name."""
+"""Line of an event of a single system call, which shows the call instead of the event's name."""
 PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)
 NUMBERS = "diux"
+"""Conversions of printf that print a number."""
 Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
+"""Pattern of an event's text, and the name and conversion of each of its groups."""
 Layouts = dict[str, list[Layout]]
+"""Name of an event -> layouts of the events with that name."""
 CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")
 
 
 class RecordPrinter:
-    """Writes records to a file or a terminal; `layouts` are those of the events, by name."""
+    """Writer of records to a file or a terminal; `layouts` has the layouts of the events."""
 
     def __init__(self, output: TextIO, *, as_json: bool) -> None:
         self.output = output
@@ -40,12 +44,12 @@ class RecordPrinter:
         self._has_colours = terminal.has_colours(output) and not as_json
 
     def add_layout(self, event: str, format_file: str) -> None:
-        """Add what the format file of an event of this name says."""
+        """Add the layout of an event with this name, from the text of its `format` file."""
         self.layouts.setdefault(event, []).append(layout(format_file))
 
     def show(self, text: str) -> None:
-        """Write the lines of a read of trace_pipe. Raises: OSError."""
-        # Not splitlines(): a name may have what else ends lines.
+        """Write the lines of one read of trace_pipe. Raises: OSError."""
+        # Not splitlines(): a name may contain its other line separators.
         for line in text.removesuffix("\n").split("\n"):
             self.output.write(f"{self._shown(line)}\n")
         self.output.flush()
@@ -61,14 +65,14 @@ class RecordPrinter:
 
 
 def layout(text: str) -> Layout:
-    """How lines of the event with this format file read: a pattern, and name and conversion of each group.
+    """Return the layout of an event, from the text of its `format` file.
 
-    A name is what stands in front of a "=", or the entry's where each value is a whole field.
+    The name of a group is the word before a "=". If each value is a whole field, it is the field's name.
     """
     found = PRINT_FMT.search(text)
     if found is None:
         return re.compile("(?!)"), []
-    # In turns: what stands in front of a conversion, and its last letters.
+    # Literal text and the last letters of the conversion after it alternate.
     *parts, rest = CONVERSION.split(re.sub(r"\\(.)", r"\1", found[1]))
     entry = re.findall(r"REC->(\w+)", found[2])
     is_plain = len(entry) == len(parts) // 2 and "{" not in found[1]
@@ -85,9 +89,9 @@ def layout(text: str) -> Layout:
 
 
 def record(line: str, layouts: Layouts) -> dict[str, object]:
-    """A line of trace_pipe as an object; one that isn't a record has its text alone.
+    """Return a line of trace_pipe as an object; if the line is not a record, the object has only `text`.
 
-    `layouts`: those of the events with a name. What isn't as they say has the fields that a "=" tells of.
+    If no layout of the event matches, the fields are the words that are followed by a "=".
     """
     fields: dict[str, object] = {}
     if call := CALL.match(line):
@@ -105,10 +109,10 @@ def record(line: str, layouts: Layouts) -> dict[str, object]:
             if values := pattern.fullmatch(found["text"]):
                 named = set(re.findall(r"(\w+)=", pattern.pattern))
                 fields = {name: value for name, value in fields.items() if name in named}
-                told: dict[str, list[int | str]] = {}
+                values_of: dict[str, list[int | str]] = {}
                 for (name, conversion), text in zip(names, values.groups(), strict=True):
-                    told.setdefault(name, []).append(_converted(text, conversion))
-                fields |= {name: each if each[1:] else each[0] for name, each in told.items() if name}
+                    values_of.setdefault(name, []).append(_converted(text, conversion))
+                fields |= {name: each if each[1:] else each[0] for name, each in values_of.items() if name}
     return {
         "time": float(found["time"]),
         "cpu": int(found["cpu"]),
@@ -121,9 +125,9 @@ def record(line: str, layouts: Layouts) -> dict[str, object]:
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """Of a system call; numbers are hexadecimal, without saying so."""
+    """Return the arguments of a system call, whose numbers are hexadecimal without a prefix."""
     pairs = (each.partition(": ") for each in text.split(", ") if each)
-    # Option verbose has the type in front of the name.
+    # The option verbose prints the type before the name.
     return {name.rpartition(" ")[2]: _converted(value, "x") for name, _, value in pairs}
 
 

@@ -255,7 +255,12 @@ ERRORS = {
     ("status", "/no/such/place"): "/no/such/place: kprobefs isn't mounted there",
     ("mount", "/etc/passwd"): "/etc/passwd: not a directory; use an empty directory",
     ("mount", "--cpus", "77", "/tmp"): "'77' is not a number from 1 to 64 (kprobefs mount --help)",
-    ("trace", "nonsense", "--", "true"): "'nonsense' is no probe: p:PLACE [NAME=ARGUMENT...], r:PLACE [...],",
+    (
+        "trace",
+        "nonsense",
+        "--",
+        "true",
+    ): "'nonsense' is not a probe; use p:PLACE [NAME=ARGUMENT...], r:PLACE [...],",
 }
 
 

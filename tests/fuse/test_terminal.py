@@ -303,7 +303,7 @@ def test_probes_of_a_one_liner() -> None:
     assert definitions == ["p:g/vfs_read vfs_read n=$arg3", "r8:g/vfs_read_1 vfs_read", "p:g/f_4 m:f+4"]
     assert events == ["g/vfs_read", "g/vfs_read_1", "sched/sched_switch", "g/f_4"]
     for wrong in ("vfs_read", "p vfs_read", "p:", "t:sched", "x:y"):
-        with pytest.raises(CliError, match="no probe"):
+        with pytest.raises(CliError, match="not a probe"):
             tracing.named([wrong], "g")
 
 
@@ -454,7 +454,7 @@ class TestTrace:
             "trace", probe, "-f", "common_pid == 1", "--", "cat", str(file), program=REAL_PROGRAM
         )
         assert (result.returncode, result.stdout) == (0, "hello\n")
-        why = f"what is done to files outside of scratch/, such as {file}, hits no probe"
+        why = f"files outside of scratch/, such as {file}, hit no probe"
         assert result.stderr == f"kprobefs: nothing was recorded: {why}\n"
 
     def test_it_doesnt_trace_itself(self, directory: Path) -> None:
@@ -475,7 +475,7 @@ class TestTrace:
             saved = kprobefs("save", "-m", str(directory), "/dev/full", program=REAL_PROGRAM)
         assert nothing.stderr.startswith("kprobefs: nothing was recorded: this mount has no scratch/")
         assert unknown.returncode == ExitStatus.FAILURE
-        assert unknown.stderr.startswith("kprobefs: nope:nope: no such event, the command wasn't run")
+        assert unknown.stderr.startswith("kprobefs: nope:nope: no such event, so the command was not run")
         assert saved.returncode == ExitStatus.FAILURE
         assert saved.stderr == "kprobefs: /dev/full: No space left on device\n"
 
@@ -502,12 +502,12 @@ class TestTrace:
         script = "for n in 1 2 3 4 5 6 7; do cp f copy$n; done; echo more >> f"
         result = kprobefs("trace", "p:vfs_write", "--", "sh", "-c", script, "f", program=REAL_PROGRAM)
         keep, copies = (
-            "what is written to an absolute path stays",
+            "use absolute paths for files to keep",
             "copy1, copy2, copy3, copy4, copy5 and 2 more",
         )
         assert result.stderr.splitlines() == [
-            f"kprobefs: f: changed in scratch/ alone; {keep}",
-            f"kprobefs: {copies}: made in scratch/, which goes with this mount; {keep}",
+            f"kprobefs: f: changed only in scratch/; {keep}",
+            f"kprobefs: {copies}: created in scratch/, which is removed with this mount; {keep}",
         ]
         assert not list(tmp_path.glob("copy*"))
         assert (tmp_path / "f").read_text() == "hello\n"
