@@ -99,7 +99,7 @@ def _boot_and_save(
     try:
         snapshot.save(place, machine, facts, cells, str(path), cached_parts(running))
     except OSError as error:
-        log.warning("%s: the booted kernel cannot be saved there: %s", place.parent, error.strerror)
+        log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
     return tasks, running
 
 

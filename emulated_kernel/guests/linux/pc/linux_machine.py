@@ -305,7 +305,7 @@ class LinuxMachine:
         """Describe a restart by the message of the kernel's last panic."""
         said = self.pc.console.decode("latin1").splitlines()
         panics = (line.partition("Kernel panic - ")[2] for line in reversed(said))
-        return f"it has restarted: {next(filter(None, panics), 'nobody knows why')}"
+        return f"it has restarted: {next(filter(None, panics), 'unknown reason')}"
 
     def timer(self) -> None:
         """Advance the time to the timer's interrupt and deliver it; the next run begins with its handler.
@@ -314,7 +314,7 @@ class LinuxMachine:
         """
         vector = self.pc.timer_vector
         if vector is None:
-            raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it waits, and nothing will interrupt it")
+            raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it waits, but its timer is off")
         self.pc.timer_fires()
         self.cpu.interrupt(vector)
 
@@ -327,7 +327,7 @@ class LinuxMachine:
             if self.run() is AT_STUB:
                 return
             self.timer()
-        raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it is idle for ever")
+        raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it is idle forever")
 
     def close(self) -> None:
         """Free the engine and its memory. RAM is unmapped when the last view of it is gone."""

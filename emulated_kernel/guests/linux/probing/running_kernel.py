@@ -85,7 +85,7 @@ class RunningKernel(LinuxKernel):
         self.vmlinux: LinkedMemory = memory
         symbols = find_symbols(memory)
         if not symbols:
-            raise unusable("its memory has no symbol table (kallsyms)")
+            raise unusable("no table of symbols (kallsyms) is in its memory")
         self._set_symbols(Kallsyms(symbols))
         end = self.kallsyms.lookup_name("_end") or self.text.end
         self.vmlinux = memory.up_to(end)
