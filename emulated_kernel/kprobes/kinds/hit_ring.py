@@ -1,4 +1,4 @@
-"""HitRing: the latest hits of probes, with some of their registers, written by guest code without a trap."""
+"""HitRing: the latest hits of probes with some of their registers, recorded by guest code without a trap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FIXED = 2
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """One hit: how many there were before it on its CPU, the probed address, and the registers asked for."""
+    """One hit: the number of earlier hits on its CPU, the probed address, and the chosen registers."""
 
     number: int
     address: int
@@ -43,19 +43,22 @@ class RingEntry:
 
 
 class HitRing:
-    """The latest `capacity` hits of all its probes on each CPU; older ones are overwritten.
+    """Records the latest `capacity` hits of all its probes on each CPU; older ones are overwritten.
 
-    `registers` are names as in pt_regs, two for an entry of four words. What its probes do at a hit is a
-    handful of loads and stores, so that it is the cheapest handler there is.
+    `registers` are names as in pt_regs; with two of them, an entry has four words. Recording a hit takes a
+    few loads and stores, so this is the cheapest handler.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
-        """Raises: ValueError (capacity is no power of 2, a register's name), HardwareError (no memory)."""
+        """Allocate the rings.
+
+        Raises: ValueError (capacity is not a power of 2, or unknown register), HardwareError (no memory).
+        """
         if capacity < 1 or capacity & (capacity - 1):
-            raise ValueError(f"{capacity} entries: take a power of 2")
+            raise ValueError(f"capacity: {capacity} is not a power of 2")
         for name in registers:
             if name not in arch.pt_regs:
-                raise ValueError(f"no register {name}")
+                raise ValueError(f"registers: no register {name}")
         self._machine = machine
         self._memory = cells = machine.records
         self._word = word = arch.word_size
@@ -68,7 +71,7 @@ class HitRing:
         self._entry = struct.Struct(f"<{_FIXED + len(registers)}{code}")
         self._offset = cells.alloc_percpu(2 * word)
         self._cells = [cell.cast(code) for cell in cells.cells(self._offset, 2 * word)]  # type: ignore[call-overload]
-        """Of each CPU: hits so far, and the address of its entries."""
+        """For each CPU: number of hits so far, and address of its entries."""
         self._starts = [self._new_ring(cell) for cell in self._cells]
         self._views = [cells.view(start, capacity << self._shift) for start in self._starts]
 
@@ -77,15 +80,16 @@ class HitRing:
         return address
 
     def probe(self, **place: Any) -> Kprobe:
-        """A probe that records its hits here, to be registered; `place` as for Kprobe."""
+        """Return a probe that records its hits here. The caller registers it; `place` as for Kprobe."""
         kprobe = Kprobe(pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place)
         kprobe.program = lambda builder, _way: self._emit(builder, kprobe.address)
         return kprobe
 
     def return_probe(self, **place: Any) -> Kretprobe:
-        """The same for returns of a function; `place` as for Kretprobe. Registers are those at the return.
+        """Return a probe that records the returns of a function; `place` as for Kretprobe.
 
-        Guest code records those alone that the calling convention keeps.
+        The registers are those at the return. Guest code records them only if the calling convention
+        preserves them.
         """
         rp = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
         if self._kept.issuperset(self._registers):
@@ -93,7 +97,7 @@ class HitRing:
         return rp
 
     def fprobe(self, filter_: str, **options: Any) -> Fprobe:
-        """The same for returns of all functions that match; `options` as for Fprobe."""
+        """Return an fprobe that records the returns of all matching functions; `options` as for Fprobe."""
         fp = Fprobe(
             filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
         )
@@ -103,11 +107,11 @@ class HitRing:
 
     @property
     def hits(self) -> int:
-        """Hits recorded so far, those too that were overwritten."""
+        """Number of hits recorded so far, including those that were overwritten."""
         return sum(cell[0] for cell in self._cells)
 
     def entries(self) -> list[RingEntry]:
-        """The hits that are still there, oldest first, one CPU's after the other's."""
+        """Return the hits that are not overwritten, CPU by CPU, the oldest first."""
         return [entry for cpu in range(len(self._cells)) for entry in self._entries(cpu)]
 
     def _entries(self, cpu: int) -> Iterator[RingEntry]:
@@ -120,14 +124,14 @@ class HitRing:
         return number % self._capacity << self._shift
 
     def close(self) -> None:
-        """Give the memory back, when none of its probes is registered any more."""
+        """Free the memory; none of the ring's probes may be registered any more."""
         for view, start in zip(self._views, self._starts, strict=True):
             view.release()
             self._memory.free_pages(start)
         self._memory.free_percpu(self._offset)
 
     def _note(self, address: int, regs: Any) -> None:
-        """The handler, where the hit has trapped anyway."""
+        """Record a hit in Python, for hits that have trapped."""
         cpu = self._machine.cpu
         hits = self._cells[cpu][0]
         values = [getattr(regs, name) for name in self._registers]
@@ -135,7 +139,7 @@ class HitRing:
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
     def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
-        """The same as guest code; without an address it is in CALLED."""
+        """Emit code that records a hit. Without an address, the code reads it from CALLED."""
         word = self._word
         at = _AT, word
         builder.emit(
