@@ -252,7 +252,10 @@ class LinuxSyscalls:
         offset: int | None,
         service: Service | None = None,
     ) -> int:
-        """Write data to a descriptor, at an offset if one is given. Raises: Blocked, WouldBlock, as `service`."""
+        """Write data to a descriptor, at an offset if one is given.
+
+        Raises: Blocked, WouldBlock, as `service`.
+        """
         data = data[:DATA_SIZE]
         self._tasks.copy_to_user(task, _DATA, data)
         if offset is None:
