@@ -1,4 +1,4 @@
-"""Profiles: which of Linux's ways of probing a kernel is built with, as named presets of switches."""
+"""Profiles: named presets of the switches that say which kernel's probing is emulated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stepper(Enum):
     """What ends the execution of a copied instruction."""
 
     BREAKPOINT = auto()
-    """A second int3 behind the copy (Linux 5.12 and later)."""
+    """A second int3 after the copy (Linux 5.12 and later)."""
     TRAP_FLAG = auto()
     """The processor's single-step trap."""
 
@@ -25,63 +25,63 @@ class RegisterSaving(Enum):
     """Which registers a compiled handler saves."""
 
     LIVE = "live"
-    """Those that it changes and that the probed function may still read."""
+    """The registers that it changes and that the probed function may still read."""
     ALL = "all"
-    """All of them, as struct pt_regs."""
+    """All registers, as struct pt_regs."""
 
 
 class QuiesceMethod(Enum):
     """How a commit makes sure that no task is within a detoured region ("Djprobe", section 2.2)."""
 
     SYNCHRONIZE_SCHED = auto()
-    """Each CPU goes through the scheduler: enough where the kernel isn't preempted."""
+    """Each CPU passes through the scheduler; this is sufficient in a kernel without preemption."""
     FREEZE_PROCESSES = auto()
     """Each task goes to the refrigerator, and is thawed after the commit."""
 
 
 class TrampolineForm(Enum):
-    """How return handlers are reached from where hooked functions return to."""
+    """How the trampoline, to which hooked functions return, reaches return handlers."""
 
     ASSEMBLY = auto()
-    """Code saves a struct pt_regs for them, and restores it."""
+    """Code saves a struct pt_regs for the handlers, and restores it."""
     BREAKPOINT = auto()
-    """A breakpoint alone; all registers are live."""
+    """Only a breakpoint; all registers are live."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Build options that decide how a probe is reached; each can be chosen by itself."""
+    """Build options that decide how a probe is reached; each can be chosen separately."""
 
     name: str
     preemption: bool = True
-    """CONFIG_PREEMPTION: without it boostable instructions run with a jump back behind their copies."""
+    """CONFIG_PREEMPTION. Without it, boostable instructions run with a jump back after their copies."""
     stepper: Stepper = Stepper.BREAKPOINT
     ftrace: bool = True
-    """CONFIG_KPROBES_ON_FTRACE: probes on fentry sites are called; without it the sites are plain nops."""
+    """CONFIG_KPROBES_ON_FTRACE: probes on fentry sites are called. Without it, the sites are plain nops."""
     optimizer: bool = True
     """CONFIG_OPTPROBES: jump optimization."""
     strategies: tuple[str, ...] = ("optprobe",)
-    """Whose rules it follows: the first of Arch.strategies that the architecture has."""
+    """Names of optimization policies; the first one in the architecture's Arch.strategies is used."""
     djprobe: QuiesceMethod | None = None
-    """How commit_kprobes() waits, which writes the jumps; without it no probe has a `length`."""
+    """How commit_kprobes(), which writes the jumps, waits; None: no probe has a `length`."""
     jprobes: bool = False
-    """register_jprobe(), up to Linux 4.14."""
+    """Whether register_jprobe() exists (up to Linux 4.14)."""
     fprobe_events: bool = False
-    """dynamic_events takes `f` lines, as from Linux 6.5 on."""
+    """Whether dynamic_events accepts `f` lines (since Linux 6.5)."""
     fault_handlers: bool = False
-    """A probe may have a fault_handler, up to Linux 5.13."""
+    """Whether a probe may have a fault_handler (up to Linux 5.13)."""
     return_hook: str = "rethook"
     """The shadow stack: one of RETURN_HOOKS."""
     trampoline: TrampolineForm = TrampolineForm.ASSEMBLY
     saving: RegisterSaving = RegisterSaving.LIVE
-    """Linux knows no other than ALL."""
+    """Registers that compiled handlers save. Linux always saves ALL."""
     compiled: bool = True
-    """Handlers of events become guest code. Without it each hit is handled by Python."""
+    """Whether handlers of events become guest code. Otherwise Python handles each hit."""
 
 
 DEFAULT = "linux-6.1"
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
-"""With a patch that Linux never took: "Add OPTPROBES feature on RISCV", v6, 2023."""
+"""Policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,
@@ -91,8 +91,10 @@ _OLD: dict[str, Any] = {
 }
 
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
-"""Shadow stacks: Linux 6.1's, 6.7's, 5.10's, the function graph's, and that one for everybody; hooks.py has
-the class of each."""
+"""Names of shadow stacks: those of Linux 6.1, 6.7 and 5.10, the function graph's, and that one for all hooks.
+
+return_hooks.py maps them to classes.
+"""
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
@@ -127,11 +129,11 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         )
     }
 )
-"""The presets by name."""
+"""Name -> preset."""
 
 
 def profile_named(name: str) -> Profile:
-    """A preset. Raises: KernelError EINVAL (an unknown one)."""
+    """Return a preset. Raises: KernelError EINVAL (unknown name)."""
     try:
         return PROFILES[name]
     except KeyError:

@@ -15,7 +15,7 @@ SYSCALL = STUB + 1
 TOUCH = STUB + 5
 """Address of code that stores al to rdi, and then to the following pages; ecx has the number of pages."""
 TWO_CALLS = STUB + 20
-"""Address of code that makes a system call, and then another: its number is rbp, its first argument rbx."""
+"""Address of code that makes two system calls. The second one has number rbp and first argument rbx."""
 CODE = bytes.fromhex(
     "f4"  # stub: hlt
     "0f05"  # syscall

@@ -80,7 +80,7 @@ class RetStack(ShadowStack):
         """Bytes from the start of an array to its count of overruns."""
 
     def give_current(self) -> bool:
-        """Allocate an array for the running task, which has none; return False if there is no memory."""
+        """Allocate an array for the running task; return False if there is no memory."""
         try:
             self.give_stacks([self.tasks.current()])
         except KernelError:

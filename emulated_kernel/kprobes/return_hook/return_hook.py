@@ -57,8 +57,7 @@ class ReturnHook(AssemblyOwner):
     code: CompiledCode | None = None
     """The compiled handler."""
     follows_convention: bool = False
-    """Whether callers expect only the registers that the calling convention preserves.
-    """
+    """Whether callers expect only the registers that the calling convention preserves."""
     probe: Kprobe | None = None
     """The return probe that owns this hook."""
     place: int = 0

@@ -1,6 +1,6 @@
 """PageReporting: returns the host's memory under the guest's free pages when the guest has freed many.
 
-The guest is not involved: it writes a page that it allocates before it reads it.
+The guest need not know this, because it writes each page that it allocates before it reads the page.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ MSR_SYSCALL_MASK = 0xC0000084
 MSR_EFER = 0xC0000080
 EFER_LONG_NX = 0xD00
 CPU_MODEL = 0
-"""QEMU64: it has no rdrand, so two boots are equal, and the kernel needs no page table isolation for it."""
+"""QEMU64. It has no rdrand, so two boots are equal.
+
+The kernel uses no page table isolation on it, so kernel entries are short.
+"""
 _CS = 1
 _SS = 2
 _LONG_CODE = 0xAF9B00

@@ -143,7 +143,7 @@ class KernelTracepoints:
 
     An enabled tracepoint calls the event's own function, with one of the host's addresses as
     trace_event_file. All bytes there are zero; the address identifies the event. When the function reserves a
-    record, it gets a page of the host's. When it commits the record, the event receives it.
+    record, it gets a page of host-owned memory. When it commits the record, the event receives it.
     Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
     """
 
