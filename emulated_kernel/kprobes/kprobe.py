@@ -65,7 +65,7 @@ class HitCost:
 
 
 class KprobeFlag(Flag):
-    """Mirrors: include/linux/kprobes.h KPROBE_FLAG_* (v6.1)."""
+    """State of a probe. Mirrors: include/linux/kprobes.h KPROBE_FLAG_* (v6.1)."""
 
     NONE = 0
     GONE = auto()

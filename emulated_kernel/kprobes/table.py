@@ -21,7 +21,7 @@ class ProbeTable:
         self._buckets: tuple[dict[int, Kprobe], ...] = tuple({} for _ in range(1 << KPROBE_HASH_BITS))
         """Buckets: address -> probe, in the order in which addresses were first probed."""
         self.all_disarmed = False
-        """Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
+        """Whether all probes are disarmed. Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
 
     def get(self, address: int) -> Kprobe | None:
         return self._probes.get(address)

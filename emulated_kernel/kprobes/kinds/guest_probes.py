@@ -31,7 +31,7 @@ _FLAGS = {
     KprobeFlag.FTRACE: 8,
     KprobeFlag.ON_FUNC_ENTRY: 16,
 }
-"""Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1)."""
+"""Flag -> its bit in a struct kprobe. Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1)."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""Return hooks in guest code: it takes nodes at entries and handles returns, without the host.
+"""NativeReturns: emits guest code that hooks calls and handles their returns without the host.
 
 A call whose hook has a handler in guest code returns to the native trampoline. Calls that Python hooks return
 to the other trampoline, which saves all registers for it. If two hooks share a stack slot, that trampoline

@@ -68,9 +68,12 @@ _LISTING = 32 << 10
 _LINE = 900
 """Bytes of a line written to the kernel log; a record of the log takes 1,024."""
 _STAT = struct.Struct("<QQQIIIxxxxQqqq6Q24x")
-"""Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)."""
+"""Layout of struct stat. Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)."""
 _STATFS_HEAD = struct.Struct("<7Q")
-"""Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1), up to f_ffree."""
+"""Layout of struct statfs up to f_ffree.
+
+Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1).
+"""
 _DIRENT = struct.Struct("<QqHB")
 _POLLFD = struct.Struct("<ihh")
 _OPEN_FLAGS = (

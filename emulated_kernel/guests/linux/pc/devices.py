@@ -40,9 +40,9 @@ class TimeFollower(Protocol):
     """Shows the TSC to guest code, which advances it by itself."""
 
     def go_on(self, tsc: int, cycles: int) -> int:
-        """Advance the time by the cycles that guest code has used since, plus `cycles`.
+        """Return the new time and show it to guest code.
 
-        Shows the new time to guest code and returns it. `tsc`: the time that was shown last.
+        It is the old time `tsc`, plus the cycles that guest code has used since then, plus `cycles`.
         """
 
     def show(self, cycles: int) -> None:

@@ -86,7 +86,10 @@ class KernelCalls(TaskObserver):
         self._kernel = kernel
         functions, (any_cpu, bits, shift), self._parts = work_queues(kernel)
         self._no_pool = (1 << bits) - 1 << shift
-        """Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1)."""
+        """Data of a work_struct without a pool.
+
+        Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1).
+        """
         self._mailboxes: set[int] = set()
         """Mailboxes of calls whose threads may still write to them."""
         memory = machine.memory
