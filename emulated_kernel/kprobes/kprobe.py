@@ -113,16 +113,19 @@ class Kprobe(AssemblyOwner):
     post_code: str | None = None
     """Post_handler in assembly, with the same cells as `code`."""
     fault_handler: FaultHandler | None = None
-    """Only in kernels before 5.14; see HitHandling.fix_fault."""
-    break_handler: BreakHandler | None = None
-    """Only in kernels before 4.19. If the pre_handler returns a true value, the hit stays open.
+    """Handles faults of the probe's handlers and of its step, in kernels before 5.14.
 
-    It ends at a breakpoint for which this handler is called.
+    See HitHandling.fix_fault.
+    """
+    break_handler: BreakHandler | None = None
+    """Ends a hit that the pre_handler has left open by returning a true value, in kernels before 4.19.
+
+    It is called at a breakpoint that the probed code reaches later.
     """
     length: int = 0
     """Bytes of the region that a djprobe's jump replaces; 0 for a breakpoint."""
     disabled: bool = False
-    """Whether to register it disabled (KPROBE_FLAG_DISABLED)."""
+    """Whether the probe is registered disabled (KPROBE_FLAG_DISABLED)."""
     hits_missed: int = field(default=0, init=False, repr=False)
     """Number of hits that were not handled because a handler was running."""
     raised: int = field(default=0, init=False)
@@ -134,9 +137,9 @@ class Kprobe(AssemblyOwner):
     assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """The assembled handlers of a registered probe."""
     has_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether it, or a probe that it aggregates, has `code`."""
+    """Whether the probe, or a member of an aggregator, has `code`."""
     has_post_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether it, or a probe that it aggregates, has `post_code`."""
+    """Whether the probe, or a member of an aggregator, has `post_code`."""
     takes_flags: bool = field(default=False, init=False, repr=False)
     """Whether the post_handler has a third argument; set at registration."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
@@ -145,22 +148,25 @@ class Kprobe(AssemblyOwner):
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
     rejection: Rejection | str = field(default="", init=False, repr=False)
-    """Why it cannot be optimized: address and rule; empty if it can."""
+    """Reason why the probe cannot be optimized: address and rule; empty if it can be."""
     place: str = field(default="", init=False, repr=False)
-    """Its `line_head` if it is in the kernel proper, where that never changes."""
+    """Cached `line_head` of a probe in the kernel proper, where it never changes; otherwise empty."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
     """Handler to which a hit by a breakpoint is sent."""
     compiled: CompiledCode | None = field(default=None, init=False, repr=False)
     """Compiled handler that the jump or call in the text reaches; None: hits trap."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
-    """Registers at the last hit before its handler was compiled."""
+    """Registers at the last hit before the probe's handler was compiled."""
     aggregator: AggrKprobe | None = field(default=None, init=False, repr=False)
     """Aggregator that is in the table instead of this probe; None if the probe itself is."""
     is_python: bool = field(default=False, init=False, repr=False)
     """Whether it was found that the present handler cannot be guest code."""
 
     def line_head(self, addr: int, where: Location | None, bits: int) -> str:
-        """Return the beginning of its line in kprobes/list; `where` is None in a module that is unloaded."""
+        """Return the beginning of the probe's line in kprobes/list.
+
+        `where` is None in a module that is unloaded.
+        """
         text = (
             f"0x{addr:x} "
             if where is None
@@ -268,7 +274,7 @@ class Kprobe(AssemblyOwner):
 
     @property
     def needs_breakpoint(self) -> bool:
-        """Whether its handlers cannot be called from a detour.
+        """Whether the probe's handlers cannot be called from a detour.
 
         This is the case if a handler runs after the instruction or instead of it.
         """
@@ -298,7 +304,7 @@ class Kprobe(AssemblyOwner):
 
     @property
     def is_ftrace(self) -> bool:
-        """Whether it is reached by a call from an fentry site."""
+        """Whether hits come by a call from an fentry site."""
         return self.flags._value_ & _FTRACE != 0
 
     @property
@@ -325,7 +331,7 @@ class AggrKprobe(Kprobe):
     saved_tail: bytes = field(default=b"", init=False, repr=False)
     """The text after the breakpoint, as it was before the jump overwrote it."""
     is_held: bool = field(default=False, init=False)
-    """Whether its user wants it to stay unoptimized."""
+    """Whether the user wants the probes to stay unoptimized."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
     """Member whose pre_handler ended the latest hit. Linux: kprobe_instance."""
     enabled_members: int = field(default=0, init=False, repr=False)
@@ -359,7 +365,7 @@ class AggrKprobe(Kprobe):
 
     @property
     def is_unused(self) -> bool:
-        """Whether its last probe is gone and only its unoptimization is pending.
+        """Whether the last member is gone and only the unoptimization is pending.
 
         Mirrors: kprobe_unused (v6.1).
         """

@@ -13,7 +13,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class Stepper(Enum):
-    """What ends the execution of a copied instruction."""
+    """Mechanism that ends the execution of a copied instruction."""
 
     BREAKPOINT = auto()
     """A second int3 after the copy (Linux 5.12 and later)."""
@@ -22,16 +22,16 @@ class Stepper(Enum):
 
 
 class RegisterSaving(Enum):
-    """Which registers a compiled handler saves."""
+    """Registers that a compiled handler saves."""
 
     LIVE = "live"
-    """The registers that it changes and that the probed function may still read."""
+    """The registers that the handler changes and that the probed function may still read."""
     ALL = "all"
     """All registers, as struct pt_regs."""
 
 
 class QuiesceMethod(Enum):
-    """How a commit makes sure that no task is within a detoured region ("Djprobe", section 2.2)."""
+    """Method by which a commit excludes tasks in a detoured region. Source: "Djprobe", section 2.2."""
 
     SYNCHRONIZE_SCHED = auto()
     """Each CPU passes through the scheduler; this is sufficient in a kernel without preemption."""
@@ -40,10 +40,10 @@ class QuiesceMethod(Enum):
 
 
 class TrampolineForm(Enum):
-    """How the trampoline, to which hooked functions return, reaches return handlers."""
+    """Form of the trampoline, to which hooked functions return and which calls return handlers."""
 
     ASSEMBLY = auto()
-    """Code saves a struct pt_regs for the handlers, and restores it."""
+    """Code that saves a struct pt_regs for the handlers, and restores it."""
     BREAKPOINT = auto()
     """Only a breakpoint; all registers are live."""
 
@@ -63,7 +63,7 @@ class Profile:
     strategies: tuple[str, ...] = ("optprobe",)
     """Names of optimization policies; the first one in the architecture's Arch.strategies is used."""
     djprobe: QuiesceMethod | None = None
-    """How commit_kprobes(), which writes the jumps, waits; None: no probe has a `length`."""
+    """Method by which commit_kprobes() waits before it writes jumps; None: no probe has a `length`."""
     jprobes: bool = False
     """Whether register_jprobe() exists (up to Linux 4.14)."""
     fprobe_events: bool = False

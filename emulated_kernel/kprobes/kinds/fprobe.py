@@ -32,7 +32,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FprobeRegs(Enum):
-    """Which registers handlers get."""
+    """Selection of the registers that handlers get."""
 
     PT_REGS = auto()
     """All registers, as after a breakpoint."""
@@ -92,7 +92,7 @@ class Fprobe(AssemblyOwner):
     """The assembled handlers while the fprobe is registered."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
-    """Missed calls that `hook` does not count, or that a previous hook has counted."""
+    """Number of missed calls that `hook` does not count, or that a previous hook has counted."""
     raised: int = field(default=0, init=False)
     """Number of calls whose Python handler raised an exception.
 
@@ -133,12 +133,12 @@ class PartialRegs:
 
     def __getattr__(self, name: str) -> int:
         if name not in self._names:
-            raise AttributeError(f"{name} is not saved")
+            raise AttributeError(f"{name} isn't saved")
         return int(getattr(self._regs, name))
 
     def __setattr__(self, name: str, value: int) -> None:
         if name not in self._names:
-            raise AttributeError(f"{name} is not saved")
+            raise AttributeError(f"{name} isn't saved")
         setattr(self._regs, name, value)
 
 
@@ -166,7 +166,7 @@ class Fprobes:
         *,
         cpus: int,
     ) -> None:
-        """Keep the arguments.
+        """Start without fprobes.
 
         `functions` returns name -> address of all traceable functions; it is called once, at first use.
         """

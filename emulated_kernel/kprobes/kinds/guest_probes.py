@@ -40,7 +40,7 @@ class GuestKprobe(Kprobe):
 
     memory: GuestMemory = field(kw_only=True)
     missed_at: int = field(kw_only=True)
-    """Address of its nmissed."""
+    """Address of the structure's nmissed."""
 
     @property
     def nmissed(self) -> int:
@@ -60,7 +60,7 @@ class _GuestProbe:
     address: int
     probe: Kprobe | Jprobe
     functions: tuple[int, ...]
-    """Addresses of its handlers."""
+    """Addresses of the probe's handlers."""
 
     @property
     def kprobe(self) -> Kprobe:
@@ -84,7 +84,7 @@ class GuestProbes:
         note: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:
-        """Keep the arguments.
+        """Start without probes.
 
         `note` keeps a line for the kernel log while the guest cannot write it; `log` writes a line.
         """

@@ -95,7 +95,7 @@ class Kretprobes:
     """
 
     def __init__(self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Sequence[int]) -> None:
-        """Keep the arguments. `blacklist`: addresses of functions whose returns cannot be hooked."""
+        """Start without probes. `blacklist`: addresses of functions whose returns cannot be hooked."""
         self._kprobes = kprobes
         self._hits = kprobes.hits
         self.hooks = hooks

@@ -36,21 +36,21 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 from emulated_kernel.kprobes.table import GOLDEN_RATIO, KPROBE_HASH_BITS, hash_address
 
 NEXT = 0
-"""Word of struct kretprobe_instance: the next one in its list."""
+"""Index of a word in struct kretprobe_instance: the next one in its list."""
 PPREV = 1
-"""Word of struct kretprobe_instance: address of the pointer to this one."""
+"""Index of a word in struct kretprobe_instance: address of the pointer to this one."""
 RP = 2
-"""Word of struct kretprobe_instance: the hook."""
+"""Index of a word in struct kretprobe_instance: the hook."""
 RET_ADDR = 3
-"""Word of struct kretprobe_instance: the real return address."""
+"""Index of a word in struct kretprobe_instance: the real return address."""
 OWNER = 4
-"""Word of struct kretprobe_instance: the task."""
+"""Index of a word in struct kretprobe_instance: the task."""
 FRAME = 5
-"""Word of struct kretprobe_instance: address of the stack slot."""
+"""Index of a word in struct kretprobe_instance: address of the stack slot."""
 HEADER = 6
 """Number of words before an instance's data."""
 LOCK = 3
-"""Word of a hook: the lock of its free instances."""
+"""Index of a word in a hook: the lock of its free instances."""
 
 
 class KretprobeInstTable(RethookListStack):

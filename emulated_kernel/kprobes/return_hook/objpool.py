@@ -29,11 +29,11 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 )
 
 HEAD = 0
-"""Word of a CPU's ring: count of nodes that were taken."""
+"""Index of a word in a CPU's ring: count of nodes that were taken."""
 TAIL = 1
-"""Word of a CPU's ring: count of nodes that were put back."""
+"""Index of a word in a CPU's ring: count of nodes that were put back."""
 ENTRIES = 2
-"""Word of a CPU's ring: the first entry."""
+"""Index of a word in a CPU's ring: the first entry."""
 
 
 class ObjpoolStack(RethookListStack):
@@ -95,7 +95,7 @@ class ObjpoolStack(RethookListStack):
         rings = [self.ring(hook, cpu) for cpu in range(self.cpus)]
         return sum(words[ring + TAIL * word] - words[ring + HEAD * word] & self._counter for ring in rings)
 
-    # This needs a counter, because the nodes are used in turn.
+    # The maximum needs a counter, because the nodes are used in turn.
     high_water = ShadowStack.high_water
 
     def try_get(self, hook: int, task: int) -> int:

@@ -40,19 +40,19 @@ from emulated_kernel.util.errors import KernelError
 SHADOW_STACK_SIZE = PAGE_SIZE
 """Bytes of a task's array."""
 HOOK = 0
-"""Word after an entry's data: the hook."""
+"""Index of a word after an entry's data: the hook."""
 RET_ADDR = 1
-"""Word after an entry's data: the real return address."""
+"""Index of a word after an entry's data: the real return address."""
 FRAME = 2
-"""Word after an entry's data: address of the stack slot."""
+"""Index of a word after an entry's data: address of the stack slot."""
 SIZE = 3
-"""Word after an entry's data: words of the whole entry."""
+"""Index of a word after an entry's data: words of the whole entry."""
 TRAILER = 4
 """Number of words after an entry's data."""
 _USED = 0
-"""Word after a task's array: number of words in use. Linux: in task_struct."""
+"""Index of a word after a task's array: number of words in use. Linux: in task_struct."""
 _OVERRUNS = 1
-"""Word after a task's array: number of calls for which it had no space. Linux: in task_struct."""
+"""Index of a word after a task's array: number of calls for which it had no space. Linux: in task_struct."""
 _COUNTS = 2
 """Number of words after a task's array."""
 

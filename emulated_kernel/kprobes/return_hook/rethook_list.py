@@ -22,15 +22,15 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 )
 
 NEXT_FREE = 1
-"""Word of struct rethook_node: next node in a free list (v6.1), or part of an rcu_head."""
+"""Index of a word in struct rethook_node: next node in a free list (v6.1), or part of an rcu_head."""
 LLIST = 2
-"""Word of struct rethook_node: next older call of the task."""
+"""Index of a word in struct rethook_node: next older call of the task."""
 HOOK = 3
-"""Word of struct rethook_node: the hook."""
+"""Index of a word in struct rethook_node: the hook."""
 RET_ADDR = 4
-"""Word of struct rethook_node: the real return address."""
+"""Index of a word in struct rethook_node: the real return address."""
 FRAME = 5
-"""Word of struct rethook_node: address of the stack slot."""
+"""Index of a word in struct rethook_node: address of the stack slot."""
 HEADER = 6
 """Number of words before a node's data."""
 

@@ -63,7 +63,7 @@ class ReturnHook(AssemblyOwner):
     place: int = 0
     """Address of the hooked function; 0 if there are several."""
     assembled: AssembledHandlers | None = None
-    """Assembly handlers that run at its returns."""
+    """Assembly handlers that run at returns."""
     flushed: int = 0
     """Number of calls that never returned, because their task ended or their run was given up."""
 

@@ -9,19 +9,19 @@ from typing import ClassVar, NamedTuple
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 
 HANDLER = 1
-"""Word of a hook (struct rethook): address of the guest code that handles returns; 0 if Python does."""
+"""Index of a word in a hook (struct rethook): guest code that handles returns; 0 if Python does."""
 POOL = 2
-"""Word of a hook (struct rethook): its free nodes."""
+"""Index of a word in a hook (struct rethook): its free nodes."""
 CONTROL_WORDS = 6
 """Words of a hook (struct rethook): data, handler, pool, ref, rcu. Counters follow."""
 MISSED = 0
-"""Counter of a hook: missed calls."""
+"""Index of a counter of a hook: missed calls."""
 RETURNED = 1
-"""Counter of a hook: calls whose return was handled."""
+"""Index of a counter of a hook: calls whose return was handled."""
 ACTIVE = 2
-"""Counter of a hook: nodes in use; only kept if the free nodes do not show it."""
+"""Index of a counter of a hook: nodes in use; only kept if the free nodes do not show it."""
 HIGH_WATER = 3
-"""Counter of a hook: most nodes in use at a time; only kept if the nodes do not show it."""
+"""Index of a counter of a hook: most nodes in use at a time; only kept if the nodes do not show it."""
 _COUNTERS_SIZE = 4 * 8
 
 

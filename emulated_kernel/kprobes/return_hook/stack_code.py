@@ -81,7 +81,7 @@ class StackCode(ABC, Generic[Stack]):
     """Index of the first word of private data in a node."""
 
     def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
-        """Keep the arguments. `returned_at` is Arch.returned_at."""
+        """Prepare to emit code for `stack`. `returned_at` is Arch.returned_at."""
         self.offsets = offsets
         self.stack = stack
         self._returned_at = returned_at

@@ -48,7 +48,7 @@ class Trampoline:
         self.address = 0
         """Address that replaces return addresses; 0 before the first function is hooked."""
         self.size = 0
-        """Bytes of its code."""
+        """Bytes of the trampoline's code."""
         self.filled_in = 0
         """Address in the trampoline from which on the real return address is in its place."""
         self.native = 0

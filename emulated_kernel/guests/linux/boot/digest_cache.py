@@ -58,7 +58,7 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
 
 
 def remember(reading: Reading, text: str) -> None:
-    """Write the result down. If it cannot be written, the file is read again next time."""
+    """Write a note with the result. If that is impossible, the file is read again next time."""
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():
         return

@@ -20,7 +20,7 @@ DATA_SIZE = 512 << 10
 PATIENCE = 10_000
 """Microseconds of guest time that a read may sleep before its client waits outside the guest."""
 _LONG = 60_000_000
-"""Microseconds of guest time for calls that only sleep for locks, grace periods and the like."""
+"""Microseconds of guest time that calls may sleep for locks, grace periods and the like."""
 _SECOND_PATH = BUFFER + 4096
 _DATA = BUFFER + 8192
 _READ = 0
@@ -45,7 +45,7 @@ _AT = {
     "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
     "linkat": 265, "readlinkat": 267, "fchmodat": 268, "utimensat": 280,
 }  # fmt: skip
-"""System calls on paths -> number. All take a directory first."""
+"""Name -> number of system calls on paths. Their first argument is a directory."""
 _FCNTL = 72
 _F_SETFL = 4
 _FTRUNCATE = 77
@@ -212,7 +212,7 @@ class LinuxSyscalls:
             self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
 
     def move(self, task: LinuxTask, old: int, new: int) -> None:
-        """Give a descriptor another number: call dup2(2), and close(2) on the old one."""
+        """Give a descriptor another number: duplicate it with dup2(2), and close the old one."""
         self._call(task, _DUP2, old, new)
         self.close(task, old)
 
@@ -327,12 +327,12 @@ class LinuxSyscalls:
         return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
 
     def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
-        """Make a system call on a path from the guest's root; `name` is the call's, which ends in "at"."""
+        """Make a system call on a path from the guest's root; `name` is the call's name, a key of _AT."""
         self._tasks.copy_to_user(task, BUFFER, _c_string(path))
         return self._call(task, _AT[name], _AT_FDCWD, BUFFER, *arguments)
 
     def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
-        """Make a system call on two paths from the guest's root; `name` is the call's, which ends in "at"."""
+        """Make a system call on two paths from the guest's root; `name` is the call's name, a key of _AT."""
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(new))
         self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
 

@@ -49,14 +49,14 @@ _TICK_BLOCKS = 5_000
 
 
 class StopReason(Enum):
-    """Why a run ended."""
+    """Reason for the end of a run."""
 
     AT_STUB = "a process waits for the host"
     IN_CALL = "a process's system call waits for the host"
     IDLE = "nothing can run before the next interrupt"
 
 
-# Module names, because Python 3.11 calls a function for each member that is looked up in its class.
+# Names in the module, because Python 3.11 calls a function for each member that is looked up in its class.
 AT_STUB, IN_CALL, IDLE = StopReason
 
 
@@ -103,7 +103,7 @@ class LinuxMachine:
         self.last_exception: Trap | None = None
         """The latest exception that was delivered to the guest."""
         self.death: str = ""
-        """Why the guest cannot run any more; empty while it can."""
+        """Reason why the guest cannot run any more; empty while it can."""
         self._hook_instructions()
 
     def _hook_instructions(self) -> None:

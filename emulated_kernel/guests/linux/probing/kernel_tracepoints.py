@@ -66,7 +66,7 @@ class EventBatch:
     """
 
     def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
-        """Keep the arguments.
+        """Start without events.
 
         `names`: returns the names for print formats; `references`: address of the module's reference count,
         or 0.

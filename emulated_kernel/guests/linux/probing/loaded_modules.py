@@ -18,7 +18,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 _SYMBOL = struct.Struct("<IBBHQQ")
-"""Elf64_Sym."""
+"""Layout of an Elf64_Sym."""
 _UNDEFINED = 0
 _WORD = 8
 _COUNT = 4
@@ -207,7 +207,7 @@ class LoadedModules:
                 yield Symbol(text, address, shown, min(following.get(address, end), end) - address)
 
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
-        """Return a function that returns the string at an offset of a string table, which is read once."""
+        """Read a string table up to the last of `places`; return a function from offset to string."""
         last = max(places, default=0)
         if last > _LIMIT * 16:
             raise unusable("the symbol names of a module are damaged")
