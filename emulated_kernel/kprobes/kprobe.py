@@ -521,7 +521,7 @@ class AggrKprobe(Kprobe):
 
 
 def takes_flags(handler: PostHandler[Any]) -> bool:
-    """Whether a post_handler can't do without a third argument."""
+    """Return True if a post_handler requires a third argument."""
     try:
         parameters = signature(handler).parameters.values()
     except (TypeError, ValueError):
@@ -531,11 +531,11 @@ def takes_flags(handler: PostHandler[Any]) -> bool:
 
 
 def _nothing_else(_kprobe: Kprobe[Any], _regs: Regs) -> None:
-    """The pre_handler in Python of a probe that has one in assembly alone."""
+    """Do nothing: the Python pre_handler of a probe whose only pre_handler is in assembly."""
 
 
 def _nothing_behind(_kprobe: Kprobe[Any], _regs: Regs) -> None:
-    """The same of its post_handler."""
+    """Do nothing: the Python post_handler of a probe whose only post_handler is in assembly."""
 
 
 def _no_program(_builder: ProgramBuilder, _way: EntryKind) -> bool:

@@ -17,7 +17,7 @@ SYSCALL = STUB + 1
 TOUCH = STUB + 5
 """Address of code that stores al to rdi, and then to the following pages; ecx has the number of pages."""
 TWO_CALLS = STUB + 20
-"""A system call, and then that of rbp with rbx as its first argument."""
+"""Address of code that makes two system calls. The second one has number rbp and first argument rbx."""
 STUB_LISTING = """
     f4                              | stub: hlt
     0f 05                           | call: syscall
@@ -33,10 +33,17 @@ STUB_LISTING = """
     eb e3                           | jmp call
 """
 CODE = machine_code(STUB_LISTING)
-BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
-"""Memory of each client's own: paths, and what is read and written."""
-DEBUGFS, TRACEFS, TMPFS, PROC = "/debug", "/tracing", "/scratch", "/proc"
-"""Where file systems are mounted in the guest."""
+BUFFER = 0x600000
+"""Address of each client's own memory for paths and for data that is read and written."""
+BUFFER_SIZE = 1 << 20
+DEBUGFS = "/debug"
+"""Mount point of debugfs in the guest."""
+TRACEFS = "/tracing"
+"""Mount point of tracefs in the guest."""
+TMPFS = "/scratch"
+"""Mount point of a tmpfs in the guest."""
+PROC = "/proc"
+"""Mount point of procfs in the guest."""
 DEVICES = "/dev"
 _PROGRAMS = "/bin"
 """Directory of the shell. Uprobes need a file, and init is the only program."""

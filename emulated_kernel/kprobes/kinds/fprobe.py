@@ -192,7 +192,7 @@ class Fprobes:
         return self._traceable()
 
     def register_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Hook all functions that match.
+        """Register an fprobe and hook all functions that match.
 
         Raises: KernelError EINVAL (none matches, registered already, code that cannot be assembled),
         EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.

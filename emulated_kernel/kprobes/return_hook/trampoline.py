@@ -162,7 +162,7 @@ class Trampoline:
         self._write(target, self._returned(saved, slot))
 
     def _on_breakpoint(self, regs: Any) -> None:
-        """The return has taken the address off the stack already."""
+        """Handle a return by breakpoint; the return instruction has popped the address already."""
         slot = self._slot_above(regs)
         if not self._run_asm_handlers(regs, slot, in_frame=False, on_return=self._handle_live):
             self._handle_live(regs)
