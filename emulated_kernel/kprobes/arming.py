@@ -1,4 +1,4 @@
-"""Arming: a probe's breakpoint, call or jump comes into the text, or goes; or the text itself goes."""
+"""Arming: writes a probe's breakpoint, call or jump into the text and removes it, and handles freed text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Arming:
-    """Arms and disarms one probe, or all, and takes from those whose text goes what they held.
+    """Arms and disarms one probe or all probes, and releases what probes in freed text hold.
 
     Mirrors: kernel/kprobes.c (v6.1).
     """
@@ -27,26 +27,27 @@ class Arming:
     _log: Callable[[str], None]
 
     def arm(self, head: Kprobe) -> None:
-        """Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
+        """Arm a probe. Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
         if self._sites is not None and head.is_ftrace:
             self._sites.arm([head])
             return
         self._uncover(head)
-        # Linux: a jump that was about to be taken back gets a breakpoint over it for good, and counts as
-        # optimized. Deviates: it stays.
+        # Linux: a jump that is queued for removal is overwritten with a breakpoint for good, and counts as
+        # optimized.
+        # Deviates: the jump stays.
         if not (isinstance(head, AggrKprobe) and head.is_patched):
             self._breakpoints.set(head)
         if self._optimizer is not None:
             self._optimizer.optimize(head)
 
     def _uncover(self, head: Kprobe) -> None:
-        """Take back a jump that lies over the probed address, or would soon."""
+        """Remove a jump that covers the probed address, or is queued to cover it."""
         if self._optimizer is not None:
             for covering in self._optimizer.covering(head.address):
                 self._optimizer.unoptimize(covering, force=True)
 
     def disarm(self, head: Kprobe) -> None:
-        """Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
+        """Disarm a probe. Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
         optimizer = self._optimizer
         if self._sites is not None and head.is_ftrace:
             self._sites.disarm([head])
@@ -54,18 +55,19 @@ class Arming:
             self._breakpoints.clear(head)
         else:
             optimizer.unoptimize(head, force=False)
-            # Queued: the worker disarms it. Linux: a probe that this one kept from its jump stays without,
-            # for when it is asked about, this one isn't marked as disabled yet.
+            # If it is queued, the worker disarms it.
+            # Linux: another probe whose jump this one has prevented stays without a jump, because this probe
+            # is not marked as disabled yet when that is checked.
             if not optimizer.is_queued(head):
                 self._breakpoints.clear(head)
 
     def arm_all(self) -> None:
-        """Arm every probe that isn't disabled. Mirrors: kernel/kprobes.c:arm_all_kprobes (v6.1)."""
+        """Arm every probe that is not disabled. Mirrors: kernel/kprobes.c:arm_all_kprobes (v6.1)."""
         if not self._table.all_disarmed:
             return
         self._table.all_disarmed = False
         called, trapping = self._enabled()
-        # Nothing is optimized while all is disarmed, so that no breakpoint gets into a jump.
+        # Nothing is optimized while all probes are disarmed, so no breakpoint is written into a jump.
         self._breakpoints.set(*trapping)
         if self._sites is not None:
             self._sites.arm(called)
@@ -92,7 +94,7 @@ class Arming:
         self._log("kprobes: Kprobes globally disabled")
 
     def _enabled(self) -> tuple[list[Kprobe], list[Kprobe]]:
-        """The probes that aren't disabled: those that fentry sites call, and the others."""
+        """Return the probes that are not disabled: those called by fentry sites, and the others."""
         called: list[Kprobe] = []
         trapping: list[Kprobe] = []
         for head in self._table:
@@ -100,10 +102,10 @@ class Arming:
                 (called if head.is_ftrace else trapping).append(head)
         return called, trapping
 
-    # Text that goes with its module
+    # Text of unloaded modules
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Code is about to be freed: what is probed in the ranges [start, end) is gone.
+        """Mark the probes in the ranges [start, end) as gone, because the code is about to be freed.
 
         Mirrors: kernel/kprobes.c:kprobes_module_callback (v6.1).
         """
@@ -114,7 +116,11 @@ class Arming:
             self._optimizer.leave_text(spans)
 
     def _kill(self, head: Kprobe) -> None:
-        """Linux: the text is left as it is. Mirrors: kernel/kprobes.c:kill_kprobe (v6.1)."""
+        """Mark a probe as gone.
+
+        Linux: the text is left as it is.
+        Mirrors: kernel/kprobes.c:kill_kprobe (v6.1).
+        """
         if head.is_ftrace and not head.is_disabled and not self._table.all_disarmed:
             self.disarm(head)
         head.flags |= KprobeFlag.GONE
@@ -130,10 +136,10 @@ class Arming:
         self._copies.release(head)
 
     def revive(self, head: AggrKprobe) -> None:
-        """New code stands at the address of a gone probe, and is probed again.
+        """Probe an address again whose probe is gone, because there is new code.
 
-        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as InsnCopier.prepare). Mirrors: the part of
-        kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone ones.
+        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as InsnCopier.prepare).
+        Mirrors: the part of kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone probes.
         """
         if not head.is_ftrace:
             self._copies.prepare(head)

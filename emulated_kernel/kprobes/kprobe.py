@@ -1,4 +1,4 @@
-"""Kprobe: what a user registers; AggrKprobe: what stands for several of them."""
+"""Kprobe: a probe on one instruction; AggrKprobe: the table's entry for several probes at one address."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 MOST_HANDLERS = 400
-"""Made guest code in one request, and so of one address: Python calls thousands as fast as the emulator."""
+"""Limit of handlers that one request compiles, and so of handlers per address.
+
+Python calls thousands of handlers as fast as the emulator does.
+"""
 COSTS_KEPT = 63
-"""Latest hits whose cost is kept; an odd number has a median."""
+"""Number of latest hits whose cost is kept; an odd number has a median."""
 
 Regs = Any
 """The registers at a hit, for code that works on every architecture; handlers of users have RegsT."""
@@ -58,18 +61,18 @@ BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
 
 
 class HitCost:
-    """What handling a hit took on the host: from the breakpoint to the instruction behind the probed one."""
+    """Host time for handling hits: from the breakpoint to the instruction after the probed one."""
 
     __slots__ = ("latest", "started")
 
     def __init__(self) -> None:
         self.latest: deque[int] | None = None
-        """Nanoseconds, made at the first hit: of many probes few are ever hit."""
+        """Nanoseconds of the latest hits; created at the first hit, because most probes are never hit."""
         self.started = 0
-        """When the hit began that is being handled; nanoseconds."""
+        """Start of the hit that is being handled; nanoseconds."""
 
     def text(self, hits: int) -> str:
-        """Hits, and the median of the latest ones' nanoseconds."""
+        """Return the number of hits, and the median of the latest hits' nanoseconds."""
         if not self.latest:
             return f"hits {hits}"
         from statistics import median
@@ -78,7 +81,7 @@ class HitCost:
 
 
 class KprobeFlag(Flag):
-    """Mirrors: include/linux/kprobes.h KPROBE_FLAG_* (v6.1)."""
+    """State of a probe. Mirrors: include/linux/kprobes.h KPROBE_FLAG_* (v6.1)."""
 
     NONE = 0
     GONE = auto()
@@ -86,10 +89,10 @@ class KprobeFlag(Flag):
     ON_FUNC_ENTRY = auto()
     FTRACE = auto()
     OPTIMIZED = auto()
-    """Patched with a jump, or queued for that or for its end."""
+    """Patched with a jump, or queued for patching or for removal of the jump."""
 
 
-# Asked of thousands of probes when all are armed: operators of Flag take a microsecond.
+# Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.
 _DISABLED_OR_GONE = (KprobeFlag.DISABLED | KprobeFlag.GONE).value
 _FTRACE = KprobeFlag.FTRACE.value
 _GONE = KprobeFlag.GONE.value
@@ -125,7 +128,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
     post_handler: PostHandler[RegsT] | None = None
     """Called after the instruction. A probe with a post_handler is not optimized."""
     program: CompileHandler | None = None
-    """The pre_handler as guest code; see Kprobes.handler_changed."""
+    """Emits the pre_handler as guest code; see Kprobes.handler_changed."""
     code: str | None = None
     """A handler in assembly, which runs as guest code before the other handlers.
 
@@ -146,40 +149,46 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
     disabled: bool = False
     """Whether to register the probe disabled (KPROBE_FLAG_DISABLED)."""
     hits_missed: int = field(default=0, init=False, repr=False)
-    """Hits that were not handled because a handler was running."""
+    """Number of hits that were not handled because a handler was running."""
     raised: int = field(default=0, init=False)
-    """Hits whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
+    """Number of hits whose Python handler raised an exception.
+
+    After unregistration it also contains the hits whose assembly handler faulted.
+    """
     _cells: PerCpuVars | None = field(default=None, init=False, repr=False)
     assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
-    """Of a registered probe."""
+    """The assembled handlers of a registered probe."""
     has_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether it has `code`, or probes that it stands for."""
+    """Whether the probe, or a member of an aggregator, has `code`."""
     has_post_assembly: bool = field(default=False, init=False, repr=False)
-    """The same of `post_code`."""
+    """Whether the probe, or a member of an aggregator, has `post_code`."""
     takes_flags: bool = field(default=False, init=False, repr=False)
-    """The post_handler has a third argument; as of its registration."""
+    """Whether the post_handler has a third argument; set at registration."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
     kind: str = field(default="k", init=False)
-    """As kprobes/list shows it: `k` kprobe, `r` kretprobe, `j` jprobe."""
+    """Letter in kprobes/list: `k` kprobe, `r` kretprobe, `j` jprobe."""
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
     rejection: Rejection | str = field(default="", init=False, repr=False)
-    """Why it can't be optimized: address and rule; empty where it can."""
+    """Reason why the probe cannot be optimized: address and rule; empty if it can be."""
     place: str = field(default="", init=False, repr=False)
-    """Its `line_head`, in the kernel proper, where that never changes."""
+    """Cached `line_head` of a probe in the kernel proper, where it never changes; otherwise empty."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
-    """The handler that a hit by a breakpoint is sent to."""
+    """Handler to which a hit by a breakpoint is sent."""
     compiled: CompiledCode | None = field(default=None, init=False, repr=False)
-    """The compiled handler that the jump or call in the text reaches; None: it traps."""
+    """Compiled handler that the jump or call in the text reaches; None: hits trap."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
-    """Registers at the hit before its handler was compiled."""
+    """Registers at the last hit before the probe's handler was compiled."""
     aggregator: AggrKprobe | None = field(default=None, init=False, repr=False)
-    """What stands in the table for it, where it isn't that itself."""
+    """Aggregator that is in the table instead of this probe; None if the probe itself is."""
     is_python: bool = field(default=False, init=False, repr=False)
-    """It was found that the handler can't be guest code as it is now."""
+    """Whether it was found that the present handler cannot be guest code."""
 
     def line_head(self, addr: int, where: Location | None, bits: int) -> str:
-        """What its line in kprobes/list begins with; `where` is None in a module that has gone."""
+        """Return the beginning of the probe's line in kprobes/list.
+
+        `where` is None in a module that is unloaded.
+        """
         text = (
             f"0x{addr:x} "
             if where is None
@@ -203,7 +212,10 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
         return GuestAddr(self.addr)
 
     def attach_assembly(self, assembled: AssembledHandlers) -> None:
-        """It is registered; without handlers of another kind its program has nothing but this."""
+        """Set the assembled handlers at registration.
+
+        If the probe has no Python pre_handler, one without effect is added, and an empty program.
+        """
         self.assembled = assembled
         self.has_assembly = HandlerPoint.PRE in assembled
         self.has_post_assembly = HandlerPoint.POST in assembled
@@ -214,7 +226,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
             self.post_handler = _nothing_behind
 
     def leave_assembly(self) -> AssembledHandlers | None:
-        """It isn't registered any more; returns what it had."""
+        """Remove the assembled handlers at unregistration, and return them."""
         assembled = self.assembled
         self.assembled = None
         self.has_assembly = False
@@ -224,7 +236,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
         return assembled
 
     def miss(self) -> None:
-        """Count a hit that isn't handled. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
+        """Count a hit that is not handled. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
         self.nmissed += 1
 
     @property
@@ -235,16 +247,16 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
         return self._cells
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Add what is done at a hit to a program; False where it takes Python."""
+        """Emit the handling of a hit as guest code; return False if it needs Python."""
         if self.has_python_post_handler or not self.emit_pre_handlers(builder, way):
             return False
         if way is EntryKind.CALL:
-            # What is called has nothing to step: the instruction's end is the call's.
+            # A call does not step an instruction, so the post_handler runs at the end of the call.
             self.emit_assembly(builder, HandlerPoint.POST)
         return True
 
     def emit_pre_handlers(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """The same of what runs in front of the instruction."""
+        """Emit the handlers that run before the instruction; return False if they need Python."""
         if self.program is None:
             return False
         self.emit_assembly(builder, HandlerPoint.PRE)
@@ -252,7 +264,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
     @property
     def has_python_post_handler(self) -> bool:
-        """Whether the step's end is Python's."""
+        """Whether a Python handler runs after the step."""
         return self.post_handler is not None and self.post_handler is not _nothing_behind
 
     @property
@@ -262,16 +274,19 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
     @property
     def may_compile(self) -> bool:
-        """Whether it is worth asking."""
+        """Whether compiling the handler may succeed."""
         return self.has_program and not self.is_python
 
     @property
     def nr_handlers(self) -> int:
-        """Those that a hit calls in Python."""
+        """Number of handlers that a hit calls in Python."""
         return 1
 
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
-        """What is run in place of the probed text: its entry, itself, and how much text it copies; bytes."""
+        """Iterate over the code that runs in place of the probed text.
+
+        Each item has its entry, the code, and the number of bytes of text that it copies.
+        """
         if self.stub is not None:
             yield self.stub.entry, self.stub, 0
 
@@ -281,12 +296,15 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
     @property
     def needs_breakpoint(self) -> bool:
-        """Whether its handlers can't be called from a detour: one runs behind the instruction, or instead."""
+        """Whether the probe's handlers cannot be called from a detour.
+
+        This is the case if a handler runs after the instruction or instead of it.
+        """
         return self.post_handler is not None or self.break_handler is not None
 
     @property
     def is_left_open(self) -> bool:
-        """Whether a true result of the pre_handler isn't the hit's end."""
+        """Whether a true result of the pre_handler does not end the hit."""
         return self.break_handler is not None
 
     def run_post_handler(self, regs: Regs) -> None:
@@ -301,12 +319,15 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
         return self.break_handler(self, regs) if self.break_handler is not None else None
 
     def run_fault_handler(self, regs: Regs, vector: int) -> int | None:
-        """Offer it an exception of its handlers or of its step; true if it has dealt with it."""
+        """Call the fault handler for an exception; return a true value if it has handled the exception.
+
+        The exception was raised by the probe's handlers or its step.
+        """
         return self.fault_handler(self, regs, vector) if self.fault_handler is not None else None
 
     @property
     def is_ftrace(self) -> bool:
-        """Whether it is reached by a call from an fentry site."""
+        """Whether hits come by a call from an fentry site."""
         return self.flags._value_ & _FTRACE != 0
 
     @property
@@ -316,32 +337,36 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
 @dataclass(eq=False, slots=True)
 class AggrKprobe(Kprobe):
-    """Stands in the table for all probes of one address, and for each one that can be optimized.
+    """Table entry for all probes at one address, and for each single probe that can be optimized.
 
     Mirrors: kernel/kprobes.c:init_aggr_kprobe, struct optimized_kprobe (v6.1).
     """
 
     report: FailureReport = field(kw_only=True)
     by_age: dict[Kprobe, None] = field(default_factory=dict, init=False)
-    """The members in the opposite order of their handlers' runs; removing one doesn't search thousands."""
+    """The members, in the reverse order of their handlers' runs; a dict, to remove one of thousands quickly.
+    """
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
     has_used_detour: bool = field(default=False, init=False, repr=False)
-    """CPUs have been led into it since it was made."""
+    """Whether CPUs have been led into the detour since it was made."""
     is_patched: bool = field(default=False, init=False)
-    """The text has a jump to the detour at its address."""
+    """Whether the text has a jump to the detour at its address."""
     saved_tail: bytes = field(default=b"", init=False, repr=False)
-    """Text behind the breakpoint, as it was when the jump was written over it."""
+    """The text after the breakpoint, as it was before the jump overwrote it."""
     is_held: bool = field(default=False, init=False)
-    """Its user wants it unoptimized."""
+    """Whether the user wants the probes to stay unoptimized."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
-    """The member whose pre_handler was the last one of the latest hit. Linux: kprobe_instance."""
+    """Member whose pre_handler ended the latest hit. Linux: kprobe_instance."""
     enabled_members: int = field(default=0, init=False, repr=False)
     _with_post_handler: int = field(default=0, init=False, repr=False)
-    """Members that have one, disabled or not."""
+    """Number of members with a post_handler, disabled or not."""
     _with_assembly: int = field(default=0, init=False, repr=False)
     _with_post_assembly: int = field(default=0, init=False, repr=False)
     _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
-    """Those of enabled members; None: to be collected at the next hit, for thousands may change before."""
+    """Pre_handlers of enabled members.
+
+    None: collect them at the next hit, because thousands may change before.
+    """
     _with_post_handlers: list[Kprobe] = field(default_factory=list, init=False, repr=False)
 
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
@@ -353,17 +378,20 @@ class AggrKprobe(Kprobe):
 
     @property
     def members(self) -> Iterator[Kprobe]:
-        """Newest first, as their handlers run; a jprobe last."""
+        """The members, newest first, as their handlers run; a jprobe is last."""
         return reversed(self.by_age)
 
     @property
     def is_optimized(self) -> bool:
-        """Whether hits run the detour's copies, be the jump in the text or a breakpoint."""
+        """Whether hits run the copies in the detour, reached by a jump or by a breakpoint."""
         return self.flags._value_ & _OPTIMIZED != 0
 
     @property
     def is_unused(self) -> bool:
-        """Its last probe is gone, and only its unoptimization is awaited. Mirrors: kprobe_unused (v6.1)."""
+        """Whether the last member is gone and only the unoptimization is pending.
+
+        Mirrors: kprobe_unused (v6.1).
+        """
         return not self.by_age and self.is_disabled
 
     def miss(self) -> None:
@@ -375,7 +403,7 @@ class AggrKprobe(Kprobe):
             member.miss_assembly(moment)
 
     def emit_pre_handlers(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """All its members' handlers, or none of them."""
+        """Emit the handlers of all members; return False if one needs Python."""
         return all(member.emit_pre_handlers(builder, way) for _, member in self._collected())
 
     def emit_assembly(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
@@ -421,7 +449,10 @@ class AggrKprobe(Kprobe):
         return None
 
     def run_all_pre_handlers(self, regs: Regs) -> None:
-        """On the detour a handler can't go elsewhere. Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1)."""
+        """Call all pre_handlers; none can change where a detour continues.
+
+        Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1).
+        """
         pre_handlers = self._pre_handlers
         for pre_handler, member in self._collected() if pre_handlers is None else pre_handlers:
             try:
@@ -438,7 +469,10 @@ class AggrKprobe(Kprobe):
                 self.report(member, error)
 
     def add(self, member: Kprobe) -> None:
-        """Newest first; a jprobe doesn't come back to the others."""
+        """Add a member, whose handlers run first.
+
+        A jprobe runs last, because it does not return to the others.
+        """
         if member.break_handler is None:
             self.by_age[member] = None
         else:
@@ -452,7 +486,7 @@ class AggrKprobe(Kprobe):
             self.break_handler = member.break_handler
 
     def remove(self, member: Kprobe) -> None:
-        """The opposite of `add`; of jprobes there is one at most."""
+        """Remove a member; there is at most one jprobe."""
         del self.by_age[member]
         member.aggregator = None
         self.enabled_members -= not member.is_disabled
@@ -463,10 +497,10 @@ class AggrKprobe(Kprobe):
             self.break_handler = None
 
     def refresh_handlers(self) -> None:
-        """The handlers of enabled members change; to be called when a member or its flags do.
+        """Update the handlers after a change of the members or their flags.
 
-        A post_handler of its own it has exactly while a member has one: it decides on boosting and
-        optimization, disabled or not.
+        The aggregator has a post_handler exactly while a member has one, disabled or not. It prevents
+        boosting and optimization.
         """
         self._pre_handlers = None
         self.has_assembly = self._with_assembly > 0
@@ -475,19 +509,19 @@ class AggrKprobe(Kprobe):
         self.post_handler = _run_post_handlers if self._with_post_handler else None
 
     def _collected(self) -> list[tuple[PreHandler, Kprobe]]:
-        """The enabled members' pre_handlers; their post_handlers are collected with them."""
+        """Return the pre_handlers of enabled members; collect them, and the post_handlers, if necessary."""
         pre_handlers = self._pre_handlers
         if pre_handlers is None:
-            enabled = [m for m in self.members if not m.is_disabled]
+            enabled = [member for member in self.members if not member.is_disabled]
             self._pre_handlers = pre_handlers = [
-                (m.pre_handler, m) for m in enabled if m.pre_handler is not None
+                (member.pre_handler, member) for member in enabled if member.pre_handler is not None
             ]
-            self._with_post_handlers = [m for m in enabled if m.post_handler is not None]
+            self._with_post_handlers = [member for member in enabled if member.post_handler is not None]
         return pre_handlers
 
 
 def takes_flags(handler: PostHandler[Any]) -> bool:
-    """Whether a post_handler can't do without a third argument."""
+    """Return True if a post_handler requires a third argument."""
     try:
         parameters = signature(handler).parameters.values()
     except (TypeError, ValueError):
@@ -497,19 +531,19 @@ def takes_flags(handler: PostHandler[Any]) -> bool:
 
 
 def _nothing_else(_kprobe: Kprobe[Any], _regs: Regs) -> None:
-    """The pre_handler in Python of a probe that has one in assembly alone."""
+    """Do nothing: the Python pre_handler of a probe whose only pre_handler is in assembly."""
 
 
 def _nothing_behind(_kprobe: Kprobe[Any], _regs: Regs) -> None:
-    """The same of its post_handler."""
+    """Do nothing: the Python post_handler of a probe whose only post_handler is in assembly."""
 
 
 def _no_program(_builder: ProgramBuilder, _way: EntryKind) -> bool:
-    """And what is made of that."""
+    """Emit nothing: the program of a probe whose only pre_handler is in assembly."""
     return True
 
 
-# One object each for all aggregators, whose own handlers they are.
+# Handlers of aggregators. They are shared functions, one object for all aggregators.
 
 
 def _run_pre_handlers(head: Kprobe, regs: Regs) -> int | None:

@@ -1,4 +1,4 @@
-"""Profiles: which of Linux's ways of probing a kernel is built with, as named presets of switches."""
+"""Profiles: named presets of the switches that say which kernel's probing is emulated."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from emulated_kernel.util.fast_dataclass import dataclass, immutable
 
 
 class Stepper(Enum):
-    """What ends the execution of a copied instruction."""
+    """Mechanism that ends the execution of a copied instruction."""
 
     BREAKPOINT = auto()
-    """A second int3 behind the copy (Linux 5.12 and later)."""
+    """A second int3 after the copy (Linux 5.12 and later)."""
     TRAP_FLAG = auto()
     """The processor's single-step trap."""
 
 
 class RegisterSaving(Enum):
-    """Which registers a compiled handler saves."""
+    """Registers that a compiled handler saves."""
 
     LIVE = "live"
-    """Those that it changes and that the probed function may still read."""
+    """The registers that the handler changes and that the probed function may still read."""
     ALL = "all"
-    """All of them, as struct pt_regs."""
+    """All registers, as struct pt_regs."""
 
 
 class QuiesceMethod(Enum):
-    """How a commit makes sure that no task is within a detoured region ("Djprobe", section 2.2)."""
+    """Method by which a commit excludes tasks in a detoured region. Source: "Djprobe", section 2.2."""
 
     SYNCHRONIZE_SCHED = auto()
-    """Each CPU goes through the scheduler: enough where the kernel isn't preempted."""
+    """Each CPU passes through the scheduler; this is sufficient in a kernel without preemption."""
     FREEZE_PROCESSES = auto()
     """Each task goes to the refrigerator, and is thawed after the commit."""
 
 
 class TrampolineForm(Enum):
-    """How return handlers are reached from where hooked functions return to."""
+    """Form of the trampoline, to which hooked functions return and which calls return handlers."""
 
     ASSEMBLY = auto()
-    """Code saves a struct pt_regs for them, and restores it."""
+    """Code that saves a struct pt_regs for the handlers, and restores it."""
     BREAKPOINT = auto()
-    """A breakpoint alone; all registers are live."""
+    """Only a breakpoint; all registers are live."""
 
 
 @immutable
@@ -85,7 +85,7 @@ class Profile:
 
 DEFAULT = "linux-6.1"
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
-"""With a patch that Linux never took: "Add OPTPROBES feature on RISCV", v6, 2023."""
+"""Policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,
@@ -95,8 +95,10 @@ _OLD: dict[str, Any] = {
 }
 
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
-"""Shadow stacks: Linux 6.1's, 6.7's, 5.10's, the function graph's, and that one for everybody; hooks.py has
-the class of each."""
+"""Names of shadow stacks: those of Linux 6.1, 6.7 and 5.10, the function graph's, and that one for all hooks.
+
+return_hooks.py maps them to classes.
+"""
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
@@ -135,7 +137,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def profile_named(name: str) -> Profile:
-    """A preset. Raises: KernelError EINVAL (an unknown one)."""
+    """Return a preset. Raises: KernelError EINVAL (unknown name)."""
     try:
         return PROFILES[name]
     except KeyError:

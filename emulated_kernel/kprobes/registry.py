@@ -1,4 +1,4 @@
-"""Kprobes: registration, enabling and arming of probes, in Linux's order of checks."""
+"""Kprobes: registration, enabling and arming of probes, with Linux's order of checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class Kprobes:
-    """All probes of one kernel. What changes them asserts that the control lock is held.
+    """All probes of one kernel. Methods that change them assert that the control lock is held.
 
     Mirrors: kernel/kprobes.c (v6.1).
     """
@@ -53,7 +53,7 @@ class Kprobes:
     ) -> None:
         self.profile = profile
         self.lock = lock
-        """The control lock, for what registers probes here and has something of its own to change."""
+        """The control lock, for code that registers probes and changes state of its own."""
         self._image = image
         self._symbols = image.kallsyms
         self._log = log
@@ -78,7 +78,7 @@ class Kprobes:
             machine, arch, table, hits, compiler, poker, split_jumps, self.sites
         )
         self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
-        """Address and size in bytes of what armed fentry sites call."""
+        """Address and size in bytes of the code that armed fentry sites call."""
         self._copies = copies = InsnCopier(text, image, verdict, arch, routes, profile, garbage)
         self.slots = copies.slots
         breakpoints = Breakpoints(text, arch, poker)
@@ -90,17 +90,17 @@ class Kprobes:
         self._arming = Arming(table, breakpoints, self.sites, self.optimizer, copies, log)
 
     def tables_changed(self) -> None:
-        """A module came or went: look at the image's tables again."""
+        """Read the image's tables again, after a module was loaded or unloaded."""
         self.lock.assert_held()
         self.probe_checker.tables_changed()
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
-        """See Arming.kill_within."""
+        """Mark the probes in text that is about to be freed as gone; see Arming.kill_within."""
         self.lock.assert_held()
         self._arming.kill_within(spans)
 
     def __iter__(self) -> Iterator[Kprobe]:
-        """The users' probes, aggregators resolved, in the order of kprobes/list."""
+        """Iterate over the users' probes in the order of kprobes/list, with members for aggregators."""
         for probe in chain.from_iterable(self.table.buckets()):
             yield from probe.members if isinstance(probe, AggrKprobe) else [probe]
 
@@ -110,8 +110,9 @@ class Kprobes:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
 
         Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text), ENOENT
-        (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM, EINVAL (code that can't be
-        assembled). Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
+        (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM, EINVAL (code that cannot
+        be assembled).
+        Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()
         addr, where, on_entry = self._locate(kprobe)
@@ -143,11 +144,11 @@ class Kprobes:
             raise
 
     def assemble(self, texts: Mapping[HandlerPoint, str], cells: PerCpuVars) -> AssembledHandlers:
-        """Handlers in assembly. Raises: KernelError EINVAL, ENOMEM."""
+        """Assemble handlers. Raises: KernelError EINVAL, ENOMEM."""
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
-        """Their code was dropped, and the cells live as long as a CPU may be in some of what was dropped."""
+        """Free assembled handlers whose code was dropped, once no CPU can be in the dropped code any more."""
         self.lock.assert_held()
         assembled.detach()
         self.garbage.add((0, 0), assembled.free)
@@ -159,7 +160,7 @@ class Kprobes:
             self.forget(assembled)
 
     def _check_handlers(self, kprobe: Kprobe) -> None:
-        """Raises: KernelError EOPNOTSUPP (what this kernel's struct kprobe doesn't have)."""
+        """Check that this kernel's struct kprobe has the given handlers. Raises: KernelError EOPNOTSUPP."""
         profile = self.profile
         if kprobe.fault_handler is not None and not profile.fault_handlers:
             raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no fault handlers")
@@ -188,7 +189,7 @@ class Kprobes:
             self._try_to_optimize(kprobe)
 
     def _try_to_optimize(self, kprobe: Kprobe) -> None:
-        """A probe that can be optimized gets an aggregator, be it alone or disabled.
+        """Give a probe that can be optimized an aggregator, even if it is single or disabled.
 
         Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
         """
@@ -202,7 +203,7 @@ class Kprobes:
             self.optimizer.optimize(head)
 
     def unregister_kprobe(self, kprobe: Kprobe) -> None:
-        """Disarm and forget a probe; one that isn't registered loses its address, as in Linux.
+        """Disarm and forget a probe; a probe that is not registered loses its address, as in Linux.
 
         Mirrors: kernel/kprobes.c:__unregister_kprobe_top, __unregister_kprobe_bottom (v6.1).
         """
@@ -229,9 +230,10 @@ class Kprobes:
         optimizer = self.optimizer
         if not head.by_age:
             if not head.is_disabled:
-                # A jump was reused for a disabled probe. Linux: it stays in the text for good.
+                # A jump was reused for a disabled probe.
+                # Linux: it stays in the text for good.
                 self._disarm(head)
-            # Linux: a jump that is still there keeps the aggregator until the worker has taken it back.
+            # Linux: while the jump exists, the aggregator stays until the worker has removed the jump.
             if optimizer is None or not optimizer.is_queued(head):
                 self.table.remove(head)
                 self._release(head)
@@ -245,12 +247,16 @@ class Kprobes:
             self._copies.release(head)
 
     def _register_aggregate(self, old: Kprobe, kprobe: Kprobe) -> None:
-        """A further probe at an address. Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1)."""
+        """Add a probe at an address that is probed already.
+
+        Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1).
+        """
         head = old if isinstance(old, AggrKprobe) else self._aggregate(old)
         if kprobe.break_handler is not None and head.break_handler is not None:
             raise KernelError(errno.EEXIST, f"{kprobe.address:#x} has a jprobe already")
         if head.is_unused and self.optimizer is not None:
-            # On its way out, with a jump still in the text. Mirrors: reuse_unused_kprobe (v6.1).
+            # It is being removed, and its jump is still in the text.
+            # Mirrors: reuse_unused_kprobe (v6.1).
             head.flags &= ~KprobeFlag.DISABLED
             self.optimizer.optimize(head)
         if head.is_gone:
@@ -277,11 +283,11 @@ class Kprobes:
         return head
 
     def _put_aggregator(self, head: AggrKprobe, first: Kprobe) -> None:
-        """Put an aggregator in the place of a single probe, armed as it was.
+        """Put an aggregator in the place of a single probe, armed as the probe was.
 
         Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
         """
-        # Compiled, it leads to the handlers of that probe alone.
+        # Its compiled code calls only the handlers of that probe.
         self.routes.drop_code(first)
         head.flags = first.flags
         head.insn = first.insn
@@ -291,7 +297,7 @@ class Kprobes:
         self._refresh(head)
 
     def _refresh(self, head: Kprobe) -> None:
-        """Let what happens at hits follow a change of the probes at an address or of their flags."""
+        """Update the handling of hits after a change of the probes at an address or of their flags."""
         if isinstance(head, AggrKprobe):
             head.refresh_handlers()
         self.routes.drop_code(head)
@@ -299,7 +305,7 @@ class Kprobes:
         self.routes.install(head)
 
     def handler_changed(self, kprobe: Kprobe) -> None:
-        """What the probe's `program` makes differs from now on, or whether it makes any."""
+        """Drop the guest code of a probe, because its `program` makes other code or none from now on."""
         self.lock.assert_held()
         head = self.table.valid(kprobe)
         if head is not None:
@@ -307,10 +313,9 @@ class Kprobes:
             self.routes.install(head)
 
     def _locate(self, kprobe: Kprobe) -> tuple[GuestAddr, Location, bool]:
-        """The address meant, as a symbol and an offset too, and whether it is a function's entry.
+        """Return the probed address, its symbol and offset, and whether it is a function's entry.
 
         Raises: KernelError EINVAL, ENOENT.
-
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
         """
         name = kprobe.symbol_name
@@ -333,7 +338,10 @@ class Kprobes:
         return GuestAddr(addr), where, entry is not None
 
     def function_entry(self, kprobe: Kprobe) -> GuestAddr:
-        """The address of a probe that has to be on a function's entry. Raises: KernelError EINVAL, ENOENT."""
+        """Return the address of a probe that must be on a function's entry.
+
+        Raises: KernelError EINVAL, ENOENT.
+        """
         address, _, on_entry = self._locate(kprobe)
         if not on_entry:
             raise KernelError(errno.EINVAL, f"{address:#x} is not the entry of a function")
@@ -352,7 +360,7 @@ class Kprobes:
     # Enabling and arming
 
     def enable_kprobe(self, kprobe: Kprobe) -> None:
-        """Raises: KernelError EINVAL (the probe isn't registered or its code is gone).
+        """Enable a probe. Raises: KernelError EINVAL (the probe is not registered or its code is gone).
 
         Mirrors: kernel/kprobes.c:enable_kprobe (v6.1).
         """
@@ -370,19 +378,22 @@ class Kprobes:
             self._arming.arm(head)
 
     def disable_kprobe(self, kprobe: Kprobe) -> None:
-        """Raises: KernelError EINVAL (the probe isn't registered)."""
+        """Disable a probe. Raises: KernelError EINVAL (the probe is not registered)."""
         self.lock.assert_held()
         self._disable(kprobe, self._head_of(kprobe))
 
     def _head_of(self, kprobe: Kprobe) -> Kprobe:
-        """Raises: KernelError EINVAL."""
+        """Return the table's entry for a registered probe. Raises: KernelError EINVAL."""
         head = self.table.valid(kprobe)
         if head is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
         return head
 
     def _disable(self, kprobe: Kprobe, head: Kprobe) -> None:
-        """Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1)."""
+        """Disable a probe, and disarm its address if no other probe needs it.
+
+        Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1).
+        """
         if kprobe.is_disabled:
             return
         if isinstance(head, AggrKprobe):
@@ -400,10 +411,10 @@ class Kprobes:
         self._refresh(head)
 
     def resolve_probed_address(self, address: int) -> tuple[int, tuple[int, range] | None] | None:
-        """The probed instruction that a slot, a detour or a stub is run for; None for other code.
+        """Map an address in a slot, detour or stub to the probed instruction; return None for other code.
 
-        With it come the entry and the addresses of that code, if `address` lies in front of the
-        instruction's copy.
+        If the address is before the copy of the instruction, the result also has the entry and the addresses
+        of the slot, detour or stub.
         """
         for kprobe in self.table:
             insn = kprobe.insn
@@ -418,20 +429,20 @@ class Kprobes:
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
-        """The detour of the probe's address, used or only prepared."""
+        """Return the detour of the probe's address, even if it is only prepared."""
         head = self.table.valid(kprobe)
         return head.detour if isinstance(head, AggrKprobe) else None
 
     def mode(self, kprobe: Kprobe) -> str:
-        """How hits of a probe are taken now."""
+        """Return how hits of a probe are taken now."""
         return report.mode(self.table, kprobe)
 
     def reason(self, kprobe: Kprobe) -> str:
-        """Why the probe isn't in a better mode: the address and the rule; empty in the best one."""
+        """Return why the probe is not in a better mode: address and rule; empty in the best mode."""
         return report.reason(self.table, self.optimizer, kprobe)
 
     def set_optimization(self, allowed: bool) -> None:
-        """Raises: KernelError EOPNOTSUPP (no optimizer).
+        """Allow or forbid jump optimization. Raises: KernelError EOPNOTSUPP (no optimizer).
 
         Mirrors: kernel/kprobes.c:proc_kprobes_optimization_handler (v6.1).
         """
@@ -444,10 +455,10 @@ class Kprobes:
         self._log(report.OPTIMIZATION_MESSAGES[allowed])
 
     def set_optimized(self, kprobe: Kprobe, wanted: bool) -> None:
-        """Unoptimize and hold the probes of an address, or ask for their optimization again.
+        """Unoptimize and hold the probes of an address, or request their optimization again.
 
-        Raises: KernelError EINVAL (not registered), EOPNOTSUPP (unsafe, or a post_handler needs the step's
-        end).
+        Raises: KernelError EINVAL (not registered), EOPNOTSUPP (unsafe, or a post_handler needs the end of
+        the step).
         """
         self.lock.assert_held()
         head: Kprobe | None = self._head_of(kprobe)
@@ -463,7 +474,7 @@ class Kprobes:
         if wanted:
             raise KernelError(errno.EOPNOTSUPP, self.reason(kprobe))
 
-    # What debugfs shows
+    # Files in debugfs
 
     def set_enabled(self, enabled: bool) -> None:
         """Arm or disarm all probes; see Arming."""
@@ -474,10 +485,10 @@ class Kprobes:
             self._arming.disarm_all()
 
     def list_records(self, start: int) -> Iterator[str]:
-        """The lines of each hash bucket from one on, which is how Linux reads them."""
+        """Iterate over the text of each hash bucket from `start` on; Linux reads the list by bucket, too."""
         for probes in self.table.buckets(start):
             yield report.bucket_text(probes, self._symbols, self._bits)
 
     def blacklist_text(self) -> list[str]:
-        """Lines of kprobes/blacklist."""
+        """Return the lines of kprobes/blacklist."""
         return [*report.blacklist_lines(self._image.blacklist, self._symbols, self._bits)]

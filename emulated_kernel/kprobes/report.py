@@ -1,4 +1,4 @@
-"""What files show of probes: kprobes/list, how hits are taken, and which rule forbids a faster way."""
+"""Text about probes for files: kprobes/list, modes, and the rule that prevents a better mode."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ OPTIMIZATION_MESSAGES = {
     True: "kprobes: kprobe jump-optimization is enabled. All kprobes are optimized if possible.",
     False: "kprobes: kprobe jump-optimization is disabled. All kprobes are based on software breakpoint.",
 }
-"""What Linux logs at a change of the sysctl."""
+"""Messages that Linux logs if the sysctl changes."""
 
 
 def mode(table: ProbeTable, kprobe: Kprobe) -> str:
-    """int3, boosted, optimized, ftrace, disarmed or gone, as the text stands now."""
+    """Return the mode: int3, boosted, optimized, ftrace, disarmed or gone, as the text is now."""
     if kprobe.is_gone:
         return "gone"
     if table.is_patched(kprobe):
@@ -31,7 +31,7 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
 
 
 def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
-    """The first rule that keeps the probe from a better mode; empty if there is no better one."""
+    """Return the first rule that keeps the probe from a better mode; empty if there is no better mode."""
     if kprobe.is_gone:
         rule = "the probed code is gone"
     elif kprobe.is_disabled:
@@ -50,14 +50,14 @@ def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> st
 
 
 def _passing_rule(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
-    """What may change while the armed probe lives."""
+    """Return a rule that may cease to apply while the armed probe exists."""
     head = table.valid(kprobe)
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
     if not isinstance(head, AggrKprobe) or head.detour is None:
-        # Djprobe's alone: the optimizer tries all others.
+        # This happens only with djprobes; the optimizer tries all other probes.
         return "registered without a length, so it is no djprobe"
     if head.break_handler is not None:
         return "a jprobe goes elsewhere from the breakpoint"
@@ -76,7 +76,7 @@ def _passing_rule(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe
 _OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
 """Flags of the user's probe that its line shows."""
 _WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
-"""Flags of the address's entry that tell how a hit comes; the other flags are the users' probes' own."""
+"""Flags of the address's entry that show how hits are taken; other flags belong to the users' probes."""
 
 
 def _line_end(flags: int) -> str:
@@ -86,12 +86,15 @@ def _line_end(flags: int) -> str:
     return own + optimized + ("[FTRACE]" if shown & KprobeFlag.FTRACE else "") + "\n"
 
 
-_LINE_ENDS = tuple(map(_line_end, range(2 * max(flag.value for flag in KprobeFlag))))
-"""How a line ends, by the flags."""
+_LINE_ENDS = tuple(_line_end(flags) for flags in range(2 * max(flag.value for flag in KprobeFlag)))
+"""Value of flags -> end of the line."""
 
 
 def bucket_text(probes: Iterable[Kprobe], symbols: Kallsyms, bits: int = 64) -> str:
-    """The lines of a bucket's probes. Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1)."""
+    """Return the lines of a bucket's probes.
+
+    Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1).
+    """
     lines = []
     for probe in probes:
         ways = probe.flags._value_ & _WAYS
@@ -104,7 +107,7 @@ def bucket_text(probes: Iterable[Kprobe], symbols: Kallsyms, bits: int = 64) -> 
 def blacklist_lines(
     blacklist: Iterable[tuple[int, int, str]], symbols: Kallsyms, bits: int = 64
 ) -> Iterator[str]:
-    """Mirrors: kernel/kprobes.c:kprobe_blacklist_seq_show (v6.1)."""
+    """Iterate over the lines of the blacklist. Mirrors: kernel/kprobes.c:kprobe_blacklist_seq_show (v6.1)."""
     digits = bits // 4
     for start, end, name in blacklist:
         where = symbols.lookup(start)

@@ -1,4 +1,4 @@
-"""ProbeTable: the probe or aggregator probe of each probed address, and whether any is armed."""
+"""ProbeTable: the probe or aggregator probe of each probed address, and whether all probes are disarmed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
 
 KPROBE_HASH_BITS = 6
-"""Linux keeps 64 hash buckets, and lists them in their order."""
+"""Number of bits of a bucket's index. Linux has 64 hash buckets, and lists them in order."""
 GOLDEN_RATIO = {64: 0x61C8864680B583EB, 32: 0x61C88647}
 
 
@@ -15,27 +15,27 @@ class ProbeTable:
     """The probes by address: single ones and aggregators. Mirrors: kernel/kprobes.c:kprobe_table (v6.1)."""
 
     def __init__(self, bits: int = 64) -> None:
-        """For addresses of so many bits."""
+        """Make a table for addresses of `bits` bits."""
         self._bits = bits
         self._probes: dict[int, Kprobe] = {}
         self._buckets: tuple[dict[int, Kprobe], ...] = tuple({} for _ in range(1 << KPROBE_HASH_BITS))
-        """The same by address, in the order in which an address was first probed."""
+        """Buckets: address -> probe, in the order in which addresses were first probed."""
         self.all_disarmed = False
-        """Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
+        """Whether all probes are disarmed. Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
 
     def get(self, address: int) -> Kprobe | None:
         return self._probes.get(address)
 
     def __iter__(self) -> Iterator[Kprobe]:
-        """In the order in which addresses were first probed."""
+        """Iterate over the entries in the order in which addresses were first probed."""
         return iter(self._probes.values())
 
     def buckets(self, start: int = 0) -> Iterator[Iterator[Kprobe]]:
-        """The probes of each hash bucket from one on, the latest probed address first."""
+        """Return the probes of each hash bucket from `start` on, the latest probed address first."""
         return (reversed(bucket.values()) for bucket in self._buckets[start:])
 
     def add(self, probe: Kprobe) -> None:
-        """Add a probe, or let it take the place of the one at its address."""
+        """Add a probe, or replace the entry at its address with it."""
         address = probe.address
         self._probes[address] = probe
         self._buckets[hash_address(address, self._bits)][address] = probe
@@ -46,28 +46,31 @@ class ProbeTable:
         del self._buckets[hash_address(address, self._bits)][address]
 
     def valid(self, kprobe: Kprobe) -> Kprobe | None:
-        """The entry that this very probe belongs to. Mirrors: kernel/kprobes.c:__get_valid_kprobe (v6.1)."""
+        """Return the entry to which this probe itself belongs.
+
+        Mirrors: kernel/kprobes.c:__get_valid_kprobe (v6.1).
+        """
         if kprobe.addr is None:
             return None
         head = self._probes.get(kprobe.addr)
         return head if head is not None and head in (kprobe, kprobe.aggregator) else None
 
     def is_armed(self, kprobe: Kprobe) -> bool:
-        """Whether text is patched for the probe's address."""
+        """Return True if text is patched for the probe's address."""
         head = self.valid(kprobe)
         return head is not None and not head.is_disabled and not self.all_disarmed
 
     def is_patched(self, kprobe: Kprobe) -> bool:
-        """Whether the text has a jump to the probe's detour."""
+        """Return True if the text has a jump to the probe's detour."""
         head = self.valid(kprobe)
         return isinstance(head, AggrKprobe) and head.is_patched
 
     def runs_in_detour(self, kprobe: Kprobe) -> bool:
-        """Whether hits go on in the probe's detour: by the jump, or by the breakpoint before it."""
+        """Return True if hits continue in the probe's detour, by its jump or by the breakpoint."""
         head = self.valid(kprobe)
         return isinstance(head, AggrKprobe) and head.is_optimized
 
 
 def hash_address(address: int, bits: int = 64) -> int:
-    """The hash bucket of an address of so many bits. Mirrors: include/linux/hash.h:hash_ptr."""
+    """Return the hash bucket of an address of `bits` bits. Mirrors: include/linux/hash.h:hash_ptr."""
     return (address * GOLDEN_RATIO[bits] & (1 << bits) - 1) >> (bits - KPROBE_HASH_BITS)

@@ -42,6 +42,10 @@ for n in range(40):
         os.pread(fd, 100, 1000 + n)
     with suppress(OSError):
         os.stat(sys.argv[1] + "/kprobes")
+# The last failing allocation must not be the one of the close.
+for _ in range(50):
+    with suppress(OSError):
+        os.stat(sys.argv[1] + "/scratch/file")
 """
 _STRANGE = {511: 511, 512: errno.EIO, 524: errno.EOPNOTSUPP, 4095: errno.EIO}
 """What files of a kernel may answer, and what their clients get."""

@@ -1,4 +1,4 @@
-"""A distribution's kernel, ready for clients: out of the cache, or booted once and put there."""
+"""Boot cache: loads a distribution's kernel from its snapshot, or boots it once and saves it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc"
 log = logging.getLogger("kprobefs.linux")
 
 _SETTLING = 3_000_000
-"""Microseconds of the guest's time."""
+"""Microseconds of guest time that a booted kernel idles before it is saved."""
 _BOOT_BUDGET = 120.0
 """Seconds that the longest run of a boot may take."""
 
 
 def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) -> None:
-    """Boot the kernel of a file, or with `host` of the one that runs here, unless that was done before.
+    """Boot the kernel of a file, or the running kernel if `source` is `host`, unless its snapshot exists.
 
-    `progress` is called with what of the boot is done, and what there is to do.
-    Raises: KernelError ENOEXEC (a kernel that can't be run), EIO (the emulator can't), OSError.
+    `progress` is called with the number of steps that are done and the number of all steps.
+    Raises: KernelError ENOEXEC (the kernel cannot be run), EIO (the emulator cannot run it), OSError.
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed)
@@ -47,7 +47,7 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
 
 
 def started(source: str, seed: int) -> LinuxTasks:
-    """The tasks of that kernel, out of the cache, or booted. Raises: as ensure_cached()."""
+    """Return the tasks of a kernel, from its snapshot or booted. Raises: as ensure_cached()."""
     path = kernel_file(source)
     place = snapshot.place(path, seed)
     found = _cached(place, with_parts=False)
@@ -55,7 +55,10 @@ def started(source: str, seed: int) -> LinuxTasks:
 
 
 def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel]:
-    """The same, and what its file tells, with the text that it has made of its own by now."""
+    """Return the tasks of a kernel and the kernel's tables, whose text is that of the booted kernel.
+
+    Raises: as ensure_cached().
+    """
     path = kernel_file(source)
     place = snapshot.place(path, seed)
     found = _cached(place, with_parts=True)
@@ -79,7 +82,7 @@ def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, mem
 
 
 def _unseen(_done: int, _total: int) -> None:
-    """Nobody watches the boot."""
+    """Ignore the progress of a boot."""
 
 
 def _boot_and_save(
@@ -101,7 +104,7 @@ def _boot_and_save(
 
 
 def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
-    """The kernel with the text that it has made of its own by now."""
+    """Return the kernel with the text that it has patched at boot."""
     start, end = kernel.text
     running = copy(kernel)
     machine = tasks.machine
@@ -137,6 +140,6 @@ def _prepare(tasks: LinuxTasks) -> None:
         syscalls.mount(kind, directory)
     for directory, fd in ROOTS.items():
         syscalls.move(tasks.init, syscalls.open(tasks.init, directory, os.O_RDONLY | os.O_DIRECTORY), fd)
-    # What initcalls have left to workqueues, such as tracefs's events, is done while nobody asks.
+    # Initcalls leave work in workqueues, for example the creation of tracefs's events. Let it finish.
     tasks.idle(_SETTLING)
     syscalls.umask(tasks.init, 0)

@@ -1,7 +1,6 @@
-"""The first process of the guest: some bytes that wait for the host, as an ELF file in an initramfs.
+"""The guest's initramfs, with the first process: a stub that makes the system calls that the host requests.
 
-The stub's `hlt` is a #GP in user mode, which the host takes for itself; behind it stands the system call
-that it wants made.
+The stub's `hlt` raises #GP in user mode, which the host intercepts; the instruction after it is `syscall`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ _BASE = 0x400000
 STUB = _BASE + 0x1000
 SYSCALL = STUB + 1
 TOUCH = STUB + 5
-"""Stores al to rdi, then to each of as many pages as ecx says."""
+"""Address of code that stores al to rdi, and then to the following pages; ecx has the number of pages."""
 TWO_CALLS = STUB + 20
-"""A system call, and then that of rbp with rbx as its first argument."""
+"""Address of code that makes two system calls. The second one has number rbp and first argument rbx."""
 STUB_LISTING = """
     f4                              | stub: hlt
     0f 05                           | call: syscall
@@ -34,20 +33,30 @@ STUB_LISTING = """
     eb e3                           | jmp call
 """
 CODE = machine_code(STUB_LISTING)
-BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
-"""Memory of each client's own: paths, and what is read and written."""
-DEBUGFS, TRACEFS, TMPFS, PROC = "/debug", "/tracing", "/scratch", "/proc"
-"""Where file systems are mounted in the guest."""
+BUFFER = 0x600000
+"""Address of each client's own memory for paths and for data that is read and written."""
+BUFFER_SIZE = 1 << 20
+DEBUGFS = "/debug"
+"""Mount point of debugfs in the guest."""
+TRACEFS = "/tracing"
+"""Mount point of tracefs in the guest."""
+TMPFS = "/scratch"
+"""Mount point of a tmpfs in the guest."""
+PROC = "/proc"
+"""Mount point of procfs in the guest."""
 DEVICES = "/dev"
 _PROGRAMS = "/bin"
-"""Where the shell is: uprobes need a file, and the init is the only program that there is."""
+"""Directory of the shell. Uprobes need a file, and init is the only program."""
 _DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES, _PROGRAMS
 PROGRAM = b"/init"
 BOOTED = 0x6592A940
-"""When its files were made, which is when the machine is booted, by its clock: 1 January 2024, noon."""
+"""Seconds since 1970 at which the files were made and the machine boots, by its clock.
+
+It is 1 January 2024, noon.
+"""
 _NULL = 1, 3
 ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
-"""Descriptors that all tasks have of them."""
+"""Mount point -> file descriptor of its root directory in all tasks."""
 _CLASS64 = 2
 _LITTLE = 1
 _EXECUTABLE = 2
@@ -60,7 +69,7 @@ _READ_WRITE = 6
 
 
 class CpioFile(NamedTuple):
-    """A file of an initramfs."""
+    """A file in an initramfs."""
 
     name: str
     mode: int
@@ -69,7 +78,7 @@ class CpioFile(NamedTuple):
 
 
 def init_program() -> bytes:
-    """An ELF file of two segments: the stub, and the buffer."""
+    """Return an ELF file of two segments: the stub and the buffer."""
     sizes = _HEADER_SIZE, _PROGRAM_SIZE, 2, 0, 0, 0
     identity = struct.pack("<4sBBB9x", b"\x7fELF", _CLASS64, _LITTLE, 1)
     header = identity + struct.pack(
@@ -82,7 +91,7 @@ def init_program() -> bytes:
 
 
 def initramfs() -> bytes:
-    """init, which is /bin/sh too, a null device, and directories to mount on; always the same."""
+    """Return an archive of init (also as /bin/sh), a null device and mount points; it is always the same."""
     directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in _DIRECTORIES]
     null = CpioFile(f"{DEVICES[1:]}/null", stat.S_IFCHR | 0o666, device=_NULL)
     shell = CpioFile(f"{_PROGRAMS[1:]}/sh", stat.S_IFLNK | 0o777, PROGRAM)
@@ -92,7 +101,10 @@ def initramfs() -> bytes:
 
 
 def _cpio(files: list[CpioFile]) -> bytes:
-    """The format "newc". Source: Documentation/driver-api/early-userspace/buffer-format.rst."""
+    """Write an archive in the format "newc".
+
+    Source: Documentation/driver-api/early-userspace/buffer-format.rst.
+    """
     parts = []
     for number, file in enumerate([*files, CpioFile("TRAILER!!!", 0)], start=1):
         name = file.name.encode() + b"\0"

@@ -1,4 +1,4 @@
-"""Inodes: attributes of files in a kernel's memory, read where its BTF says that they lie."""
+"""Inodes: reads attributes of files from a kernel's memory, with the offsets that its BTF gives."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ _FORMS = {
     "i_ino": "Q", "i_mode": "H", "i_nlink": "I", "i_uid": "I", "i_gid": "I", "i_size": "q", "i_blocks": "Q",
     "i_sb": "Q",
 }  # fmt: skip
-"""Members, and how they are unpacked."""
+"""Members of an inode -> struct format of the member."""
 _KEPT = 500
-"""Inodes whose bytes are compared with what they were when they were looked at last."""
+"""Limit of inodes whose decoded attributes are cached by the inode's bytes."""
 _DEVICE = "super_block.s_dev"
 _TIMES = "atime", "mtime", "ctime"
-_UNITS = {"seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
-          "nanoseconds": ("i_{}_nsec", "__i_{}.tv_nsec", "i_{}.tv_nsec")}  # fmt: skip
-"""What an inode's times are called: since 6.11, since 6.6, before."""
+_UNITS = {
+    "seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
+    "nanoseconds": ("i_{}_nsec", "__i_{}.tv_nsec", "i_{}.tv_nsec"),
+}
+"""Unit -> names of an inode's times: since Linux 6.11, since 6.6, and before."""
 _NANOSECONDS = (1 << 30) - 1
-"""A flag of the kernel's own may stand above them."""
+"""Bits of the nanoseconds. The kernel may keep a flag in the bits above."""
 
 
 def inode_offsets(btf: Btf) -> dict[str, int]:
-    """What Inodes needs: "inode.i_mode", "inode.atime.seconds" and so on. Raises: KernelError ENOENT."""
+    """Return path -> offset for Inodes, such as "inode.i_mode" and "inode.atime.seconds".
+
+    Raises: KernelError ENOENT (a member is missing).
+    """
     found = {path: btf.offset(path) for path in (*(f"inode.{name}" for name in _FORMS), _DEVICE)}
     return found | {
         f"inode.{time}.{unit}": btf.offset(next(filter(btf.has, paths), paths[-1]))
@@ -38,21 +43,27 @@ def inode_offsets(btf: Btf) -> dict[str, int]:
 
 
 class Inodes:
-    """Inodes by their addresses."""
+    """Reads inodes by their addresses."""
 
     def __init__(self, offsets: Mapping[str, int], read: Callable[[int, int], bytes]) -> None:
-        """`offsets`: as inode_offsets(); `read`: bytes of memory."""
-        self._read, self._device_offset = read, offsets[_DEVICE]
+        """Keep the offsets, which inode_offsets() returned.
+
+        `read` returns bytes of memory by address and size.
+        """
+        self._read = read
+        self._device_offset = offsets[_DEVICE]
         forms = dict(_FORMS)
         for time in _TIMES:
             forms |= {f"{time}.seconds": "q", f"{time}.nanoseconds": "I"}
         self._layout, self._in_order = layout({offsets[f"inode.{name}"]: forms[name] for name in forms})
-
         self._superblock = struct.Struct(f"<{offsets['inode.i_sb']}xQ")
         self._known = lru_cache(_KEPT)(self._told)
 
     def stat(self, inode: int) -> Stat:
-        """Mirrors: fs/stat.c:generic_fillattr (v6.1)"""
+        """Return the attributes of the inode at an address.
+
+        Mirrors: fs/stat.c:generic_fillattr (v6.1)
+        """
         data = self._read(inode, self._layout.size)
         (superblock,) = self._superblock.unpack_from(data)
         return self._known(data, self._read(superblock + self._device_offset, 4))
@@ -76,7 +87,10 @@ class Inodes:
 
 
 def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """A structure of these members, which are forms by offset, and what puts them in the given order."""
+    """Return a Struct for some members of a structure, and a function that reorders what it unpacks.
+
+    `members`: offset -> struct format. The function returns the values in the order of this mapping.
+    """
     form = "<"
     end = 0
     places = sorted(members)
@@ -87,5 +101,5 @@ def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[i
 
 
 def shown_ino(ino: int, device: int) -> int:
-    """Numbers of several file systems, which look like one from outside."""
+    """Combine the inode and device numbers, because the file systems look like one from outside."""
     return ino << 8 | device & 0xFF

@@ -1,4 +1,4 @@
-"""What the host must know of a kernel: a few addresses and offsets, out of its symbols and its BTF."""
+"""KernelOffsets: the addresses and offsets of a kernel that the host needs, from its symbols and BTF."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SYMBOLS = (
 )  # fmt: skip
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
-"""Where one of these is set, what is read of a free page is what was written when it was freed."""
+"""If one of these is set, reading a free page returns the pattern that was written when it was freed."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.__state", "task_struct.comm",
@@ -37,43 +37,53 @@ _OF_FREE_PAGES = (
     "zone.present_pages", "zone.vm_stat",
 )  # fmt: skip
 _SIZES = "page", "zone", "free_area"
-TIMEKEEPER, COARSE_CLOCKS = "tk_core", ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
-"""The kernel's time; what files take theirs from, the second one since 6.13."""
+TIMEKEEPER = "tk_core"
+"""Symbol of the kernel's time."""
+COARSE_CLOCKS = ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
+"""Functions from which timestamps of files come; the second exists since Linux 6.13."""
 TIME_READ = "read_tsc"
-"""Of the clock that is meant."""
+"""Function that reads the clock source which the host supports."""
 _OF_TIME = (
     *(f"timekeeper.tkr_mono.{name}" for name in (
         "clock", "mask", "cycle_last", "mult", "shift", "xtime_nsec", "base", "base_real",
     )),
     "timekeeper.xtime_sec", "clocksource.read",
 )  # fmt: skip
-_TIMEKEEPER_AT, _COARSE = "tk_data.timekeeper", "timekeeper.coarse_nsec"
-"""Since 6.13, and since 6.15."""
+_TIMEKEEPER_AT = "tk_data.timekeeper"
+"""Path of the timekeeper since Linux 6.13."""
+_COARSE = "timekeeper.coarse_nsec"
+"""Path of the coarse time since Linux 6.15."""
 _BEHIND_COUNT = 8
-"""Bytes in front of the timekeeper until then: a count and a lock without a size."""
+"""Offset of the timekeeper before Linux 6.13: a sequence count and a lock without a size precede it."""
 ORDERS = "zone.free_area[]"
-"""What the number of a zone's free areas is called."""
+"""Key of the number of a zone's free areas."""
 _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,
 }  # fmt: skip
-"""Of dentries whose file system is asked at each lookup; macros until they were moved, an enum since."""
+"""Flags of dentries that a file system checks at each lookup.
+
+They are macros in older kernels, and an enum in newer ones.
+"""
 
 
 @dataclass(frozen=True)
 class KernelOffsets:
-    """Addresses by symbol, offsets by path; `current_task` is one in the per-CPU area."""
+    """Addresses by symbol and offsets by path; `current_task` is an offset in the per-CPU area."""
 
     release: str
     symbols: dict[str, int]
     offsets: dict[str, int]
     current_task: int
     asks: int
-    """Flags of dentries whose file system is asked at each lookup."""
+    """Flags of dentries that a file system checks at each lookup."""
 
 
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
-    """Raises: KernelError ENOEXEC (a kernel that lacks one of them), ENODATA (one without BTF)."""
+    """Return the offsets of a kernel.
+
+    Raises: KernelError ENOEXEC (the kernel lacks one of them), ENODATA (it has no BTF).
+    """
     symbols = {name: kernel.required(name) for name in _SYMBOLS}
     for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS):
         if (address := kernel.kallsyms.lookup_name(name)) is not None:
@@ -92,16 +102,16 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a snapshot: a release, and numbers. Raises: KeyError, TypeError, ValueError."""
+    """Check that a snapshot's facts are a release and numbers. Raises: KeyError, TypeError, ValueError."""
     numbers = [value for name, value in kept.items() if name != "release"]
     words = (word for each in numbers for word in (each.values() if isinstance(each, dict) else (each,)))
     if not isinstance(kept["release"], str) or not all(map(is_word, words)):
-        raise ValueError("facts that are none")
+        raise ValueError("facts: not a release and numbers")
     return kept
 
 
 def dentry_slow_path_flags(btf: Btf) -> int:
-    """Of dentries that a lookup can't be answered from, in one word.
+    """Return the flags, in one word, of dentries from which a lookup cannot be answered.
 
     Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)
     """
@@ -117,7 +127,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Offsets, and sizes by structure; nothing for a kernel that has them in other structures."""
+    """Return path -> offset and structure -> size; empty if the kernel has other structures."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
@@ -128,7 +138,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_time(btf: Btf) -> dict[str, int]:
-    """Offsets; nothing for a kernel that keeps its time in other structures."""
+    """Return path -> offset; empty if the kernel keeps its time in other structures."""
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}

@@ -1,4 +1,4 @@
 """Kinds of probes on top of kprobes and return hooks: kretprobe, fprobe, jprobe; and rings that record hits.
 
-All of them are for users. They register under the control lock, as a kprobe is registered.
+Users register these probes directly, under the control lock, as they register kprobes.
 """

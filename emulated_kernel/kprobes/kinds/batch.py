@@ -1,4 +1,4 @@
-"""Arrays of probes: all of them are registered, or none; any kind of probe."""
+"""Arrays of probes of any kind: registers all of them or none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def register_all(
     register: Callable[[AnyProbe], None],
     unregister: Callable[[AnyProbe], None],
 ) -> None:
-    """Register in order; at the first that fails unregister those before it.
+    """Register probes in order; if one fails, unregister those before it.
 
-    Raises: KernelError (of that one), EINVAL (an empty sequence).
+    Raises: KernelError (that of the failed registration), EINVAL (an empty sequence).
     Mirrors: kernel/kprobes.c:register_kprobes (v6.1).
     """
     if not probes:

@@ -83,10 +83,15 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
     exit_registers: Sequence[str] = ()
     """Names of the registers that the exit_handler reads."""
     entry_program: CompileHandler | None = None
-    exit_program: CompileHandler | None = None
-    """The handlers as guest code, for EntryKind.CALL and EntryKind.RETURN; see Fprobes.handler_changed.
+    """Emits the entry handler as guest code, for EntryKind.CALL; see Fprobes.handler_changed.
 
-    The virtual register CALLED is the function's address; ip isn't known."""
+    The virtual register CALLED has the function's address; ip is unknown.
+    """
+    exit_program: CompileHandler | None = None
+    """Emits the exit handler as guest code, for EntryKind.RETURN; see Fprobes.handler_changed.
+
+    The virtual register CALLED has the function's address; ip is unknown.
+    """
     code: str | None = None
     """A handler in assembly for entries, which runs before the other handlers; see Kprobe."""
     return_code: str | None = None
@@ -96,10 +101,10 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
     assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
-    """Of a registered one."""
+    """The assembled handlers while the fprobe is registered."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
-    """Those that `hook` doesn't count, or doesn't any more."""
+    """Number of missed calls that `hook` does not count, or that a previous hook has counted."""
     raised: int = field(default=0, init=False)
     """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
     functions: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
@@ -115,7 +120,7 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
         self._missed += 1
 
     def leave_hook(self) -> ReturnHook | None:
-        """Keep the count without it; returns it."""
+        """Drop the return hook and return it; keep its count of missed calls."""
         hook = self.hook
         missed = self.nmissed
         self.hook = None
@@ -124,7 +129,7 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
 
 
 class PartialRegs:
-    """The registers that were saved; others are no attributes."""
+    """The registers that were saved. Access to another register raises AttributeError."""
 
     __slots__ = ("_names", "_regs")
 
@@ -150,9 +155,9 @@ class PartialRegs:
 class _FprobeOps:
     ops: FtraceOps
     code: CompiledCode | None = None
-    """What the functions' sites call instead."""
+    """Guest code that the functions' sites call instead of trapping."""
     is_python: bool = False
-    """Whether there can be none."""
+    """Whether it was found that the handlers cannot be guest code."""
 
 
 class Fprobes:
@@ -170,7 +175,10 @@ class Fprobes:
         *,
         cpus: int,
     ) -> None:
-        """`functions` gives the address of each that can be traced; it is asked once, when there is need."""
+        """Start without fprobes.
+
+        `functions` returns name -> address of all traceable functions; it is called once, at first use.
+        """
         self._kprobes = kprobes
         self._hooks = hooks
         self._arch = arch
@@ -180,14 +188,14 @@ class Fprobes:
 
     @cached_property
     def functions(self) -> Mapping[str, int]:
-        """Those that can be traced, with their addresses."""
+        """Name -> address of the traceable functions."""
         return self._traceable()
 
     def register_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Hook all functions that match.
+        """Register an fprobe and hook all functions that match.
 
-        Raises: KernelError EINVAL (none matches, registered already, code that can't be assembled),
-        EOPNOTSUPP (no fentry sites, or a register that isn't saved), ENOMEM.
+        Raises: KernelError EINVAL (none matches, registered already, code that cannot be assembled),
+        EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.
         Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
         """
         self._kprobes.lock.assert_held()
@@ -214,21 +222,22 @@ class Fprobes:
         sites.attach(registered.ops, fp.functions)
 
     def unregister_fprobe(self, fp: Fprobe) -> None:
-        """Calls that are pending return without the handler.
+        """Unregister an fprobe. Pending calls return without calling the exit handler.
 
-        Raises: KernelError EINVAL. Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
+        Raises: KernelError EINVAL.
+        Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
         """
         self._kprobes.lock.assert_held()
         registered = self._registered.get(fp)
         if registered is None:
             raise KernelError(errno.EINVAL, "the fprobe isn't registered")
         assert self._kprobes.sites is not None
-        # Other CPUs call it until the text has changed.
+        # Other CPUs call the code until the text has changed.
         self._kprobes.sites.detach(registered.ops)
         del self._registered[fp]
         self._drop_code(fp, registered)
         self._kprobes.compiler.drop_asm_thunks(fp)
-        # Its own handler may be what has called this: nothing is made of it any more.
+        # The caller may be the fprobe's own handler, so make no more guest code for it.
         registered.is_python = True
         hook = fp.leave_hook()
         if hook is not None:
@@ -244,26 +253,26 @@ class Fprobes:
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Let it run where Python handles calls, or not while the fprobe is disabled."""
+        """Let assembly handlers run where Python handles calls, unless the fprobe is disabled."""
         moments = () if fp.is_disabled else fp.texts
         registered.ops.assembly = fp if HandlerPoint.PRE in moments else None
         if fp.hook is not None:
             fp.hook.assembled = fp.assembled if HandlerPoint.RETURN in moments else None
 
     def disable_fprobe(self, fp: Fprobe) -> None:
-        """Its handlers aren't called any more. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
+        """Stop calling the handlers. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
         self._kprobes.lock.assert_held()
         fp.is_disabled = True
         self.handler_changed(fp)
 
     def enable_fprobe(self, fp: Fprobe) -> None:
-        """Its handlers are called again. Mirrors: include/linux/fprobe.h:enable_fprobe (v6.1)."""
+        """Call the handlers again. Mirrors: include/linux/fprobe.h:enable_fprobe (v6.1)."""
         self._kprobes.lock.assert_held()
         fp.is_disabled = False
         self.handler_changed(fp)
 
     def handler_changed(self, fp: Fprobe) -> None:
-        """What its programs make differs from now on, or whether they make any."""
+        """Drop the guest code of an fprobe, because its programs or its disabled flag have changed."""
         registered = self._registered.get(fp)
         if registered is None:
             return
@@ -296,7 +305,7 @@ class Fprobes:
     # Registers
 
     def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
-        """Names of what the entry and the exit handler get."""
+        """Return the names of the registers that the entry and the exit handler get."""
         if fp.registers is FprobeRegs.PT_REGS:
             return (frozenset(self._arch.pt_regs),) * 2
         return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)
@@ -335,7 +344,7 @@ class Fprobes:
         return registered
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """What hits are to be from now on."""
+        """Compile the fprobe's entry; hits run the code, or Python if it cannot be compiled."""
         sites = self._kprobes.sites
         builder = ProgramBuilder()
         assert sites is not None
@@ -350,12 +359,12 @@ class Fprobes:
         registered.is_python = registered.code is None
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
-        """What `_entered` does as guest code, where Python has no say in it."""
+        """Emit guest code for the entry; return False if it needs Python."""
         native = self._hooks.native
         if native is None or fp.is_disabled or fp.entry_data_size:
             return False
         if fp.assembled is not None:
-            # In front of what uses virtual registers.
+            # These handlers must come first, because the code that follows uses virtual registers.
             fp.assembled.emit(builder, HandlerPoint.PRE)
         if fp.entry_handler is not None:
             if fp.entry_program is None:
@@ -366,7 +375,7 @@ class Fprobes:
         return fp.hook is None or native.emit_entry(builder, EntryKind.CALL, fp.hook, keeps_called=True)
 
     def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Called:
-        """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
+        """Return the entry handler of the sites. Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
         hook_call = self._hooks.hook_call
         hook = fp.hook
         word = self._arch.word_size
@@ -390,7 +399,7 @@ class Fprobes:
         return entered
 
     def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[RethookNode, Any], None]:
-        """Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
+        """Return the handler of returns. Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
         word = self._arch.word_size
         ctlblk = self._kprobes.hits.ctlblk
 
@@ -409,7 +418,7 @@ class Fprobes:
     def _call(
         self, fp: Fprobe, handler: FprobeHandler | None, address: int, regs: Any, data: memoryview
     ) -> bool:
-        """A handler that raises counts as one that returned 0."""
+        """Call a handler. If it raises, count and report this, and return False."""
         if handler is None:
             return False
         try:
@@ -421,7 +430,7 @@ class Fprobes:
 
 
 def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
-    """The exit handler behind what has left the function's address in SLOT."""
+    """Emit the exit handler. The return hook has put the function's address into SLOT."""
     if fp.is_disabled:
         return False
     if fp.exit_handler is None:

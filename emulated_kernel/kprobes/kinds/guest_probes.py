@@ -1,4 +1,4 @@
-"""GuestProbes: probes that the guest registers itself, with handlers that are functions of its modules."""
+"""GuestProbes: probes that the guest's modules register, with handlers in the guest."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _FLAGS = {
     KprobeFlag.FTRACE: 8,
     KprobeFlag.ON_FUNC_ENTRY: 16,
 }
-"""Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1)."""
+"""Flag -> its bit in a struct kprobe. Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1)."""
 
 
 @dataclass(eq=False, slots=True)
 class GuestKprobe(Kprobe):
-    """A struct kprobe of the guest's."""
+    """A probe for a struct kprobe in guest memory."""
 
     memory: GuestMemory = field(kw_only=True)
     missed_at: int = field(kw_only=True)
-    """Address of its nmissed."""
+    """Address of the structure's nmissed."""
 
     @property
     def nmissed(self) -> int:
@@ -48,19 +48,19 @@ class GuestKprobe(Kprobe):
 
     @nmissed.setter
     def nmissed(self, value: int) -> None:
-        # Its owner may have freed it: no hit is to fail for that.
+        # The owner may have freed the structure; the hit must not fail because of that.
         with suppress(MemoryFault):
             self.memory.write_word(self.missed_at, value)
 
 
 @dataclass(frozen=True, eq=False)
 class _GuestProbe:
-    """A structure of the guest's, and the probe that stands for it."""
+    """A probe structure in guest memory, and the probe that was registered for it."""
 
     address: int
     probe: Kprobe | Jprobe
     functions: tuple[int, ...]
-    """Addresses of its handlers."""
+    """Addresses of the probe's handlers."""
 
     @property
     def kprobe(self) -> Kprobe:
@@ -68,9 +68,9 @@ class _GuestProbe:
 
 
 class GuestProbes:
-    """Serves Hypercall.KPROBES, and calls the handlers in the guest, on the stack that was interrupted.
+    """Serves Hypercall.KPROBES, and calls the handlers in the guest, on the interrupted stack.
 
-    While there are any, breakpoint handlers are called between two runs of the emulator: see
+    While such probes exist, breakpoint handlers are called between two runs of the emulator; see
     TrapHooks.guest_callers.
     """
 
@@ -84,7 +84,10 @@ class GuestProbes:
         note: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:
-        """`note` keeps a line for the kernel log while the guest can't write it, `log` writes one."""
+        """Start without probes.
+
+        `note` keeps a line for the kernel log while the guest cannot write it; `log` writes a line.
+        """
         self._kprobes = kprobes
         self._kretprobes = kretprobes
         self._jprobes = jprobes
@@ -100,15 +103,15 @@ class GuestProbes:
         self._sp = arch.registers.sp
         self._found: dict[int, _GuestProbe] = {}
         self._given_up: set[int] = set()
-        """Handlers that faulted or didn't return."""
+        """Addresses of handlers that faulted or did not return."""
         if jprobes is not None and "host_jprobe_return" in self._abi:
             machine.memory.write_word(self._abi["host_jprobe_return"], jprobes.jprobe_return)
 
     def serve(self, op: int, probe: int, _unused: int) -> int:
-        """A request of the guest's about the structure at `probe`.
+        """Execute the guest's request `op` for the structure at `probe`.
 
-        Raises: KernelError EFAULT (no such memory), EINVAL (no such op, registered already or not at all),
-        EOPNOTSUPP (a jprobe, where there are none), as `Kprobes` and `Kretprobes` do.
+        Raises: KernelError EFAULT (no such memory), EINVAL (unknown op, registered already, or not
+        registered), EOPNOTSUPP (a jprobe, if the profile has none), as `Kprobes` and `Kretprobes` do.
         """
         try:
             match op:
@@ -163,31 +166,33 @@ class GuestProbes:
         return bool(self._read_int(probe, "kprobe.flags") & _FLAGS[KprobeFlag.DISABLED])
 
     def _register_kprobe(self, probe: int) -> _GuestProbe:
-        before, behind = (self._read(probe, f"kprobe.{name}") for name in ("pre_handler", "post_handler"))
+        before = self._read(probe, "kprobe.pre_handler")
+        after = self._read(probe, "kprobe.post_handler")
 
         def pre_handler(kprobe: Kprobe, regs: Regs) -> int:
             return self._call(kprobe, before, regs, probe)
 
         def post_handler(kprobe: Kprobe, regs: Regs) -> None:
-            self._call(kprobe, behind, regs, probe, 0)
+            self._call(kprobe, after, regs, probe, 0)
 
         kprobe = GuestKprobe(
             **self._place(probe),
             pre_handler=pre_handler if before else None,
-            post_handler=post_handler if behind else None,
+            post_handler=post_handler if after else None,
             disabled=self._is_disabled(probe),
             memory=self._memory,
             missed_at=probe + self._abi["kprobe.nmissed"],
         )
         self._kprobes.register_kprobe(kprobe)
-        return _GuestProbe(probe, kprobe, (before, behind))
+        return _GuestProbe(probe, kprobe, (before, after))
 
     def _register_return(self, probe: int) -> _GuestProbe:
-        entry, leave = (self._read(probe, f"kretprobe.{name}") for name in ("entry_handler", "handler"))
+        entry = self._read(probe, "kretprobe.entry_handler")
+        leave = self._read(probe, "kretprobe.handler")
         header = self._abi["kretprobe_instance.data"]
         size = self._read(probe, "kretprobe.data_size")
         if size > KRETPROBE_MAX_DATA_SIZE - header:
-            # Linux: of all of them the data may have as many bytes.
+            # Linux: the data alone may have this many bytes, without the header.
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE - header} bytes of data")
 
         def entry_handler(instance: RethookNode, regs: Regs) -> int:
@@ -210,7 +215,7 @@ class GuestProbes:
         return _GuestProbe(probe, rp, (entry, leave))
 
     def _instance(self, probe: int, instance: RethookNode) -> int:
-        """Fill in the struct kretprobe_instance in front of a call's data; its address."""
+        """Fill in the struct kretprobe_instance before a call's data, and return its address."""
         address = instance.data_address
         self._write(address, "kretprobe_instance.rp", probe)
         self._write(address, "kretprobe_instance.ret_addr", instance.ret_addr)
@@ -224,7 +229,8 @@ class GuestProbes:
         place = self._place(probe)
         entry = self._read(probe, "jprobe.entry")
         jprobe = Jprobe(entry, symbol_name=place["symbol_name"], addr=place["addr"])
-        jprobe.kp.offset, jprobe.kp.disabled = place["offset"], self._is_disabled(probe)
+        jprobe.kp.offset = place["offset"]
+        jprobe.kp.disabled = self._is_disabled(probe)
         self._jprobes.register_jprobe(jprobe)
         return _GuestProbe(probe, jprobe, (entry,))
 
@@ -260,7 +266,7 @@ class GuestProbes:
             self._write_int(probe, "kprobe.flags", shown)
 
     def forget_within(self, spans: Iterable[tuple[int, int]], module: str) -> None:
-        """Unregister what lies in memory that is about to be freed, or has its handlers there.
+        """Unregister probes whose structure or handlers are in memory that is about to be freed.
 
         Deviates: Linux leaves them registered, and jumps to freed memory at the next hit.
         """
@@ -273,9 +279,10 @@ class GuestProbes:
     # Hits
 
     def _call(self, kprobe: Kprobe, handler: int, regs: Regs, first: int, *more: int) -> int:
-        """Call a handler with the registers at the hit as a struct pt_regs, which it may change, but for sp.
+        """Call a handler with a struct pt_regs of the hit. It may change all registers except sp.
 
-        One that faults, loops or sleeps isn't called again. Linux: an oops in the probed task.
+        A handler that faults, loops or sleeps is never called again.
+        Linux: an oops in the probed task.
         """
         if handler in self._given_up:
             return 0

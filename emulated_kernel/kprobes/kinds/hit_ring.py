@@ -1,4 +1,4 @@
-"""HitRing: the latest hits of probes, with some of their registers, written by guest code without a trap."""
+"""HitRing: the latest hits of probes with some of their registers, recorded by guest code without a trap."""
 
 from __future__ import annotations
 
@@ -55,12 +55,15 @@ class HitRing:
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
-        """Raises: ValueError (capacity is no power of 2, a register's name), HardwareError (no memory)."""
+        """Allocate the rings.
+
+        Raises: ValueError (capacity is not a power of 2, or unknown register), HardwareError (no memory).
+        """
         if capacity < 1 or capacity & (capacity - 1):
-            raise ValueError(f"{capacity} entries: take a power of 2")
+            raise ValueError(f"capacity: {capacity} is not a power of 2")
         for name in registers:
             if name not in arch.pt_regs:
-                raise ValueError(f"no register {name}")
+                raise ValueError(f"registers: no register {name}")
         self._machine = machine
         self._memory = cells = machine.records
         self._word = word = arch.word_size
@@ -73,7 +76,7 @@ class HitRing:
         self._entry = struct.Struct(f"<{_FIXED + len(registers)}{code}")
         self._offset = cells.alloc_percpu(2 * word)
         self._cells = [cell.cast(code) for cell in cells.cells(self._offset, 2 * word)]  # type: ignore[call-overload]
-        """Of each CPU: hits so far, and the address of its entries."""
+        """For each CPU: number of hits so far, and address of its entries."""
         self._starts = [self._new_ring(cell) for cell in self._cells]
         self._views = [cells.view(start, capacity << self._shift) for start in self._starts]
 
@@ -135,7 +138,7 @@ class HitRing:
         self._memory.free_percpu(self._offset)
 
     def _note(self, address: int, regs: Any) -> None:
-        """The handler, where the hit has trapped anyway."""
+        """Record a hit in Python, for hits that have trapped."""
         cpu = self._machine.cpu
         hits = self._cells[cpu][0]
         values = [getattr(regs, name) for name in self._registers]
@@ -143,7 +146,7 @@ class HitRing:
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
     def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
-        """The same as guest code; without an address it is in CALLED."""
+        """Emit code that records a hit. Without an address, the code reads it from CALLED."""
         word = self._word
         at = _AT, word
         builder.emit(

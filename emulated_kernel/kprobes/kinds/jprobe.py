@@ -1,6 +1,6 @@
-"""Jprobe: a function with a probed one's signature, which sees its arguments; in the guest, or in Python.
+"""Jprobe: a handler with the signature of the probed function, in the guest or in Python.
 
-Source: "Kernel Probes" (2010), section 1.2. Linux had it up to 4.14.
+Source: "Kernel Probes" (2010), section 1.2. Linux had jprobes up to 4.14.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 MAX_STACK_SIZE = 64
-"""Bytes of the stack that are kept for the probed function, whose arguments its mirror may overwrite."""
+"""Bytes of the stack that are saved for the probed function.
+
+The jprobe's function may overwrite the arguments there.
+"""
 
 
 JprobeHandler = Callable[..., object]
@@ -63,7 +66,7 @@ class Jprobes:
         self._registers = arch.registers
         self._word = arch.word_size
         self.jprobe_return = machine.text.alloc_text(len(arch.breakpoint))
-        """Address that a mirror function jumps to or calls at its end."""
+        """Address to which a jprobe's function jumps, or which it calls, at its end."""
         machine.text.poke(self.jprobe_return, arch.breakpoint)
         machine.breakpoints[self.jprobe_return] = kprobes.hits.on_break
 
@@ -85,7 +88,10 @@ class Jprobes:
         self._kprobes.register_kprobe(kp)
 
     def _calling(self, handler: JprobeHandler) -> PreHandler:
-        """Arguments beyond the registers lie on the stack, behind the return address if that is there."""
+        """Return a pre_handler that calls `handler` with the probed function's arguments.
+
+        Arguments that are not in registers are on the stack, after the return address if that is there too.
+        """
         count = len(signature(handler).parameters)
         names = self._registers.arguments[:count]
         memory = self._memory
@@ -95,28 +101,32 @@ class Jprobes:
         def enter(_kprobe: Kprobe, regs: Regs) -> None:
             start = getattr(regs, self._registers.sp) + first
             on_stack = range(start, start + word * (count - len(names)), word)
-            handler(*(getattr(regs, name) for name in names), *map(memory.read_word, on_stack))
+            stacked = [memory.read_word(at) for at in on_stack]
+            handler(*(getattr(regs, name) for name in names), *stacked)
 
         return enter
 
     def unregister_jprobe(self, jprobe: Jprobe) -> None:
-        """As unregister_kprobe."""
+        """Unregister a jprobe, as unregister_kprobe does."""
         self._kprobes.unregister_kprobe(jprobe.kp)
 
 
 def become_jprobe(kprobe: Kprobe) -> None:
-    """Let a kprobe on a function's entry, whose handler is no function of the guest's, count as a jprobe."""
+    """Let a kprobe on a function's entry count as a jprobe, although its handler is not a guest function."""
     kprobe.kind = "j"
     kprobe.break_handler = _never_left_open
 
 
 def _never_left_open(_kprobe: Kprobe, _regs: Regs) -> int:
-    """A function has one jprobe, and no jump takes its breakpoint's place, whatever its handler is."""
+    """Return 0.
+
+    Its presence as break_handler gives a function at most one jprobe, and prevents optimization.
+    """
     return 0
 
 
 class _Mirror:
-    """What a jprobe's kprobe does: enter the mirror function, and come back as if nothing had been.
+    """Handlers of a jprobe's kprobe: enter the jprobe's function, and restore the state afterwards.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:setjmp_pre_handler, longjmp_break_handler (v4.14).
     """
@@ -127,10 +137,11 @@ class _Mirror:
         self._memory = memory
         self._ctlblk = ctlblk
         self._saved: dict[int, tuple[Any, bytes]] = {}
-        """Registers and stack of each CPU: one in the mirror may have to wait for another one."""
+        """CPU -> saved registers and stack; another CPU may enter while one waits in the function.
+        """
 
     def enter(self, _kprobe: Kprobe, regs: Regs) -> int:
-        """The kprobe's pre_handler."""
+        """Save registers and stack, and go to the jprobe's function, as the kprobe's pre_handler."""
         stack = self._read_stack(getattr(regs, self._registers.sp))
         self._saved[self._ctlblk.cpu] = regs.snapshot(), stack
         setattr(regs, self._registers.ip, self._entry)
@@ -143,7 +154,7 @@ class _Mirror:
             return self._memory.read(sp, -sp % PAGE_SIZE)
 
     def leave(self, _kprobe: Kprobe, regs: Regs) -> int:
-        """The kprobe's break_handler, at jprobe_return."""
+        """Restore registers and stack at jprobe_return, as the kprobe's break_handler."""
         saved, stack = self._saved.pop(self._ctlblk.cpu)
         regs.restore(saved)
         self._memory.write(getattr(regs, self._registers.sp), stack)

@@ -1,4 +1,4 @@
-"""Kretprobe: a probe on a function's return; the entry probe that hooks it, and what both share."""
+"""Kretprobe: a probe on a function's return, with the entry probe that hooks it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Kretprobe(Kprobe[RegsT]):
     handler: KretprobeHandler[RegsT] | None = None
     """Called when the function returns."""
     return_program: CompileHandler | None = None
-    """The handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
+    """Emits the handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
     return_code: str | None = None
     """A handler in assembly for returns. `code` is the one for entries; both have the same cells."""
     entry_handler: KretprobeHandler[RegsT] | None = None
@@ -56,7 +56,7 @@ class Kretprobe(Kprobe[RegsT]):
     """Size of a call's own data, in bytes, at most 4096."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
-    """Calls missed and returned as of its unregistration."""
+    """Numbers of missed and returned calls, kept from unregistration on."""
 
     def __post_init__(self) -> None:
         self.kind = "r"
@@ -88,7 +88,7 @@ class Kretprobe(Kprobe[RegsT]):
         self.hits_missed = value - self.instances_missed
 
     def leave_hook(self) -> ReturnHook | None:
-        """Keep the counts without it; returns it."""
+        """Drop the return hook and return it; keep its counts."""
         hook = self.hook
         counts = (self.instances_missed, self.returns)
         self.hook = None
@@ -103,7 +103,7 @@ class Kretprobes:
     """
 
     def __init__(self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Sequence[int]) -> None:
-        """`blacklist`: addresses of functions whose return can't be hooked."""
+        """Start without probes. `blacklist`: addresses of functions whose returns cannot be hooked."""
         self._kprobes = kprobes
         self._hits = kprobes.hits
         self.hooks = hooks
@@ -114,8 +114,9 @@ class Kretprobes:
     def register_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Register a probe on a function's return.
 
-        Raises: KernelError EINVAL (not a function's entry, its return can't be hooked, registered already),
-        E2BIG (data_size), EOPNOTSUPP (unified, and not traceable), ENOMEM, as `register_kprobe`.
+        Raises: KernelError EINVAL (not a function's entry, its return cannot be hooked, registered already),
+        E2BIG (data_size), EOPNOTSUPP (the unified shadow stack, and the function is not traceable), ENOMEM,
+        as `register_kprobe`.
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
         address = self._kprobes.function_entry(rp)
@@ -142,7 +143,8 @@ class Kretprobes:
         rp.post_handler = None
         program = rp.return_program if rp.handler is not None else _nothing
         hook = self.hooks.add(self._return_handler(rp), rp.maxactive, rp.data_size, program)
-        # What has a site for fentry is C; with it the compiler relies on no more (-fipa-ra is off).
+        # A function with an fentry site is C, and is compiled without -fipa-ra, so callers rely on the
+        # convention.
         hook.follows_convention = address in self._kprobes.probe_checker.mcount
         rp.hook = hook
         hook.probe = rp
@@ -150,14 +152,14 @@ class Kretprobes:
         rp.program = self._entry_program(rp, hook)
 
     def _entry_program(self, rp: Kretprobe, hook: ReturnHook) -> CompileHandler | None:
-        """The hooking as guest code; None where an entry handler needs Python, or there is much to clear."""
+        """Return the program that hooks calls; None if it needs Python, or has too much data to clear."""
         native = self.hooks.native
         if native is None or rp.entry_handler is not None or rp.data_size > _CLEARED_DATA_SIZE:
             return None
         return lambda builder, way: native.emit_entry(builder, way, hook)
 
     def handler_changed(self, rp: Kretprobe) -> None:
-        """What its `return_program` makes differs from now on, or whether it makes any."""
+        """Drop the guest code of a probe, because its `return_program` makes other code or none."""
         if rp.hook is not None:
             self.hooks.handler_changed(rp.hook)
             self._kprobes.handler_changed(rp)
@@ -168,9 +170,12 @@ class Kretprobes:
             self.hooks.remove(hook)
 
     def unregister_kretprobe(self, rp: Kretprobe) -> None:
-        """Calls that are pending return without the handler. One that isn't registered is ignored."""
+        """Unregister a probe.
+
+        Pending calls return without calling the handler. Ignore an unregistered probe.
+        """
         if rp.hook is not None:
-            # What runs at returns goes before its cells do.
+            # Code that runs at returns must be dropped before its cells are freed.
             self.hooks.handler_changed(rp.hook)
             rp.hook.assembled = None
         self._kprobes.unregister_kprobe(rp)
@@ -179,7 +184,7 @@ class Kretprobes:
     # Hits
 
     def _entry(self, rp: Kretprobe, hook: ReturnHook) -> Callable[[Kprobe, Any], None]:
-        """Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
+        """Return the entry handler. Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
         hook_call = self.hooks.hook_call
         entry_handler = rp.entry_handler
 
@@ -197,7 +202,7 @@ class Kretprobes:
         return entered
 
     def _return_handler(self, rp: Kretprobe) -> Callable[[RethookNode, Any], None]:
-        """Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1)."""
+        """Return the handler of returns. Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1)."""
         ctlblk = self._hits.ctlblk
         by_breakpoint = self.hooks.trampoline.form is TrampolineForm.BREAKPOINT
 
@@ -217,5 +222,5 @@ class Kretprobes:
 
 
 def _nothing(_builder: ProgramBuilder, _way: EntryKind) -> bool:
-    """The program of no handler."""
+    """Emit nothing, for a probe without a handler."""
     return True

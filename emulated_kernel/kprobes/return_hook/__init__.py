@@ -1,6 +1,6 @@
-"""Return hooks: a function's return address is replaced, and kept on a shadow stack until it returns.
+"""Return hooks: replace a function's return address, and keep the real one on a shadow stack.
 
-From outside: HookSets, ReturnHooks, ReturnHook and RethookNode. All state is words of guest memory, on which
-guest code works too: Python changes them while the guest stands still, with the control lock held. Locks
-among those words (KretprobeInstTable) are taken by guest code alone.
+Other subpackages use HookSets, ReturnHooks, ReturnHook and RethookNode. All state is words of guest memory,
+which guest code changes too. Python changes them while the guest is stopped, with the control lock held. Only
+guest code takes the locks among these words (KretprobeInstTable).
 """

@@ -1,8 +1,8 @@
-"""Hooked calls without the host: guest code takes and pushes nodes at entries, and handles returns.
+"""NativeReturns: emits guest code that hooks calls and handles their returns without the host.
 
-A call whose hook has a handler in guest code returns to a trampoline of its own. Python hooks calls so that
-they return to the other one, which saves all registers for it; and where two hooks meet on one stack slot,
-that one takes both.
+A call whose hook has a handler in guest code returns to the native trampoline. Calls that Python hooks return
+to the other trampoline, which saves all registers for it. If two hooks share a stack slot, that trampoline
+handles both.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 
 Keep = Callable[[Label], object]
-"""Emits the filling of NODE's data; goes to the label where the call isn't to be awaited."""
+"""Emits code that fills NODE's data; the code jumps to the label if the call shall not be hooked."""
 
 
 class NativeReturns:
-    """The guest code of the hooks on one shadow stack."""
+    """Emits the guest code of the hooks on one shadow stack."""
 
     def __init__(
         self, stack: ShadowStack, code: StackCode[Any], trampoline: Trampoline, compiler: Compiler, arch: Arch
@@ -80,10 +80,10 @@ class NativeReturns:
     def emit_entry(
         self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook, *, keeps_called: bool = False
     ) -> bool:
-        """Add the hooking of a call to what is done at its function's entry, or its being missed.
+        """Emit code at a function's entry that hooks the call, or counts it as missed.
 
-        The hook's data becomes zeros. With `keeps_called`, which needs EntryKind.CALL, it becomes the
-        function's address.
+        The hook's data become zeros. With `keeps_called`, which needs EntryKind.CALL, they become the
+        function's address. Return False if there is no trampoline yet.
         """
         if not self._trampoline.address:
             return False
@@ -99,7 +99,7 @@ class NativeReturns:
         return True
 
     def emit_graph_entry(self, builder: ProgramBuilder, hook: ReturnHook, keep: Keep) -> None:
-        """The same at the fentry sites of the function graph, whose calls aren't all awaited."""
+        """Emit the hooking at fentry sites of the function graph; `keep` may emit a jump that skips it."""
         code = self.graph_code
         words = self._data_words(hook)
         done = self._enter(builder, EntryKind.CALL, hook)
@@ -113,12 +113,12 @@ class NativeReturns:
 
     @property
     def graph_code(self) -> RetStackCode:
-        """That of the tasks' arrays."""
+        """The code for the tasks' arrays of the function graph."""
         assert isinstance(self._code, RetStackCode), "the function graph has its own shadow stack"
         return self._code
 
     def _enter(self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook) -> Label:
-        """NODE is the call; what it returns is where calls go that are missed."""
+        """Emit code that takes NODE for the call; return the label to which missed calls jump."""
         self._prepare_handler(hook)
         done = builder.label()
         with builder.out_of_line() as missed:
@@ -128,21 +128,21 @@ class NativeReturns:
         return done
 
     def _find_return(self, builder: ProgramBuilder, way: EntryKind) -> None:
-        """SLOT and RET of the function that begins."""
+        """Emit code that sets SLOT and RET for the function that begins."""
         builder.emit(GetRegister(SLOT, self._sp))
         if self._link is not None:
             builder.emit(GetRegister(RET, self._link))
             return
         if way is EntryKind.CALL:
             builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
-        # The call has just put it there: it can't fault.
+        # The call has just written to this address, so the load cannot fault.
         builder.emit(Load(RET, SLOT, 0, self._word))
 
     def _data_words(self, hook: ReturnHook) -> int:
         return -(-hook.data_size // self._word)
 
     def get_called(self, builder: ProgramBuilder, register: int) -> None:
-        """`register` = the address of the function whose fentry site has called."""
+        """Emit code that sets `register` to the address of the function whose fentry site calls."""
         if self._called_by is not None:
             builder.emit(GetRegister(register, self._called_by))
         else:
@@ -150,7 +150,7 @@ class NativeReturns:
         builder.emit(compute(Arithmetic.ADD, register, -self._call_size))
 
     def _replace(self, builder: ProgramBuilder, hook: ReturnHook) -> None:
-        """Where the function returns, RET until now, becomes a trampoline's address."""
+        """Emit code that replaces the return address RET with a trampoline's address."""
         trampoline = self._trampoline
         if hook.code is None:
             self._return_to(builder, trampoline.address)
@@ -173,7 +173,7 @@ class NativeReturns:
     # Returns
 
     def _prepare_handler(self, hook: ReturnHook) -> None:
-        """Make the hook's handler, if it can be guest code."""
+        """Compile the hook's handler, if it can be guest code."""
         if hook.code is not None or hook.program is None:
             return
         if not (hook.follows_convention or self._compiler.saves_all) or not self._has_trampoline():
@@ -189,7 +189,7 @@ class NativeReturns:
             self._stack.words[hook.address + HANDLER * self._word] = hook.code.entry
 
     def _emit_assembly(self, builder: ProgramBuilder, hook: ReturnHook) -> bool:
-        """False where it reads a register that the trampoline doesn't keep."""
+        """Emit the assembly handlers; return False if they read registers that are not saved."""
         assembled = hook.assembled
         if assembled is not None:
             if not (self._compiler.saves_all or self._kept.issuperset(assembled.reads(HandlerPoint.RETURN))):
@@ -198,14 +198,17 @@ class NativeReturns:
         return True
 
     def drop_handler(self, hook: ReturnHook) -> None:
-        """What the hook does differs from now on: Python handles its returns, until the next entry."""
+        """Drop the guest code of a hook whose handler has changed.
+
+        Python handles its returns until the next entry.
+        """
         if hook.code is not None:
             self._stack.words[hook.address + HANDLER * self._word] = 0
             self._compiler.retire(hook.code)
             hook.code = None
 
     def _has_trampoline(self) -> bool:
-        """Make it, if it isn't there."""
+        """Return True if the native trampoline exists; make it if possible."""
         if self._dispatch is None:
             builder = ProgramBuilder()
             self._emit_dispatch(builder)
@@ -217,7 +220,10 @@ class NativeReturns:
         return True
 
     def _emit_dispatch(self, builder: ProgramBuilder) -> None:
-        """Go on at the handler of the call that returns; Python's, if that isn't the newest or has none."""
+        """Emit a jump to the newest call's handler.
+
+        If it is not the returning call, or has no handler in guest code, jump to Python's code.
+        """
         python = builder.label()
         self._code.find(builder, python)
         builder.emit(
@@ -230,7 +236,7 @@ class NativeReturns:
         builder.place(python)
 
     def close(self) -> None:
-        """No call is hooked any more: the trampoline goes."""
+        """Drop the trampoline; no call may be hooked any more."""
         if self._dispatch is not None:
             self._trampoline.adopt_native(None)
             self._compiler.retire(self._dispatch)
@@ -238,5 +244,5 @@ class NativeReturns:
 
 
 def _signed(address: int) -> int:
-    """An address in reach of the guest's text as 32 bits that are extended by their sign."""
+    """Return an address as a sign-extended 32-bit value; it must be within reach of the guest's text."""
     return (address & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)

@@ -1,4 +1,4 @@
-"""Words of guest memory: GuestHeap allocates those of shadow stacks, TaskFields finds a task_struct's."""
+"""GuestHeap: words of guest memory for shadow stacks; TaskFields: the fields of task_structs for them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _FORMATS = {4: "I", 8: "Q"}
 
 
 class ViewedMemory(Protocol):
+    """Memory that can be viewed as live bytes."""
+
     def view(self, va: int, size: int, /) -> memoryview: ...
 
 
 class PageSource(Protocol):
-    """What the machine gives: pages that host and guest can read and write."""
+    """The machine's allocator of pages that host and guest can read and write."""
 
     @property
     def memory(self) -> ViewedMemory: ...
@@ -32,7 +34,7 @@ class PageSource(Protocol):
 
 
 class GuestHeap:
-    """Allocates zeroed memory in small pieces; `words[address]` is the word there."""
+    """Allocates small pieces of zeroed memory; `words[address]` is the word at an address."""
 
     def __init__(self, source: PageSource, word_size: int) -> None:
         self._source = source
@@ -41,7 +43,7 @@ class GuestHeap:
         self._chunks: dict[int, UnitPool] = {}
         self._pages: dict[int, memoryview] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
-        """Of each piece the bytes asked for, and its chunk."""
+        """Address of a piece -> its size in bytes, and its chunk."""
 
     def __getitem__(self, address: int) -> int:
         return self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift]
@@ -50,21 +52,21 @@ class GuestHeap:
         self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift] = value
 
     def view(self, address: int, size: int) -> memoryview:
-        """Live bytes of an allocated piece, or of a part of it."""
+        """Return the live bytes of an allocated piece, or of a part of it."""
         return self._source.memory.view(address, size)
 
     @property
     def used(self) -> int:
-        """Bytes asked for, as the sum of what was allocated and not freed."""
+        """Total size of the pieces that are allocated now, in bytes."""
         return sum(size for size, _ in self._sizes.values())
 
     def size_of(self, address: int) -> int:
-        """Bytes asked for by the `alloc` that returned `address`."""
+        """Return the size that was passed to the `alloc` that returned `address`."""
         return self._sizes[address][0]
 
     def alloc(self, size: int) -> int:
-        """Address of `size` zeroed bytes. Raises: KernelError ENOMEM."""
-        # The newest first: of thousands the older ones are full.
+        """Return the address of `size` zeroed bytes. Raises: KernelError ENOMEM."""
+        # Try the newest chunk first; if there are thousands, the older ones are full.
         for base, pool in reversed(self._chunks.items()):
             try:
                 address = pool.alloc(size)
@@ -77,7 +79,7 @@ class GuestHeap:
         return self.alloc(size)
 
     def free(self, address: int) -> None:
-        """Give back a piece; pages without any go back to the machine."""
+        """Free a piece; a chunk without pieces is returned to the machine."""
         _, base = self._sizes.pop(address)
         pool = self._chunks[base]
         pool.free(address)
@@ -88,7 +90,7 @@ class GuestHeap:
         try:
             base = self._source.alloc_pages(size)
         except HardwareError as error:
-            raise KernelError(errno.ENOMEM, "no memory left for shadow stacks") from error
+            raise KernelError(errno.ENOMEM, "shadow stacks: no memory left") from error
         self._chunks[base] = UnitPool(base, size, _UNIT)
         for page in range(base, base + size, PAGE_SIZE):
             self._add_page(page)
@@ -105,15 +107,17 @@ class GuestHeap:
 
 
 _KEPT = 1024
-RETHOOKS, RET_STACK = range(2)
-"""Indices of `TaskFields.of`."""
+RETHOOKS = 0
+"""Index of `rethooks` in TaskFields.of()."""
+RET_STACK = 1
+"""Index of `ret_stack` in TaskFields.of()."""
 
 
 class TaskFields:
-    """Finds the fields by task; of tasks that have no room for them the host keeps them.
+    """Finds the fields by task; if task_structs have no space for them, the host keeps them.
 
-    An image that doesn't say which task runs has one shadow stack for all; one that has `rethooks` alone has
-    no RetStack.
+    If the image does not show which task runs, all tasks share one shadow stack. If it has only `rethooks`,
+    there is no RetStack.
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack (v6.1).
     """
 
@@ -123,24 +127,25 @@ class TaskFields:
         self._word_size = word_size
         self._known: dict[int, memoryview] = {}
         self._currents: dict[int, memoryview] = {}
-        """By per-CPU area."""
+        """Per-CPU area -> live word with the CPU's current task."""
         self._offset = rethooks = abi.get("task_struct.rethooks")
         self._current_at = abi.get("percpu.current_task")
         self._current: memoryview | None = None
         self.cpu = 0
-        """Number of the CPU that is the current one."""
+        """Number of the current CPU."""
         self._size = 2 * word_size
         self._step = 1
         if rethooks is not None:
             offsets = [rethooks, *(abi[name] for name in ("task_struct.ret_stack",) if name in abi)]
-            self._offset, self._size = min(offsets), word_size * len(offsets)
+            self._offset = min(offsets)
+            self._size = word_size * len(offsets)
             self._step = (offsets[-1] - rethooks) // word_size or 1
-            assert self._step in (-1, 1), "they aren't side by side"
+            assert self._step in (-1, 1), "rethooks and ret_stack must be adjacent"
         if self._current_at is not None:
             self.look_from(0, abi["percpu.base"])
 
     def look_from(self, cpu: int, area: int) -> None:
-        """The CPU with this number and per-CPU area is the current one."""
+        """Make the CPU with this number and per-CPU area the current one."""
         self.cpu = cpu
         current = self._currents.get(area)
         if current is None and self._current_at is not None:
@@ -152,11 +157,11 @@ class TaskFields:
         return view.cast(self._format)  # type: ignore[call-overload, no-any-return]
 
     def current(self) -> int:
-        """The task that runs on the CPU."""
+        """Return the task that runs on the current CPU."""
         return 0 if self._current is None else int(self._current[0])
 
     def of(self, task: int) -> memoryview:
-        """The live words of a task, by RETHOOKS and RET_STACK."""
+        """Return the live words of a task, indexed by RETHOOKS and RET_STACK."""
         fields = self._known.get(task)
         if fields is None:
             if self._offset is None:
@@ -169,5 +174,5 @@ class TaskFields:
         return fields
 
     def ended(self, task: int) -> None:
-        """Its fields are those of no task any more."""
+        """Forget the fields of a task that has ended."""
         self._known.pop(task, None)

@@ -1,4 +1,4 @@
-"""Return hooks put together: shadow stacks know of the guest's tasks, and a symbol of the trampoline."""
+"""HookSets: the return hooks of a kernel, connected to the guest's tasks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ COLD_PART = re.compile(f"{_COLD}$")
 
 
 class HookSets(TaskObserver):
-    """The return hooks of kretprobes, and a second set for who must have the function graph's.
+    """The return hooks of kretprobes, and a second set for users that need the function graph's.
 
-    A CPU isn't preempted while guest code on it holds a shadow stack's lock, which Python can't wait for.
+    A CPU is not preempted while its guest code holds a shadow stack's lock, because Python cannot wait for
+    it.
     """
 
     def __init__(
@@ -48,20 +49,20 @@ class HookSets(TaskObserver):
         machine.on_switch.append(self._look_from)
 
     def graph(self) -> ReturnHooks:
-        """Hooks whose shadow stack is an array for each task."""
+        """Return the set of hooks whose shadow stack is an array for each task; make it if necessary."""
         if isinstance(self.first.stack, RetStack):
             return self.first
         if self._graph is None:
-            # Who asks the guest for a caller means the first ones' trampoline.
+            # Guest code that asks for a caller means the trampoline of the first set, so install that one.
             self.first.install()
             self._graph = self._make(stack=RetStack.name)
         return self._graph
 
     def real_return_address(self, slot: int, address: int) -> int:
-        """What a stack slot that holds `address` would hold but for hooks.
+        """Return what a stack slot that contains `address` would contain without hooks.
 
-        Functions that share it, for the one has jumped to the other, may be hooked by one set and by another
-        in turns. Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
+        Several functions share a slot if one jumps to the other. Hooks of both sets may alternate on it.
+        Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
         replaced = [(hooks.trampoline.is_one, hooks.replaced(slot)) for hooks in self._sets]
         found = address
@@ -75,17 +76,17 @@ class HookSets(TaskObserver):
             found = before
 
     def trampolines(self) -> Iterator[tuple[str, Trampoline]]:
-        """Where hooked functions return to, by the names that Linux has for them."""
+        """Iterate over the trampolines with the names that Linux has for them."""
         for hooks in self._sets:
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
     def freed(self, task: int) -> None:
-        """Its pending calls never return. For a kernel that doesn't say so itself."""
+        """Flush the pending calls of an ended task, for kernels that do not report the end themselves."""
         for hooks in self._sets:
             hooks.flush(task)
 
     def drop(self, task: int) -> None:
-        """It goes on as if it had made none of its pending calls."""
+        """Remove all pending calls of a task; it continues as if it had not made them."""
         for hooks in self._sets:
             hooks.drop(task)
 
@@ -94,16 +95,16 @@ class HookSets(TaskObserver):
             hooks.look_from(cpu)
 
     def _abandon(self) -> None:
-        """A run on a stack of the host's has ended: what it hits and hooks doesn't go on."""
+        """Forget hits and hooked calls of a run on a host stack that has ended."""
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()
 
 
 def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
-    """Functions that switch stacks, and the cold parts of functions, which are jumped to.
+    """Return the addresses of functions that switch stacks, and of cold parts, to which functions jump.
 
-    Linux: has only the first on its list, and damages the stack of a task that runs into a hooked cold part.
+    Linux: rejects only the former, and damages the stack of a task that enters a hooked cold part.
     """
     symbols = image.kallsyms
     named = (symbol.address for name in arch.no_return_hook for symbol in symbols.by_name(name))

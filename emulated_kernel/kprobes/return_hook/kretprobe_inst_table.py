@@ -1,4 +1,4 @@
-"""Kretprobe instances as before Linux 5.11: free ones listed by probe, used ones in one hash by task."""
+"""Kretprobe instances as before Linux 5.11: a list of free ones per probe, and a hash table of used ones."""
 
 from __future__ import annotations
 
@@ -35,14 +35,26 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 )
 from emulated_kernel.kprobes.table import GOLDEN_RATIO, KPROBE_HASH_BITS, hash_address
 
-NEXT, PPREV, RP, RET_ADDR, OWNER, FRAME, HEADER = range(7)
-"""Words of struct kretprobe_instance, and all of them; its list links, then what it is about."""
+NEXT = 0
+"""Index of a word in struct kretprobe_instance: the next one in its list."""
+PPREV = 1
+"""Index of a word in struct kretprobe_instance: address of the pointer to this one."""
+RP = 2
+"""Index of a word in struct kretprobe_instance: the hook."""
+RET_ADDR = 3
+"""Index of a word in struct kretprobe_instance: the real return address."""
+OWNER = 4
+"""Index of a word in struct kretprobe_instance: the task."""
+FRAME = 5
+"""Index of a word in struct kretprobe_instance: address of the stack slot."""
+HEADER = 6
+"""Number of words before an instance's data."""
 LOCK = 3
-"""Word of a hook: the lock of its free instances."""
+"""Index of a word in a hook: the lock of its free instances."""
 
 
 class KretprobeInstTable(RethookListStack):
-    """All pending calls of the kernel in a table of lists; tasks of one hash share a list and its lock.
+    """A hash table with the pending calls of all tasks. Tasks with the same hash share a list and its lock.
 
     Mirrors: kernel/kprobes.c:kretprobe_inst_table (v5.10).
     """
@@ -54,8 +66,10 @@ class KretprobeInstTable(RethookListStack):
 
     def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
-        self.table = self.locks = 0
-        """Heads of the lists, and their locks; addresses."""
+        self.table = 0
+        """Address of the heads of the lists."""
+        self.locks = 0
+        """Address of the lists' locks."""
 
     def lock_words(self) -> list[int]:
         word = self.words.word_size
@@ -64,7 +78,7 @@ class KretprobeInstTable(RethookListStack):
 
     @property
     def shared_memory(self) -> int:
-        """Without the locks."""
+        """Bytes that all hooks share, without the locks."""
         return self.words.size_of(self.table) if self.table else 0
 
     def close(self) -> None:
@@ -75,7 +89,8 @@ class KretprobeInstTable(RethookListStack):
     def add_hook(self, nodes: int, data_size: int) -> int:
         if not self.table:
             size = self.words.word_size << KPROBE_HASH_BITS
-            self.table, self.locks = self.words.alloc(size), self.words.alloc(size)
+            self.table = self.words.alloc(size)
+            self.locks = self.words.alloc(size)
         return super().add_hook(nodes, data_size)
 
     def _bucket(self, task: int) -> int:
@@ -104,7 +119,7 @@ class KretprobeInstTable(RethookListStack):
         self._link(hook + POOL * self.words.word_size, node)
 
     def _link(self, head: int, node: int) -> None:
-        """Mirrors: include/linux/list.h:hlist_add_head."""
+        """Add a node at the head of a list. Mirrors: include/linux/list.h:hlist_add_head."""
         words = self.words
         word = self.words.word_size
         first = words[head]
@@ -115,7 +130,7 @@ class KretprobeInstTable(RethookListStack):
         words[head] = node
 
     def _unlink(self, node: int) -> None:
-        """Mirrors: include/linux/list.h:__hlist_del."""
+        """Remove a node from its list. Mirrors: include/linux/list.h:__hlist_del."""
         words = self.words
         word = self.words.word_size
         following = words[node + NEXT * word]
@@ -131,7 +146,7 @@ class KretprobeInstTable(RethookListStack):
         words[node + OWNER * word] = task
         words[node + FRAME * word] = frame
         self._link(self._bucket(task), node)
-        # A task without anything in the table isn't looked for when it ends.
+        # Count the task's calls, so that the table is not searched when a task without calls ends.
         self.tasks.of(task)[RETHOOKS] += 1
 
     def pending(self, task: int) -> Iterator[Pending]:
@@ -154,10 +169,12 @@ class KretprobeInstTable(RethookListStack):
 
 
 class InstancesCode(StackCode[KretprobeInstTable]):
-    """Locks are held for a few instructions, by interrupts of the same CPU never.
+    """Guest code for the table.
 
-    Linux: turns interrupts off; here they don't come to compiled code (HitHandling.may_interrupt), nor is a
-    CPU preempted with a lock (Machine.preempt_if), for Python can't wait for it.
+    Locks are held for a few instructions, with no interrupt on the CPU meanwhile.
+
+    Linux: turns interrupts off; here compiled code is not interrupted (HitHandling.may_interrupt). A CPU that
+    holds a lock is not preempted (Machine.preempt_if), because Python cannot wait for the lock.
     Mirrors: kernel/kprobes.c:pre_handler_kretprobe, recycle_rp_inst, kretprobe_table_lock (v5.10).
     """
 
@@ -165,7 +182,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
 
     @property
     def _to_lock(self) -> int:
-        """From a list's head to its lock; bytes."""
+        """Bytes from a list's head to its lock."""
         return self.stack.locks - self.stack.table
 
     def find(self, builder: ProgramBuilder, none: Label) -> None:
@@ -225,7 +242,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
     # Pieces
 
     def _own_list(self, builder: ProgramBuilder) -> None:
-        """TASK = the running one, SECOND = the head of the list that it is in. Mirrors: hash_ptr."""
+        """Set TASK to the running task, and SECOND to the head of its list. Mirrors: hash_ptr."""
         word = self.word
         builder.emit(
             self.current_task(TASK),
@@ -238,13 +255,13 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         )
 
     def _lock(self, builder: ProgramBuilder, base: int, offset: int, first: int, second: int) -> None:
-        """Take the lock at base + offset; two registers are overwritten."""
+        """Take the lock at base + offset; `first` and `second` are overwritten."""
         again = builder.label()
         builder.place(again)
         builder.emit(set_to(first, 0), set_to(second, 1), CompareExchange(base, offset, first, second, again))
 
     def _newest(self, builder: ProgramBuilder, none: Label) -> None:
-        """NODE = the first one of TASK in the list SECOND."""
+        """Set NODE to the first instance of TASK in the list SECOND; go to `none` if there is none."""
         again = builder.label()
         found = builder.label()
         builder.emit(self.load(NODE, SECOND, 0))
@@ -259,7 +276,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(found)
 
     def _unlink(self, builder: ProgramBuilder, following: int, before: int) -> None:
-        """NODE isn't in its list any more. Mirrors: include/linux/list.h:__hlist_del."""
+        """Remove NODE from its list. Mirrors: include/linux/list.h:__hlist_del."""
         word = self.word
         last = builder.label()
         builder.emit(
@@ -272,7 +289,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(last)
 
     def _link(self, builder: ProgramBuilder, first: int) -> None:
-        """NODE is the first one of the list SECOND. Mirrors: include/linux/list.h:hlist_add_head."""
+        """Add NODE at the head of the list SECOND. Mirrors: include/linux/list.h:hlist_add_head."""
         word = self.word
         alone = builder.label()
         builder.emit(
@@ -286,7 +303,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(alone)
 
     def _count(self, builder: ProgramBuilder, number: int) -> None:
-        """The running task has so many more in the table."""
+        """Add `number` to the running task's count of calls in the table."""
         rethooks = self.offsets.rethooks
         builder.emit(
             self.current_task(TASK),

@@ -1,4 +1,4 @@
-"""What each shadow stack costs in memory: counted from what it really allocates."""
+"""Memory use of each kind of shadow stack, measured by its actual allocations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TASK_SIZE = 1 << 10
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes for `probes` hooks of `nodes` instances each."""
+    """Memory in bytes that `probes` hooks of `nodes` instances each take."""
 
     stack: str
     probes: int
@@ -25,9 +25,9 @@ class Footprint:
 
 
 def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
-    """Make the hooks, give all tasks what they need, and add up; nothing of a kernel is used.
+    """Make the hooks, give all tasks what they need, and return the total; no kernel is needed.
 
-    As the slides do, without the hook's control block and the heads of its rings.
+    As in the slides, the hook's control block and the heads of its rings are not counted.
     """
     source = _Pages()
     fields = TaskFields(source, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)
@@ -41,7 +41,7 @@ def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, no
 def memory_table(
     kinds: Iterable[type[ShadowStack]], *, cpus: int = 10, tasks: int = 500
 ) -> list[list[Footprint]]:
-    """A row for each shadow stack: 1 and 100 probes with a node for each CPU, then with one for each task."""
+    """Return a row per shadow stack: 1 and 100 probes with a node per CPU, then with a node per task."""
     columns = [(probes, nodes) for nodes in (cpus, tasks) for probes in (1, 100)]
     return [
         [footprint(kind, cpus=cpus, tasks=tasks, probes=probes, nodes=nodes) for probes, nodes in columns]
@@ -50,7 +50,7 @@ def memory_table(
 
 
 class _Pages:
-    """A machine's memory, as far as GuestHeap needs one: pages, and task fields on demand."""
+    """Stands in for a machine's memory: pages, and task fields on demand."""
 
     TASKS = 1 << 40
 

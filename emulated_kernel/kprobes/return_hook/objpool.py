@@ -1,4 +1,4 @@
-"""Rethook on objpool as in Linux 6.7: a ring of free nodes for each CPU, the others' where that is empty."""
+"""Rethook on objpool as in Linux 6.7: a ring of free nodes per CPU; an empty ring takes from the others."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     set_to,
 )
 
-HEAD, TAIL, ENTRIES = range(3)
-"""Words of a CPU's ring: counters of what was taken and given back, and where the entries begin."""
+HEAD = 0
+"""Index of a word in a CPU's ring: count of nodes that were taken."""
+TAIL = 1
+"""Index of a word in a CPU's ring: count of nodes that were put back."""
+ENTRIES = 2
+"""Index of a word in a CPU's ring: the first entry."""
 
 
 class ObjpoolStack(RethookListStack):
-    """A CPU takes from its own ring, and from the others' only where that is empty.
+    """A CPU takes nodes from its own ring, and from the other CPUs' rings only if its own is empty.
 
-    Each ring has room for all nodes, so that giving back never fails. Mirrors: lib/objpool.c (v6.7).
+    Each ring has space for all nodes, so putting back never fails.
+    Mirrors: lib/objpool.c (v6.7).
     """
 
     name = "objpool"
@@ -56,19 +61,22 @@ class ObjpoolStack(RethookListStack):
             self._put(hook, self.ring(hook, number % self.cpus), node)
 
     def slots(self, hook: int) -> int:
-        """Address of the addresses of its rings, by CPU. Mirrors: struct objpool_head, cpu_slots (v6.7)."""
+        """Return the address of the array of ring addresses by CPU.
+
+        Mirrors: struct objpool_head, cpu_slots (v6.7).
+        """
         return self.words[hook + POOL * self.words.word_size]
 
     def ring(self, hook: int, cpu: int) -> int:
-        """The rings lie side by side."""
+        """Return the address of a CPU's ring; the rings are contiguous."""
         return self.words[self.slots(hook) + cpu * self.words.word_size]
 
     def stride(self, hook: int) -> int:
-        """Bytes of a ring."""
+        """Return the bytes of a ring."""
         return (ENTRIES + self.capacity(hook)) * self.words.word_size
 
     def capacity(self, hook: int) -> int:
-        """Entries of a ring."""
+        """Return the number of entries of a ring."""
         return ring_capacity(self.hooks[hook])
 
     def _entry(self, hook: int, ring: int, counter: int) -> int:
@@ -87,7 +95,7 @@ class ObjpoolStack(RethookListStack):
         rings = [self.ring(hook, cpu) for cpu in range(self.cpus)]
         return sum(words[ring + TAIL * word] - words[ring + HEAD * word] & self._counter for ring in rings)
 
-    # Counted, as the nodes take turns.
+    # The maximum needs a counter, because the nodes are used in turn.
     high_water = ShadowStack.high_water
 
     def try_get(self, hook: int, task: int) -> int:
@@ -124,21 +132,21 @@ class ObjpoolStack(RethookListStack):
         super()._release(hook)
 
     def memory_of(self, hook: int) -> int:
-        """The nodes, and the rings' entries without their heads, as the slides count."""
+        """Return the bytes of the nodes and the rings' entries. As in the slides, heads do not count."""
         entries = self.cpus * self.capacity(hook) * self.words.word_size
         return super().memory_of(hook) + entries
 
 
 def ring_capacity(nodes: int) -> int:
-    """Entries of a ring: a power of two that holds all nodes and one more."""
+    """Return the number of entries of a ring: a power of two greater than the number of nodes."""
     return 1 << nodes.bit_length()
 
 
 class ObjpoolCode(RethookListCode[ObjpoolStack]):
-    """Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
+    """Guest code for the rings. Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
 
-    Nodes are given back to the CPU's own ring alone, where an interrupt may not come in between. Linux: turns
-    interrupts off; here they don't come to compiled code (HitHandling.may_interrupt).
+    Nodes are put back only into the CPU's own ring, and no interrupt may come during that.
+    Linux: turns interrupts off; here compiled code is not interrupted (HitHandling.may_interrupt).
     """
 
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
@@ -176,7 +184,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         count_one_less(builder, hook, word)
 
     def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
-        """What a counter means in the ring SECOND, without its head."""
+        """Turn `counter` into the address of its entry in the ring SECOND, less the offset ENTRIES."""
         builder.emit(
             compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),
             compute(Arithmetic.SHL, counter, self.shift),
@@ -184,7 +192,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         )
 
     def _own_ring(self, builder: ProgramBuilder, hook: int, ring: int, other: int) -> None:
-        """`ring` = that of the CPU."""
+        """Set `ring` to the address of the CPU's own ring."""
         rings = self.stack
         if rings.cpus == 1:
             builder.emit(set_to(ring, rings.ring(hook, 0)))
@@ -198,7 +206,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         )
 
     def _next_ring(self, builder: ProgramBuilder, hook: int, missed: Label, found: Label) -> None:
-        """SECOND = the ring behind it; the search ends at the CPU's own."""
+        """Set SECOND to the next ring and go to `found`; if that is the CPU's own, go to `missed`."""
         rings = self.stack
         stride = self.stack.stride(hook)
         if rings.cpus == 1:

@@ -1,4 +1,4 @@
-"""The function graph's shadow stack: one array a task, shared by all hooks and by no other task."""
+"""The function graph's shadow stack: one array per task, which all hooks share."""
 
 from __future__ import annotations
 
@@ -39,21 +39,31 @@ from emulated_kernel.util.errors import KernelError
 
 SHADOW_STACK_SIZE = PAGE_SIZE
 """Bytes of a task's array."""
-HOOK, RET_ADDR, FRAME, SIZE = range(4)
-"""Words at the end of an entry, behind its data; SIZE is that of the whole entry in words."""
+HOOK = 0
+"""Index of a word after an entry's data: the hook."""
+RET_ADDR = 1
+"""Index of a word after an entry's data: the real return address."""
+FRAME = 2
+"""Index of a word after an entry's data: address of the stack slot."""
+SIZE = 3
+"""Index of a word after an entry's data: words of the whole entry."""
 TRAILER = 4
-"""All of them."""
-_USED, _OVERRUNS, _COUNTS = range(3)
-"""Words behind a task's array: how many of it are in use, the calls for which there was no room, and the
-number of these words. Linux: in its task_struct."""
+"""Number of words after an entry's data."""
+_USED = 0
+"""Index of a word after a task's array: number of words in use. Linux: in task_struct."""
+_OVERRUNS = 1
+"""Index of a word after a task's array: number of calls for which it had no space. Linux: in task_struct."""
+_COUNTS = 2
+"""Number of words after a task's array."""
 
 
 class RetStack(ShadowStack):
     """Entries of any size on a stack of words.
 
-    Every task gets its array as soon as there is a hook, or with its first call if it is younger. Linux: with
-    its birth. Mirrors: kernel/trace/fgraph.c:alloc_retstack_tasklist, ftrace_push_return_trace (v6.1); the
-    layout is v6.10's.
+    Each task gets its array as soon as there is a hook; a younger task gets it at its first call.
+    Linux: at fork.
+    Mirrors: kernel/trace/fgraph.c:alloc_retstack_tasklist, ftrace_push_return_trace (v6.1); the layout is
+    that of v6.10.
     """
 
     name = "fgraph"
@@ -63,14 +73,14 @@ class RetStack(ShadowStack):
         super().__init__(words, tasks, cpus)
         self._entry_words: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
-        """Task to its array."""
-        self.used_at, self.overruns_at = (
-            SHADOW_STACK_SIZE + words.word_size * number for number in (_USED, _OVERRUNS)
-        )
-        """From an array's begin to its counts; bytes."""
+        """Task -> address of its array."""
+        self.used_at = SHADOW_STACK_SIZE + words.word_size * _USED
+        """Bytes from the start of an array to its count of words in use."""
+        self.overruns_at = SHADOW_STACK_SIZE + words.word_size * _OVERRUNS
+        """Bytes from the start of an array to its count of overruns."""
 
     def give_current(self) -> bool:
-        """The running task has none yet; false if there is no memory for one."""
+        """Allocate an array for the running task; return False if there is no memory."""
         try:
             self.give_stacks([self.tasks.current()])
         except KernelError:
@@ -91,13 +101,13 @@ class RetStack(ShadowStack):
                 self._free_stack(task)
 
     def give_stacks(self, tasks: Iterable[int]) -> None:
-        """Allocate for tasks that have none yet. Raises: KernelError ENOMEM."""
+        """Allocate arrays for the tasks that have none. Raises: KernelError ENOMEM."""
         for task in tasks:
             if not self._array(task):
                 self._allocate(task)
 
     def _allocate(self, task: int) -> None:
-        # What the guest has done may have been taken back, its task's own words among it.
+        # If a rollback of guest memory has cleared the task's field, the array exists already.
         stack = self._stacks.get(task)
         if stack is None:
             size = SHADOW_STACK_SIZE + _COUNTS * self.words.word_size
@@ -110,11 +120,11 @@ class RetStack(ShadowStack):
         self.words.free(self._stacks.pop(task))
 
     def _array(self, task: int) -> int:
-        """Its address; 0 for a task that has none."""
+        """Return the address of a task's array, or 0."""
         return int(self.tasks.of(task)[RET_STACK])
 
     def try_get(self, hook: int, task: int) -> int:
-        """Room on the task's stack, which is its own: nobody else takes it meanwhile."""
+        """Return a node on the task's stack, or 0. Only this task uses the stack, so nothing is reserved."""
         if not self._array(task):
             try:
                 self._allocate(task)
@@ -133,7 +143,7 @@ class RetStack(ShadowStack):
         return node
 
     def _fill(self, node: int, size: int, hook: int) -> None:
-        """Its data are zeroed: the words may have been another call's."""
+        """Initialize an entry. Its data must become zeros, because another call may have used the words."""
         words = self.words
         word = self.words.word_size
         for at in range(node, node + size * word, word):
@@ -175,22 +185,28 @@ class RetStack(ShadowStack):
             self._less(call.hook)
 
     def flush(self, task: int) -> list[int]:
-        """Mirrors: kernel/trace/fgraph.c:ftrace_graph_exit_task (v6.1), with what was pending."""
+        """Remove the calls of an ended task, and free its array.
+
+        Mirrors: kernel/trace/fgraph.c:ftrace_graph_exit_task (v6.1).
+        """
         hooks = super().flush(task)
         if task in self._stacks:
             self._free_stack(task)
         return hooks
 
     def is_given(self, task: int) -> bool:
-        """Whether it has its array; only tasks have one."""
+        """Return True if the task has an array; only tasks of the guest have one."""
         return task in self._stacks
 
     def overruns(self, task: int) -> int:
-        """Its calls that its array had no room for. Mirrors: struct task_struct, trace_overrun (v6.1)."""
+        """Return the number of a task's calls for which its array had no space.
+
+        Mirrors: struct task_struct, trace_overrun (v6.1).
+        """
         return self.words[self._stacks[task] + self.overruns_at] if task in self._stacks else 0
 
     def clear_overruns(self) -> None:
-        """Count every task's from 0 again."""
+        """Reset the overrun counts of all tasks."""
         for stack in self._stacks.values():
             self.words[stack + self.overruns_at] = 0
 
@@ -203,9 +219,9 @@ class RetStack(ShadowStack):
 
 
 class UnifiedStack(RetStack):
-    """The function graph's hook for everybody: a kretprobe is a thin layer on it.
+    """The function graph's stack as the only kind of return hook; kretprobes use it too.
 
-    So there are return hooks only where a function can be traced, and none behind a breakpoint.
+    So only traceable functions can be return-probed, and not through a breakpoint.
     """
 
     name = "unified"
@@ -213,7 +229,10 @@ class UnifiedStack(RetStack):
 
 
 class RetStackCode(StackCode[RetStack]):
-    """Mirrors: kernel/trace/fgraph.c:ftrace_push_return_trace, ftrace_pop_return_trace (v6.1)."""
+    """Guest code for the arrays.
+
+    Mirrors: kernel/trace/fgraph.c:ftrace_push_return_trace, ftrace_pop_return_trace (v6.1).
+    """
 
     data_word = 0
 
@@ -254,7 +273,7 @@ class RetStackCode(StackCode[RetStack]):
             unless(NODE, young),
             self.load(FIRST, NODE, used_at),
             BranchImmediate(Condition.ABOVE, FIRST, SHADOW_STACK_SIZE // word - size, full),
-            # First the room is taken: an interrupt hooks calls behind it.
+            # Reserve the space first, because an interrupt pushes calls above it.
             Move(SECOND, FIRST),
             compute(Arithmetic.ADD, SECOND, size),
             self.store(NODE, used_at, SECOND),
@@ -287,7 +306,7 @@ class RetStackCode(StackCode[RetStack]):
         count_one_less(builder, hook, word)
 
     def put_back(self, builder: ProgramBuilder, hook: int, data: int) -> None:
-        """The newest call, which is the hook's, isn't awaited after all."""
+        """Emit code that removes the newest call, which is the hook's, because it shall not be hooked."""
         used_at = self.stack.used_at
         builder.emit(
             self.current_task(TASK),
@@ -301,13 +320,15 @@ class RetStackCode(StackCode[RetStack]):
     def older(
         self, builder: ProgramBuilder, hook: int, call: int, spare: tuple[int, int, int], none: Label
     ) -> None:
-        """`call`, a node of the running task, becomes the hook's next older one; `none` if there is none.
+        """Move `call`, a node of the running task, to the hook's next older call.
 
-        `spare` are registers to overwrite.
+        If there is none, go to `none`.
+
+        `spare`: registers that may be overwritten.
         """
         word = self.word
         again = builder.label()
-        (bottom, first, second) = spare
+        bottom, first, second = spare
         builder.emit(self.current_task(bottom), self.load(bottom, bottom, self.offsets.ret_stack))
         builder.place(again)
         builder.emit(
@@ -321,7 +342,7 @@ class RetStackCode(StackCode[RetStack]):
         )
 
     def load_overruns(self, dst: int) -> tuple[Op, ...]:
-        """dst = the running task's RetStack.overruns()."""
+        """Return ops that set `dst` to RetStack.overruns() of the running task."""
         return (
             self.current_task(dst),
             self.load(dst, dst, self.offsets.ret_stack),

@@ -1,4 +1,4 @@
-"""Rethook as in Linux 6.1: each hook has a free list of nodes that all CPUs take from."""
+"""Rethook as in Linux 6.1: each hook has a free list of nodes, which all CPUs share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from emulated_kernel.kprobes.return_hook.stack_code import FIRST, NODE, SECOND, 
 from emulated_kernel.util.errors import KernelError
 
 NUMBER_BITS = {8: 24, 4: 20}
-"""By word size: the low bits of the free list's head, which are a node's number; the others count changes."""
+"""Word size -> bits of a node's number in the free list's head; the bits above count changes."""
 
 
 class RethookStack(RethookListStack):
-    """One head for all CPUs: simple, and what they contend for.
+    """One free list per hook; all CPUs contend for its head.
 
-    Deviates: Linux counts references of nodes, so that a node that was taken and came back isn't mistaken
-    for one that never left; here the head has a number of a node instead of its address, and a count.
+    Deviates: Linux counts references to nodes, so that a CPU notices if a node was taken and put back
+    meanwhile. Here the head contains a node's number instead of its address, and a count of changes.
     Mirrors: include/linux/freelist.h, kernel/trace/rethook.c:rethook_try_get, rethook_recycle (v6.1).
     """
 
@@ -27,24 +27,24 @@ class RethookStack(RethookListStack):
 
     @property
     def number_mask(self) -> int:
-        """The bits of a head that are the first node's number; 0 means none."""
+        """Bits of a head that contain the first node's number; 0 means that the list is empty."""
         return (1 << NUMBER_BITS[self.words.word_size]) - 1
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         if self._number(hook, nodes.stop) > self.number_mask:
-            raise KernelError(errno.ENOMEM, f"{len(nodes)} instances are too many")
+            raise KernelError(errno.ENOMEM, f"maxactive: {len(nodes)} instances are too many")
         for node in nodes:
             self._recycle(hook, node)
 
     def _change(self, hook: int, number: int) -> None:
-        """Another node is the first free one."""
+        """Make the node with this number the first free one."""
         words = self.words
         at = hook + POOL * self.words.word_size
         mask = self.number_mask
         words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
 
     def origin(self, hook: int) -> int:
-        """The address that numbers of nodes count words from."""
+        """Return the address from which node numbers count words."""
         return self._blocks[hook] - self.words.word_size
 
     def _node(self, hook: int, number: int) -> int:
@@ -81,7 +81,10 @@ class RethookStack(RethookListStack):
 
 
 class RethookCode(RethookListCode[RethookStack]):
-    """The free list's head changes as a whole, its count with it: see RethookStack."""
+    """Guest code for the free list.
+
+    The head, with its count of changes, changes atomically; see RethookStack.
+    """
 
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
         head = hook + POOL * self.word
@@ -117,7 +120,7 @@ class RethookCode(RethookListCode[RethookStack]):
         self._change(builder, hook, again)
 
     def _change(self, builder: ProgramBuilder, hook: int, again: Label) -> None:
-        """The node with the number TASK becomes the first free one, if the head is FIRST still."""
+        """Make node number TASK the first free one; if the head is no longer FIRST, go to `again`."""
         builder.emit(
             Move(SECOND, FIRST),
             compute(Arithmetic.OR, SECOND, self.stack.number_mask),

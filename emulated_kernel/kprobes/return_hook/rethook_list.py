@@ -1,4 +1,4 @@
-"""RethookListStack: shadow stacks whose nodes come from a pool and are listed for each task."""
+"""RethookListStack: base of shadow stacks that take nodes from a pool and link them in a list per task."""
 
 from __future__ import annotations
 
@@ -21,12 +21,22 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     unless,
 )
 
-NEXT_FREE, LLIST, HOOK, RET_ADDR, FRAME, HEADER = range(1, 7)
-"""Words of struct rethook_node, and their number; the first two are a free list's (v6.1) or an rcu_head's."""
+NEXT_FREE = 1
+"""Index of a word in struct rethook_node: next node in a free list (v6.1), or part of an rcu_head."""
+LLIST = 2
+"""Index of a word in struct rethook_node: next older call of the task."""
+HOOK = 3
+"""Index of a word in struct rethook_node: the hook."""
+RET_ADDR = 4
+"""Index of a word in struct rethook_node: the real return address."""
+FRAME = 5
+"""Index of a word in struct rethook_node: address of the stack slot."""
+HEADER = 6
+"""Number of words before a node's data."""
 
 
 class RethookListStack(ShadowStack):
-    """Per-task list of struct rethook_node, newest first. Mirrors: kernel/trace/rethook.c (v6.1)."""
+    """List of struct rethook_node per task, newest first. Mirrors: kernel/trace/rethook.c (v6.1)."""
 
     header = HEADER
     hook_word = HOOK
@@ -35,7 +45,7 @@ class RethookListStack(ShadowStack):
     def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
         self._blocks: dict[int, int] = {}
-        """Hook to its nodes, which lie in one array."""
+        """Hook -> address of its array of nodes."""
 
     def add_hook(self, nodes: int, data_size: int) -> int:
         words = self.words
@@ -55,7 +65,7 @@ class RethookListStack(ShadowStack):
         return hook
 
     def _nodes(self, hook: int) -> range:
-        """Addresses of all that a hook has."""
+        """Return the addresses of all nodes of a hook."""
         first = self._blocks[hook]
         size = self.words.size_of(first)
         return range(first, first + size, size // self.hooks[hook])
@@ -65,10 +75,13 @@ class RethookListStack(ShadowStack):
 
     @abstractmethod
     def _count_free(self, hook: int) -> int:
-        """Nodes in the pool."""
+        """Return the number of nodes in the pool."""
 
     def high_water(self, hook: int) -> int:
-        """The one put back last is taken first: so many are in use at most as ever were."""
+        """Return the highest number of nodes that were in use: those that have ever had a return address.
+
+        The node that was put back last is taken first, so no other nodes are touched.
+        """
         words = self.words
         at = self.ret_addr_word * self.words.word_size
         return sum(1 for node in self._nodes(hook) if words[node + at])
@@ -79,15 +92,15 @@ class RethookListStack(ShadowStack):
 
     @abstractmethod
     def _fill_pool(self, hook: int, nodes: range) -> None:
-        """Make the hook's fresh nodes free ones."""
+        """Put the hook's new nodes into the pool."""
 
     @abstractmethod
     def _take(self, hook: int) -> int:
-        """A node out of the pool, or 0."""
+        """Take a node from the pool; return its address, or 0."""
 
     @abstractmethod
     def _recycle(self, hook: int, node: int) -> None:
-        """A node back into the pool."""
+        """Put a node back into the pool."""
 
     def try_get(self, hook: int, task: int) -> int:  # noqa: ARG002 - the pool is global
         return self._take(hook)
@@ -136,7 +149,10 @@ RethookListStackT = TypeVar("RethookListStackT", bound=RethookListStack)
 
 
 class RethookListCode(StackCode[RethookListStackT]):
-    """Mirrors: kernel/trace/rethook.c:rethook_hook, rethook_trampoline_handler (v6.1)."""
+    """Guest code for the lists.
+
+    Mirrors: kernel/trace/rethook.c:rethook_hook, rethook_trampoline_handler (v6.1).
+    """
 
     data_word = HEADER
 
@@ -177,8 +193,8 @@ class RethookListCode(StackCode[RethookListStackT]):
 
     @abstractmethod
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
-        """NODE = a free one; RET and SLOT are kept."""
+        """Set NODE to a free node; RET and SLOT are preserved. If there is none, go to `missed`."""
 
     @abstractmethod
     def _put(self, builder: ProgramBuilder, hook: int) -> None:
-        """NODE is free."""
+        """Put NODE back into the pool."""

@@ -1,4 +1,4 @@
-"""ReturnHook: one user of the return hooks; RethookNode: one call whose return it awaits."""
+"""ReturnHook: one user of return hooks; RethookNode: one call whose return is pending."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RethookNode:
 
     @property
     def data_address(self) -> int:
-        """Where they are in guest memory."""
+        """Guest address of the private bytes."""
         return self.hook.stack.data_address(self.node)
 
     @property
@@ -60,46 +60,46 @@ class ReturnHook(AssemblyOwner):
     data_size: int
     stack: ShadowStack
     program: CompileHandler | None = None
-    """The handler as guest code; it gets EntryKind.RETURN."""
+    """Emits the handler as guest code; its entry kind is EntryKind.RETURN."""
     code: CompiledCode | None = None
-    """What was made of it."""
+    """The compiled handler."""
     follows_convention: bool = False
-    """Callers of the hooked function expect no more than what the calling convention keeps."""
+    """Whether callers expect only the registers that the calling convention preserves."""
     probe: Kprobe | None = None
     """The return probe that it belongs to."""
     place: int = field(default=0, metadata=ADDRESS)
     """Address of the hooked function; 0 for many."""
     assembled: AssembledHandlers | None = None
-    """Handlers in assembly that run at its returns."""
+    """Assembly handlers that run at returns."""
     flushed: int = 0
-    """Calls that never returned, because their task ended or their run was given up."""
+    """Number of calls that never returned, because their task ended or their run was given up."""
 
     def data_of(self, node: int) -> memoryview:
         return self.stack.data(node, self.data_size)
 
     @property
     def active(self) -> int:
-        """Instances in use."""
+        """Number of instances in use."""
         return self.stack.active(self.address)
 
     @property
     def nodes(self) -> int:
-        """Instances that there are; 0 where the tasks' stacks limit them."""
+        """Number of instances; 0 if only the tasks' stacks limit it."""
         return self.stack.hooks[self.address]
 
     @property
     def high_water(self) -> int:
-        """The most that ever were."""
+        """Highest number of instances that were in use at a time."""
         return self.stack.high_water(self.address)
 
     @property
     def missed(self) -> int:
-        """Calls for which none was left, and returns without their handlers in assembly."""
+        """Number of calls without an instance, and of returns whose assembly handlers did not run."""
         return int(self.stack.counters[self.address][MISSED])
 
     @property
     def returned(self) -> int:
-        """Calls whose return was handled."""
+        """Number of calls whose return was handled."""
         return int(self.stack.counters[self.address][RETURNED])
 
     def miss(self) -> None:
@@ -108,5 +108,5 @@ class ReturnHook(AssemblyOwner):
 
     @property
     def memory(self) -> int:
-        """Bytes allocated for it alone."""
+        """Bytes that are allocated only for this hook."""
         return self.stack.memory_of(self.address)

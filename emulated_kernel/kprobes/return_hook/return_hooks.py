@@ -36,7 +36,7 @@ _CODES: Mapping[type[ShadowStack], type[StackCode[Any]]] = {
     RetStack: RetStackCode,
     UnifiedStack: RetStackCode,
 }
-"""What guest code does on each."""
+"""Shadow stack -> the class that emits guest code for it."""
 _BY_NAME = {stack.name: stack for stack in _CODES}
 SHADOW_STACKS: Mapping[str, type[ShadowStack]] = {name: _BY_NAME[name] for name in RETURN_HOOKS}
 
@@ -73,7 +73,7 @@ class ReturnHooks:
         self._tasks = TaskFields(machine.memory, abi, arch.word_size)
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
-        """Those of them that may still have calls pending."""
+        """Address -> removed hook that may still have pending calls."""
         self._has_assembly: bool | None = None
         """Some of them have handlers in assembly; None: look when it is asked."""
         form = kprobes.profile.trampoline
@@ -84,7 +84,7 @@ class ReturnHooks:
         sets.append(self)
         self.look_from(machine.cpu)
 
-    # The choice of the shadow stack
+    # Selection of the shadow stack
 
     def _make_stack(self, name: str) -> ShadowStack:
         try:
@@ -96,7 +96,7 @@ class ReturnHooks:
 
     @property
     def return_hook(self) -> str:
-        """The shadow stack in use."""
+        """Name of the shadow stack in use."""
         return self.stack.name
 
     def select_return_hook(self, name: str) -> None:
@@ -115,7 +115,7 @@ class ReturnHooks:
         self.native = self._make_native()
 
     def _make_native(self) -> NativeReturns | None:
-        """What makes guest code for the shadow stack; None where Python does all."""
+        """Return the emitter of guest code for the shadow stack; None if Python does everything."""
         arch = self._arch
         offsets = TaskOffsets.of(self._abi, arch.word_size)
         if offsets is None or arch.returns is None:
@@ -128,39 +128,42 @@ class ReturnHooks:
     def add(
         self, handler: ReturnHandler, nodes: int, data_size: int = 0, program: CompileHandler | None = None
     ) -> ReturnHook:
-        """Make a hook of which `nodes` calls can be pending at a time, where the shadow stack limits that.
+        """Make a hook. `nodes`: limit of calls that can be pending at a time, if the shadow stack has one.
 
-        `program` makes guest code that does what the handler does, where that is possible.
-        Raises: KernelError ENOMEM. Mirrors: rethook_alloc, rethook_add_node (v6.1).
+        `program` emits guest code that does the same as the handler, if possible.
+        Raises: KernelError ENOMEM.
+        Mirrors: rethook_alloc, rethook_add_node (v6.1).
         """
         self._lock.assert_held()
         self.install()
         if not self.stack.hooks:
-            # Later tasks get theirs at their first call; to list them takes longer than all else here.
+            # Later tasks get their stack at their first call. Listing the tasks takes most of the time here.
             self.stack.give_stacks(self._scheduler.tasks())
         address = self.stack.add_hook(nodes, data_size)
         self._removed.pop(address, None)
         hook = ReturnHook(address, handler, data_size, self.stack, program)
-        self._hooks[address], self._has_assembly = hook, None
+        self._hooks[address] = hook
+        self._has_assembly = None
         return hook
 
     def remove(self, hook: ReturnHook) -> None:
-        """Its handler isn't called any more; pending calls still return where they belong.
+        """Stop calling a hook's handler. Pending calls still return to their callers.
 
         Mirrors: kernel/trace/rethook.c:rethook_free (v6.1).
         """
         self._lock.assert_held()
         self.handler_changed(hook)
-        # No CPU is in code of the hook's when its memory goes. Linux: frees it behind a grace period of RCU.
+        # No CPU may be in the hook's code when its memory is freed.
+        # Linux: frees it after an RCU grace period.
         self._machine.text.sync()
         del self._hooks[hook.address]
         self.stack.remove_hook(hook.address)
         if hook.address in self.stack.hooks:
-            pending = {a: each for a, each in self._removed.items() if a in self.stack.hooks}
+            pending = {at: removed for at, removed in self._removed.items() if at in self.stack.hooks}
             self._removed = {**pending, hook.address: hook}
 
     def handler_changed(self, hook: ReturnHook) -> None:
-        """What its `program` makes differs from now on, or whether it makes any, or its assembly."""
+        """Drop guest code of a hook whose `program` makes other code or none, or whose assembly changed."""
         self._lock.assert_held()
         self._has_assembly = None
         if hook.assembled is not None:
@@ -169,7 +172,7 @@ class ReturnHooks:
             self.native.drop_handler(hook)
 
     def install(self) -> None:
-        """Make the trampoline, and answer what the guest asks; once."""
+        """Make the trampoline and serve the guest's requests, if that is not done yet."""
         self.trampoline.install()
         self._install_traps()
 
@@ -179,7 +182,7 @@ class ReturnHooks:
         return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:
-        """The newest pending call of the current task that this hook has; one older than node `before`."""
+        """Return the current task's newest pending call of this hook, or the next one older than `before`."""
         task = self._tasks.current()
         for call in self.stack.pending(task):
             if before is None and call.hook == hook.address:
@@ -189,13 +192,13 @@ class ReturnHooks:
         return None
 
     def _install_traps(self) -> None:
-        """What guest code asks the host; see the image's kernel/rethook.c."""
+        """Serve the traps by which guest code calls the host; see the image's kernel/rethook.c."""
         abi = self._abi
         breakpoints = self._breakpoints
         if "rethook_flush_trap" not in abi or self._has_traps:
             return
         self._has_traps = True
-        # Another set of hooks may have theirs there already: a task that ends has to do with both.
+        # Another set of hooks may handle the trap already; the end of a task concerns both sets.
         before = breakpoints.get(abi["rethook_flush_trap"])
 
         def ended(regs: Any) -> None:
@@ -214,9 +217,10 @@ class ReturnHooks:
     def hook_call(
         self, hook: ReturnHook, regs: Any, wants: Callable[[RethookNode, Any], bool] | None = None
     ) -> bool:
-        """Let the function that stands at its entry return to the trampoline; False: it is missed.
+        """Let the function at whose entry the guest is return to the trampoline.
 
-        Where `wants(instance, regs)` is false the call isn't of interest, and isn't missed.
+        Return False if the call is missed. If `wants(instance, regs)` returns False, the call is not hooked,
+        and does not count as missed.
         Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook (v6.1).
         """
         stack = self.stack
@@ -235,7 +239,8 @@ class ReturnHooks:
         try:
             ret_addr, frame = self.trampoline.replace_return_address(regs)
         except MemoryFault:
-            # Linux: a fault in the handler. Deviates: what has no stack has no return either.
+            # Linux: a fault in the handler.
+            # Deviates: a call without a stack is only missed, as it has no return.
             stack.put_back(hook.address, node)
             hook.miss()
             return False
@@ -245,7 +250,7 @@ class ReturnHooks:
     # The trampoline
 
     def _returned(self, regs: Any, frame: int) -> int:
-        """Call the handlers of what has returned through `frame`; the real return address, or 0.
+        """Call the handlers of the return through `frame`; return the real address, or 0.
 
         Mirrors: kernel/trace/rethook.c:rethook_trampoline_handler (v6.1).
         """
@@ -281,7 +286,7 @@ class ReturnHooks:
         )
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
-        """The newest calls up to the first whose return address was a real one, and that.
+        """Return the task's newest calls up to the first one with a real return address, and that address.
 
         Mirrors: kernel/trace/rethook.c:__rethook_find_ret_addr (v6.1).
         """
@@ -293,21 +298,22 @@ class ReturnHooks:
         return calls, 0
 
     def _lost(self, regs: Any, calls: list[Pending]) -> int:
-        """Nobody knows where to go: let the guest say so, and oops.
+        """Let the guest report that a return address is unknown, and oops.
 
         Mirrors: the BUG_ON of rethook_trampoline_handler (v6.1), kretprobe_assert (v2.6.33).
         """
         hook = self._hooks.get(calls[0].hook) if calls else None
-        told = (self.stack.is_kretprobes, hook.address if hook else 0, hook.place if hook else 0)
-        for name, value in zip(self._arch.registers.arguments, told, strict=False):
+        arguments = (self.stack.is_kretprobes, hook.address if hook else 0, hook.place if hook else 0)
+        for name, value in zip(self._arch.registers.arguments, arguments, strict=False):
             setattr(regs, name, int(value))
         return self._abi.get("rethook_bug", 0)
 
     # Tasks
 
     def real_return_address(self, task: int, slot: int, address: int) -> int:
-        """What a stack slot held before its function was hooked; else `address`, which it holds now.
+        """Return the content of a stack slot before its function was hooked; without a hook, `address`.
 
+        `address` is the slot's present content.
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
         if not self.trampoline.is_one(address):
@@ -318,9 +324,10 @@ class ReturnHooks:
         return address
 
     def replaced(self, slot: int) -> Iterator[int]:
-        """What hooks have replaced in a stack slot, newest first.
+        """Iterate over the addresses that hooks have replaced in a stack slot, newest first.
 
-        While the stack is that of a task which isn't the current one yet, all are searched.
+        During a task switch the stack may belong to a task that is not current yet, so all tasks are
+        searched.
         """
         for task in self._nearest_tasks():
             calls = [call.ret_addr for call in self.stack.pending(task) if call.frame == slot]
@@ -329,26 +336,26 @@ class ReturnHooks:
                 return
 
     def _nearest_tasks(self) -> Iterator[int]:
-        """The current task, then the others: a list of them takes long to read, and is seldom needed."""
+        """Iterate over all tasks, the current one first. Listing the others is slow and seldom needed."""
         current = self._tasks.current()
         yield current
         if self.stack.hooks:
             yield from (task for task in self._scheduler.tasks() if task != current)
 
     def flush(self, task: int) -> None:
-        """A task has ended: its pending calls never return."""
+        """Remove the pending calls of a task that has ended; they never return."""
         for address in self.stack.flush(task):
             self._count_flushed(address)
         self._tasks.ended(task)
 
     def drop(self, task: int) -> None:
-        """A task goes on as if it had made none of its pending calls."""
+        """Remove all pending calls of a task; it continues as if it had not made them."""
         for address in self.stack.drop(task):
             self._count_flushed(address)
 
     def _count_flushed(self, address: int) -> None:
         hook = self._hooks.get(address) or self._removed.get(address)
-        assert hook is not None, "a call of a hook that there never was"
+        assert hook is not None, "a pending call belongs to an unknown hook"
         hook.flushed += 1
 
     def _task_ended(self, regs: Any) -> None:
@@ -363,11 +370,11 @@ class ReturnHooks:
         )
 
     def look_from(self, cpu: int) -> None:
-        """Another CPU is the current one."""
+        """Make another CPU the current one."""
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
-        """A run on a stack of the host's was given up: what it had hooked never returns."""
+        """Remove the calls of a run on a host stack that was given up; they never return."""
         if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
         task = self._tasks.current()

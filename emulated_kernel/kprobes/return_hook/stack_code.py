@@ -1,7 +1,7 @@
-"""StackCode: what a shadow stack does at a call's begin and end, as ops of handler programs.
+"""StackCode: emits the code by which guest code uses a shadow stack at the start and end of calls.
 
-Each piece may be interrupted between any two instructions: a call hooked within the interrupt has returned
-before it goes on, and other CPUs find words that are shared in one of their states.
+The code may be interrupted between any two instructions. A call that is hooked during the interrupt returns
+before the code continues. Other CPUs see shared words only in consistent states.
 """
 
 from __future__ import annotations
@@ -30,8 +30,18 @@ from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, HIGH_WATER, ShadowStack, counter_at
 from emulated_kernel.util.fast_dataclass import dataclass
 
-NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)
-"""Virtual registers: the call's node, its task, the stack slot and the real address, two to help."""
+NODE = 0
+"""Virtual register of the call's node."""
+TASK = 1
+"""Virtual register of the running task."""
+SLOT = 2
+"""Virtual register of the stack slot's address."""
+RET = 3
+"""Virtual register of the real return address."""
+FIRST = 4
+"""First virtual register for intermediate values."""
+SECOND = 5
+"""Second virtual register for intermediate values."""
 
 
 Stack = TypeVar("Stack", bound=ShadowStack)
@@ -39,20 +49,21 @@ Stack = TypeVar("Stack", bound=ShadowStack)
 
 @dataclass(frozen=True)
 class TaskOffsets:
-    """Where guest code finds the running task, and its fields that shadow stacks hang on; bytes."""
+    """Offsets in bytes of the running task's address, and of the task's fields for shadow stacks."""
 
     word: int
     current_task: int
-    """From the CPU's base, as is `cpu_number`."""
+    """Offset in the per-CPU area."""
     cpu_number: int
+    """Offset in the per-CPU area."""
     rethooks: int
-    """In struct task_struct, as are the following."""
+    """Offset in struct task_struct."""
     ret_stack: int
-    """0 where there is no RetStack."""
+    """Offset in struct task_struct; 0 if there is no RetStack."""
 
     @classmethod
     def of(cls, abi: Mapping[str, int], word: int) -> TaskOffsets | None:
-        """Those of an image; None where its tasks have no `rethooks`."""
+        """Return the offsets of an image; None if its tasks have no `rethooks`."""
         needed = ("percpu.current_task", "percpu.cpu_number", "task_struct.rethooks")
         if any(name not in abi for name in needed):
             return None
@@ -61,47 +72,50 @@ class TaskOffsets:
 
 
 class StackCode(ABC, Generic[Stack]):
-    """The guest's part of one kind of shadow stack; Python's is `stack`.
+    """Emits guest code for one kind of shadow stack; `stack` is its counterpart in Python.
 
-    `data` is how many words of private data the hook's nodes have.
+    In the methods, `data` is the number of words of private data in the hook's nodes.
     """
 
     data_word: ClassVar[int]
-    """Where they begin in a node."""
+    """Index of the first word of private data in a node."""
 
     def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
-        """`returned_at` is Arch.returned_at."""
+        """Prepare to emit code for `stack`. `returned_at` is Arch.returned_at."""
         self.offsets = offsets
         self.stack = stack
         self._returned_at = returned_at
         self.word = offsets.word
         self.shift = self.word.bit_length() - 1
-        """Words to bytes, as a shift."""
+        """Shift that converts words to bytes."""
 
     @abstractmethod
     def find(self, builder: ProgramBuilder, none: Label) -> None:
-        """FIRST = the hook of the running task's newest call, SECOND = its frame; `none` if there is none."""
+        """Set FIRST to the hook of the running task's newest call, and SECOND to its frame.
+
+        If there is no call, go to `none`.
+        """
 
     @abstractmethod
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
-        """Push NODE on the running task's shadow stack: return address RET, from stack slot SLOT (both kept).
+        """Push NODE with return address RET and stack slot SLOT on the running task's shadow stack.
 
-        Goes to `missed`, with nothing changed, where no node is left.
+        RET and SLOT are preserved. If no node is left, go to `missed` with nothing changed.
         """
 
     @abstractmethod
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        """The newest call, which is the hook's, returns: the trampoline goes on at the real address.
+        """Pop the newest call, which is the hook's, and let the trampoline return to the real address.
 
-        SLOT is the stack pointer, and becomes the first word of data that the node had, which goes back.
+        SLOT contains the stack pointer; it becomes the first word of the node's data.
         """
 
     def store_data(self, src: int, index: int = 0) -> Op:
-        """A word of NODE's data becomes that of a register."""
+        """Return an op that stores a register to a word of NODE's data."""
         return self.store(NODE, (self.data_word + index) * self.word, src)
 
     def _give_back(self, builder: ProgramBuilder, data: int) -> None:
-        """What returns is NODE, with the real address in RET."""
+        """Store the real address RET for the trampoline, and load the first word of NODE's data."""
         builder.emit(self.store(SLOT, self._returned_at, RET))
         if data:
             builder.emit(self.load(SLOT, NODE, self.data_word * self.word))
@@ -119,20 +133,22 @@ class StackCode(ABC, Generic[Stack]):
 
 
 def compute(op: Arithmetic, dst: int, value: int) -> Op:
+    """Return an op that computes `dst op value` in `dst`."""
     return ComputeImmediate(op, dst, value)
 
 
 def set_to(dst: int, value: int) -> Op:
+    """Return an op that sets `dst` to a value."""
     return SetImmediate(dst, value)
 
 
 def unless(register: int, label: Label) -> Op:
-    """Go to the label if a register is 0."""
+    """Return an op that jumps to the label if a register is 0."""
     return BranchImmediate(Condition.EQ, register, 0, label)
 
 
 def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
-    """An instance more is in use; FIRST, SECOND and TASK are overwritten."""
+    """Emit code that counts one more instance in use; FIRST, SECOND and TASK are overwritten."""
     active, high = (counter_at(hook, number, word) - hook for number in (ACTIVE, HIGH_WATER))
     counted = builder.label()
     with builder.out_of_line() as higher:
@@ -151,6 +167,6 @@ def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
 
 
 def count_one_less(builder: ProgramBuilder, hook: int, word: int) -> None:
-    """An instance less is in use; FIRST and SECOND are overwritten."""
+    """Emit code that counts one instance less in use; FIRST and SECOND are overwritten."""
     active = counter_at(hook, ACTIVE, word) - hook
     builder.emit(set_to(FIRST, -1), set_to(SECOND, hook), FetchAdd(SECOND, active, FIRST))

@@ -1,4 +1,4 @@
-"""Trampoline: where hooked functions return to instead of to their callers."""
+"""Trampoline: the code to which hooked functions return instead of to their callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.machine.probed_machine import ProbedMachine
 
 Returned = Callable[[Any, int], int]
-"""(registers, frame) -> the address to go on at; the frame is that of Pending."""
+"""Called with registers and frame (see Pending); returns the address at which to continue."""
 
 
 class RunAsmHandlers(Protocol):
@@ -29,7 +29,7 @@ class RunAsmHandlers(Protocol):
 
 
 class Trampoline:
-    """One for all hooked functions; it is made when the first one is hooked, and stays."""
+    """The trampoline of all hooked functions; it is made when the first function is hooked, and stays."""
 
     def __init__(
         self,
@@ -50,21 +50,21 @@ class Trampoline:
         self._run_asm_handlers = run_asm_handlers
         self._frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
         self.address = 0
-        """What replaces return addresses; 0 before anything was hooked."""
+        """Address that replaces return addresses; 0 before the first function is hooked."""
         self.size = 0
-        """Bytes of its code."""
+        """Bytes of the trampoline's code."""
         self.filled_in = 0
-        """From there on the real return address is where the trampoline takes it from."""
+        """Address in the trampoline from which on the real return address is in its place."""
         self.native = 0
-        """Where calls return to whose handlers are guest code; 0 while there are none."""
+        """Address to which calls with a handler in guest code return; 0 while there are none."""
         self.native_breakpoint: int | None = None
-        """What that is where trampolines are breakpoints."""
+        """Value of `native` if trampolines are breakpoints."""
         self._native_code: CompiledCode | None = None
         self._is_told = False
-        """Whether the guest knows it."""
+        """Whether the guest knows the addresses."""
 
     def install(self) -> None:
-        """Make it, once. Raises: HardwareError (no executable memory is left)."""
+        """Make the trampoline once. Raises: HardwareError (no executable memory is left)."""
         if self.address:
             return
         text = self._machine.text
@@ -73,7 +73,7 @@ class Trampoline:
         size = len(arch.breakpoint if stub is None else stub.code)
         address = text.alloc_text(2 * size if stub is None else size)
         if stub is None:
-            # Filled with breakpoints already.
+            # The memory is filled with breakpoints already.
             self._machine.breakpoints[address] = self._on_breakpoint
             self.native_breakpoint = address + size
         else:
@@ -85,7 +85,10 @@ class Trampoline:
         self.size = size
 
     def tell_guest(self) -> None:
-        """Let the guest ask for the caller where it finds this one on a stack; see kernel/rethook.c."""
+        """Tell the guest the trampoline's address, so that its unwinder asks the host for the caller.
+
+        See kernel/rethook.c.
+        """
         self._is_told = True
         self._write(self._abi["host_return_trampoline"], self.address)
         self._tell_native()
@@ -96,11 +99,11 @@ class Trampoline:
             self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
-        """Whether it is what a return address is replaced by."""
+        """Return True if hooks replace return addresses with this address."""
         return address != 0 and address in (self.address, self.native)
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """Address and size of the trampoline that an address lies in."""
+        """Return address and size of the trampoline that contains an address."""
         code = self._native_code
         if code is not None and code.contains(address):
             return code.entry, code.address + code.size - code.entry
@@ -110,7 +113,7 @@ class Trampoline:
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
-        """Use this trampoline in guest code, which traps where Python has to handle a return; None: none."""
+        """Use a trampoline in guest code, or none. It traps if Python has to handle a return."""
         self._native_code = code
         self.native = 0
         if code is not None:
@@ -122,9 +125,9 @@ class Trampoline:
         self._tell_native()
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
-        """At a function's entry: the address that the function would return to, and the slot that held it.
+        """Replace the return address at a function's entry; return the real one and its stack slot.
 
-        Raises: MemoryFault (the stack isn't writable memory).
+        Raises: MemoryFault (the stack is not writable memory).
         """
         link = self._arch.registers.link
         if link is not None:
@@ -140,7 +143,7 @@ class Trampoline:
         self._memory.write(slot, address.to_bytes(self._word, "little"))
 
     def _on_saved(self, regs: Any) -> None:
-        """The registers are saved, with the slot of the return address behind them.
+        """Handle a return in assembly form: saved registers and the return address's slot are on the stack.
 
         Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline_callback (v6.1).
         """
@@ -149,17 +152,17 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """The registers, the slot of the return address, and where the real one is to be put."""
+        """Return the saved registers, the slot of the return address, and where to put the real address."""
         saved = self._frames.at(regs.sp)
-        behind = regs.sp + len(self._arch.pt_regs) * self._word
-        return saved, behind if self._arch.registers.link is None else saved.sp, behind
+        after = regs.sp + len(self._arch.pt_regs) * self._word
+        return saved, after if self._arch.registers.link is None else saved.sp, after
 
     def _handle_saved(self, regs: Any) -> None:
-        saved, slot, behind = self._saved(regs)
-        self._write(behind, self._returned(saved, slot))
+        saved, slot, target = self._saved(regs)
+        self._write(target, self._returned(saved, slot))
 
     def _on_breakpoint(self, regs: Any) -> None:
-        """The return has taken the address off the stack already."""
+        """Handle a return by breakpoint; the return instruction has popped the address already."""
         slot = self._slot_above(regs)
         if not self._run_asm_handlers(regs, slot, in_frame=False, on_return=self._handle_live):
             self._handle_live(regs)

@@ -1,1 +1,1 @@
-"""Booting a distribution's kernel, and snapshots of a booted one."""
+"""Booting a distribution's kernel, and snapshots of a booted kernel."""

@@ -1,4 +1,4 @@
-"""Booting: a kernel is put into RAM as its boot protocol wants it, and runs to its init.
+"""Boot protocol: loads a kernel into RAM and runs it until its init process waits.
 
 Source: Documentation/x86/boot.rst and zero-page.rst, the 64-bit boot protocol.
 """
@@ -18,13 +18,16 @@ from emulated_kernel.image.linux.vmlinux import LinkedMemory
 from emulated_kernel.machine.traps.trap import GuestFault
 
 HOST_SIZE = 64 << 20
-"""At the end of RAM, which the guest isn't told of."""
+"""Bytes at the end of RAM that belong to the host; the guest's memory map does not contain them."""
 RAM_SIZE = (128 << 20) + HOST_SIZE
 COMMAND_LINE = (
     f"console=ttyS0 quiet nokaslr acpi=off nolapic noapic nosmp tsc_early_khz={TSC_KHZ} tsc=reliable "
     "no_timer_check panic=-1 initcall_blacklist=jent_mod_init randomize_kstack_offset=off"
 )
-"""jent_mod_init measures the jitter of a real CPU's time; random offsets of stacks take time of each call."""
+"""Kernel command line.
+
+jent_mod_init measures the jitter of a real CPU's time. Random stack offsets would slow down each call.
+"""
 _STACK = 0x60000
 _PARAMETERS = 0x10000
 _COMMAND_LINE = 0x20000
@@ -42,9 +45,9 @@ _PROTOCOL = 0x20F
 
 
 def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
-    """Put kernel, initramfs and parameters into RAM, and the CPU at the kernel's entry.
+    """Load the kernel, the initramfs and the boot parameters, and set the CPU to the kernel's entry.
 
-    Raises: KernelError ENOEXEC (a kernel that doesn't fit).
+    Raises: KernelError ENOEXEC (a segment does not fit into RAM).
     """
     ram = machine.memory.ram
     top = len(ram) - HOST_SIZE
@@ -90,7 +93,7 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytes:
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
     """Run from the kernel's first instruction until init waits at its stub.
 
-    `progress` is called with how many initcalls have begun, and how many there are.
+    `progress` is called with the number of initcalls that have begun and the number of all initcalls.
     Raises: GuestFault (with the last line of the kernel's log).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")

@@ -1,4 +1,7 @@
-"""What was found by reading a whole file, told again without reading as long as it is the same file."""
+"""Digest cache: remembers results of reading whole files, until a file changes.
+
+A note is a small file with a result. Its name is a hash of the file's identity and change time.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,19 @@ from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 SUFFIX = ".read"
 MAKING = ".reading-"
 _LIMIT = 32
-"""Notes that are kept; what wasn't used for the longest goes first."""
+"""Limit of notes; the least recently used notes are removed first."""
 _LONGEST = 256
 _SECOND = 10**9
 _SETTLED = 2.0
-"""Seconds; a change that follows another sooner than that may leave a file with the same times."""
+"""Seconds. Two changes within a shorter time may leave a file with the same timestamps."""
 
 
 class Reading(NamedTuple):
-    """A file that is about to be read; `told` of it before: what remember() was given."""
+    """A file that is about to be read, and its remembered result.
+
+    `told`: the text that remember() was given, or None. `is_settled`: the change time identifies the content,
+    so a result may be remembered.
+    """
 
     note: Path
     told: str | None
@@ -31,8 +38,9 @@ class Reading(NamedTuple):
 
 
 def about_to_read(directory: Path, file: int, form: str) -> Reading:
-    """`directory`: where notes are; `form`: a regular expression for what is to be found.
+    """Look up the remembered result for a file.
 
+    `directory`: contains the notes; `form`: a regular expression that a result must match.
     Raises: OSError (of the file).
     """
     note = _note(directory, file)
@@ -41,16 +49,16 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
         text = found.read(_LONGEST).decode("ascii")
         if is_own(found.fileno()) and re.fullmatch(form, text):
             told = text
-            # By the descriptor: in a directory of others the name may be another file's by now.
+            # Use the descriptor: in a directory of another user, the name may refer to another file by now.
             os.utime(found.fileno())
     changed = os.fstat(file).st_ctime_ns
-    # Whole seconds are no time that the host's kernel has given: an image or a server has them as it likes.
+    # A time in whole seconds does not come from the host's kernel: disk images and servers set any time.
     is_settled = bool(changed % _SECOND) and time.time_ns() - changed > _SETTLED * _SECOND
     return Reading(note, told, is_settled)
 
 
 def remember(reading: Reading, text: str) -> None:
-    """Say what was found. Where nothing can be written the file is read again the next time."""
+    """Write a note with the result. If that is impossible, the file is read again next time."""
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():
         return
@@ -65,25 +73,28 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """When somebody was told last, in seconds since 1970; 0: never. Raises: OSError (of the file)."""
+    """Return when the file's result was used last, in seconds since 1970; 0: never.
+
+    Raises: OSError (of the file).
+    """
     with suppress(OSError):
         return _note(directory, file).stat().st_mtime
     return 0.0
 
 
 def _note(directory: Path, file: int) -> Path:
-    # Writing sets the time of the last change, which nobody sets back. Deviates: it doesn't where a mapping
-    # has changed the same page before.
+    # Writing updates the change time, and no program can set that back.
+    # Deviates: the time is not updated if a mapping has already changed the page.
     facts = *identity(file), os.fstat(file).st_ctime_ns
     return directory / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}{SUFFIX}"
 
 
 def notes(directory: Path) -> list[Path]:
-    """All of a directory."""
+    """Return the notes in a directory."""
     return list(directory.glob(f"*{SUFFIX}"))
 
 
 def is_own(file: int) -> bool:
-    """Whether nobody else can have written it. Raises: OSError."""
+    """Return True if no other user can have written the file. Raises: OSError."""
     status = os.fstat(file)
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -1,6 +1,7 @@
-"""A booted machine as a file: a header, RAM with holes where it is zero, and what was read of its kernel.
+"""Snapshots: a booted machine as a file with a header, RAM, and tables that were read from its kernel.
 
-RAM is mapped privately from it, so that mounts of one kernel share what none has changed.
+Pages of zeros are holes in the file. RAM is mapped privately, so that mounts of the same kernel share the
+pages that they have not changed.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 
 _MAGIC = b"kprobefs booted kernel 15\n"
 HEADER = 256 << 10
-"""Bytes in front of RAM."""
+"""Bytes before RAM."""
 _PIECE = 64 << 10
 NORESERVE = 0x4000
-"""MAP_NORESERVE: a guest may have more memory than the host has room for."""
+"""MAP_NORESERVE: a guest may have more memory than the host has available."""
 LIMIT = 600 << 20
-"""Bytes on disk that are kept; what wasn't used for the longest goes first."""
+"""Limit of bytes on disk; the least recently used snapshots are removed first."""
 _SUFFIX = ".booted"
 _WHOLE = "whole"
-"""What is remembered of a snapshot whose checksums were right."""
+"""Text in the digest cache for a snapshot whose checksums were right."""
 _HASH = "[0-9a-f]{64}"
-"""Of a kernel's file."""
+"""Form of the digest of a kernel's file."""
 _MAKING = ".booting-"
 BUDGET = 20.0
 """Seconds that one run may take."""
@@ -62,7 +63,8 @@ T = TypeVar("T")
 class CachedKernel:
     """A snapshot as `kprobefs images` shows it; `size` in bytes on disk.
 
-    A damaged one, another version's, or one that somebody else may have written tells nothing else.
+    `release` and `source` are None if the snapshot is damaged, comes from another version, or may have been
+    written by another user.
     """
 
     path: Path
@@ -73,14 +75,15 @@ class CachedKernel:
 
 
 def directory() -> Path:
-    """Where snapshots are kept."""
+    """Return the directory of the snapshots."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
 
 
 def place(source: Path, seed: int) -> Path:
-    """Where a kernel's snapshot is, by the file's hash, the way it is booted, and the library's version.
+    """Return the path of a kernel's snapshot.
 
+    It depends on the hash of the file, the boot parameters and the library's version.
     Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
@@ -90,7 +93,8 @@ def place(source: Path, seed: int) -> Path:
     )
     digest.update(initramfs())
     found = _named(digest.hexdigest())
-    # Nothing is left of what never boots.
+    # The whole file was read, although it has a snapshot: remember the digest. (A file that never boots has
+    # none.)
     if reading.told is None and found.exists():
         remember(reading, whole)
     return found
@@ -98,15 +102,16 @@ def place(source: Path, seed: int) -> Path:
 
 @lru_cache(maxsize=1)
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
-    """Of a whole file: the command looks for the snapshot, then the daemon that it becomes."""
+    """Return the digest of a whole file. It is cached, because the command needs it, and then its daemon."""
     with open(source, "rb") as file:
         reading = about_to_read(directory(), file.fileno(), _HASH)
         return reading, reading.told or hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def core_place(source: Path) -> Path:
-    """Where what was made of a dump is, by what tells its file from others; it may be too long to read.
+    """Return the path of a core dump's snapshot.
 
+    It depends on the file's path, identity and beginning, because a dump may be too long to read as a whole.
     Raises: OSError.
     """
     with open(source, "rb") as file:
@@ -128,9 +133,9 @@ def save(
     source: str,
     parts: Mapping[str, bytes | memoryview],
 ) -> None:
-    """Write a snapshot, which appears under its name when all of it is there. Raises: OSError.
+    """Write a snapshot; it appears under its name when it is complete. Raises: OSError.
 
-    `parts`: what is to be kept besides, by name.
+    `parts`: name -> further data to keep.
     """
     about = {
         "source": source,
@@ -149,7 +154,7 @@ def save(
 
 
 def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Have a file written, which appears under its name when all of it is there. Raises: OSError."""
+    """Write a file, which appears under its name when it is complete. Raises: OSError."""
     made = [place for place in target.parents if not place.exists()]
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
@@ -170,10 +175,11 @@ def finish(
     *,
     is_kept: bool = True,
 ) -> None:
-    """What makes a snapshot of a file that has `size` bytes of RAM at HEADER already.
+    """Complete a snapshot file that already has `size` bytes of RAM at HEADER.
 
-    `parts`: what is to be kept besides, by name; `about`: what JSON can say; `is_kept`: it will be read by
-    others than who writes it, who check it. Raises: OSError.
+    `about`: facts in a form that JSON can represent; `parts`: name -> further data to keep; `is_kept`: other
+    processes will read and check the file, so write a checksum of RAM.
+    Raises: OSError.
     """
     end = HEADER + size
     file.truncate(end)
@@ -191,7 +197,7 @@ def finish(
 
 
 def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
-    """Write what isn't zero of it. Raises: OSError."""
+    """Write data, except pieces that are all zeros. Raises: OSError."""
     zeros = bytes(_PIECE)
     for at in range(0, len(data), _PIECE):
         piece = bytes(data[at : at + _PIECE])
@@ -202,25 +208,25 @@ def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
 
 
 class SnapshotContents(NamedTuple):
-    """What was written: RAM, mapped privately."""
+    """The content of a snapshot, with its RAM mapped privately."""
 
     about: dict[str, Any]
     ram: mmap.mmap
     parts: dict[str, memoryview]
-    """Nothing if they weren't asked for."""
+    """Empty unless the caller asked for the parts."""
 
 
 class SavedMachine(NamedTuple):
-    """A machine as it was saved, with the parts that were to be kept."""
+    """A machine as it was saved, with the parts of its snapshot."""
 
     machine: LinuxMachine
     facts: KernelOffsets
     parts: dict[str, memoryview]
-    """Nothing if they weren't asked for."""
+    """Empty unless the caller asked for the parts."""
 
 
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
-    """What was saved; None where there is none, or a damaged one, which is removed."""
+    """Load a saved machine. If it is missing or damaged, return None; a damaged file is removed."""
 
     def machine(kept: SnapshotContents) -> SavedMachine:
         return SavedMachine(*_machine(kept.ram, kept.about), kept.parts)
@@ -229,9 +235,10 @@ def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
 
 
 def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: bool) -> T | None:
-    """What `made` makes of what was kept; None where there is none, or a damaged one, which is removed.
+    """Load a snapshot and return the result of `made`, which is called with its content.
 
-    Raises: KernelError (of `made`, for what was kept whole and isn't usable).
+    If the file is missing or damaged, return None; a damaged file is removed.
+    Raises: KernelError (by `made`: the snapshot is intact and not usable).
     """
     try:
         with open_regular(source) as file:
@@ -260,21 +267,21 @@ def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: 
 
 def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | None:
     if not is_own(file):
-        # A CPU state of somebody's making may do anything here.
+        # A CPU state made by another user could do anything in this process.
         return None
     reading = about_to_read(source.parent, file, _WHOLE)
     found = read(file, with_parts=with_parts, is_checked=reading.told is None)
     if found is not None and reading.told is None:
-        # Where the power fails, what was written may be gone and the note be there.
+        # After a power failure the note might exist while the content is lost.
         os.fdatasync(file)
         remember(reading, _WHOLE)
     return found
 
 
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
-    """What was written; None where it is damaged. Raises: OSError, KeyError, TypeError, ValueError.
+    """Read a snapshot; return None if it is damaged. Raises: OSError, KeyError, TypeError, ValueError.
 
-    `is_checked`: it may have been damaged since it was written, or read whole.
+    `is_checked`: compare the checksums, because the file may have been damaged since it was written.
     """
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
@@ -309,15 +316,15 @@ def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, Kerne
 
 
 def checked_cells(about: Mapping[str, Any]) -> tuple[int, int]:
-    """As find_exception_cells() found them. Raises: KeyError, TypeError, ValueError."""
+    """Return the offsets that find_exception_cells() had found. Raises: KeyError, TypeError, ValueError."""
     error, in_flight = about["cells"]
     if not 0 <= min(error, in_flight) <= max(error, in_flight) < STATE_SIZE:
-        raise ValueError("cells that are outside of the CPU's state")
+        raise ValueError("cells: outside of the CPU state")
     return error, in_flight
 
 
 def _header(file: int) -> dict[str, Any] | None:
-    # Linux: what is read ahead is cached in folios of up to 2 MiB; since 6.18 a touch maps all of one.
+    # Linux: readahead caches folios of up to 2 MiB; since 6.18 a touch maps a whole folio.
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     start = os.pread(file, HEADER, 0)
     if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 8:
@@ -334,17 +341,20 @@ def _header(file: int) -> dict[str, Any] | None:
 
 
 def _checksum(file: int, start: int, size: int) -> int:
-    """Of the pieces that are in the file; reading by the mapping would take memory for the holes."""
+    """Return the checksum of the pieces that are in the file.
+
+    Reading through the mapping would allocate memory for the holes.
+    """
     zeros = bytes(_PIECE)
     checksum = 0
     at = start
     while at < start + size:
         try:
-            # A hole may begin within a piece.
+            # A hole may begin inside a piece.
             at = max(at, os.lseek(file, at, os.SEEK_DATA) & -_PIECE)
         except OSError:
             break
-        # And may reach over the end.
+        # A piece may extend beyond the end.
         piece = os.pread(file, max(min(_PIECE, start + size - at), 0), at)
         if piece != zeros[: len(piece)]:
             checksum = zlib.crc32(piece, checksum)
@@ -353,7 +363,7 @@ def _checksum(file: int, start: int, size: int) -> int:
 
 
 def cached() -> list[CachedKernel]:
-    """All snapshots, the one that was used last in front."""
+    """Return all snapshots, the most recently used first."""
     found = []
     for path in directory().glob(f"*{_SUFFIX}"):
         release = None
@@ -370,7 +380,7 @@ def cached() -> list[CachedKernel]:
 
 
 def clear() -> int:
-    """Remove all snapshots, and what an interrupted boot left; how many they were. Raises: OSError."""
+    """Remove all snapshots and the files of interrupted boots; return how many. Raises: OSError."""
     removed = 0
     for note in (*notes(directory()), *directory().glob(f"{MAKING}*")):
         note.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""The tasks, system calls and files of a distribution's kernel."""
+"""Tasks, system calls and files of a distribution's kernel."""

@@ -1,4 +1,4 @@
-"""Arguments of calls that are written: functions by name, numbers as they are, strings put into memory."""
+"""CallArguments: converts a written call: finds the function, and copies its strings to guest memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 class CallArguments:
-    """Of calls of a kernel's functions; `size` bytes at `place` are for their strings."""
+    """Converts calls of a kernel's functions; strings are copied to `size` bytes at `place`."""
 
     def __init__(self, kernel: LinuxKernel, memory: GuestMemory, place: int, size: int) -> None:
         self._kernel = kernel
@@ -24,10 +24,10 @@ class CallArguments:
         self._size = size
 
     def placed(self, function: str, arguments: Sequence[int | str]) -> tuple[int, list[int]]:
-        """Its address, and what its registers hold.
+        """Return the function's address and the values of the argument registers.
 
-        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, fewer arguments than it is known to
-        take), E2BIG (too many), ENOMEM (the strings are too long).
+        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, or fewer arguments than it
+        takes), E2BIG (too many), ENOMEM (the strings are too long).
         """
         found = self._kernel.kallsyms.by_name(function)
         if not found:

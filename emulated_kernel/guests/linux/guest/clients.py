@@ -1,4 +1,7 @@
-"""For each host process that makes requests a task of the guest: its name, owner and, if free, pid."""
+"""LinuxClients: maps host processes that make requests to guest tasks of the same name, owner and pid.
+
+The pid is equal only if it is free in the guest.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,24 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
 _MAX_TASKS = 500
-"""Processes beyond that many share a task: each takes 64 KiB of the guest's memory."""
+"""Limit of processes with their own task; further ones share a task. A task takes 64 KiB of guest memory."""
 _SHARED = 0
-"""Pid of the processes that share one, and of those that another pid namespace hides."""
+"""Pid that stands for the shared task. Processes hidden by another pid namespace use it too."""
 
 
 class LinuxClients:
-    """Keeps the guest's tasks in step with those processes, and with what they fork.
+    """Keeps the guest's tasks in step with client processes and the children that they fork.
 
-    Who has mounted (`owner`) is root in the guest: its files are his.
+    The user who created the mount (`owner`) is root in the guest, and so owns its files.
     """
 
     def __init__(
         self, tasks: LinuxTasks, watch: ProcessWatch, owner: int, settle: Callable[[], None]
     ) -> None:
-        """`settle`: does what clients have asked for so far, before the guest learns of what came next."""
+        """Start with no tasks.
+
+        `settle`: completes the clients' earlier requests, before the guest learns of a later event.
+        """
         self._tasks = tasks
         self._settle = settle
         self._executions = ExecObserver(tasks)
@@ -36,12 +42,12 @@ class LinuxClients:
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
         self._unnamed: dict[int, float] = {}
-        """Forked lately and named like their parents, by pid, and until when an execve is looked for."""
+        """Pid of a recently forked process with its parent's name -> time until which it may call execve."""
 
     def task_of(self, client: Client) -> LinuxTask:
-        """The task that makes a client's request; what happened on the host before comes first.
+        """Return the task that makes a client's request, after applying earlier events on the host.
 
-        One that is shared (see is_shared()) mustn't sleep, for others' calls wait behind it.
+        A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
         if self._unnamed or self._watch.has_news():
             self.catch_up()
@@ -58,12 +64,12 @@ class LinuxClients:
             try:
                 self._rename(task, pid, comm)
             except KernelError:
-                # Of what it executed; the process goes on.
+                # The task has died of the execve that was repeated; its process goes on.
                 return self._new_task(pid)
         return task
 
     def _new_task(self, pid: int) -> LinuxTask:
-        """Of a process that has none that lives: its own, or the one that is shared."""
+        """Return a live task for a process that has none: its own, or the shared task."""
         task = self.known(pid) if pid > 0 else None
         if task is None:
             pid = _SHARED if pid <= 0 or len(self._by_pid) >= _MAX_TASKS else pid
@@ -71,7 +77,10 @@ class LinuxClients:
         return task
 
     def _rename(self, task: LinuxTask, pid: int, comm: str | None) -> None:
-        """The process ran execve, or named itself anew. Raises: KernelError ESRCH (it has ended of that)."""
+        """Apply an execve or a change of name of the process.
+
+        Raises: KernelError ESRCH (the execve has killed the task).
+        """
         if not comm or comm == task.comm:
             return
         self._settle()
@@ -83,11 +92,11 @@ class LinuxClients:
             self._executions.execute(task, program, comm)
 
     def is_shared(self, task: LinuxTask) -> bool:
-        """Whether it makes the calls of more than one process."""
+        """Return True if the task makes calls for several processes."""
         return task is self._by_pid.get(_SHARED)
 
     def known(self, pid: int) -> LinuxTask | None:
-        """The task of a process, if it has one that lives."""
+        """Return the process's task if it has a live one."""
         task = self._by_pid.get(pid)
         if task is not None and not task.alive:
             del self._by_pid[pid]
@@ -95,7 +104,7 @@ class LinuxClients:
         return task
 
     def _adopt(self, pid: int) -> LinuxTask:
-        """A process that is first seen at its request: what it ran lies in the past."""
+        """Return a new task for a process whose first event is a request; its earlier execve is unknown."""
         task = self._fork(self._tasks.init, pid)
         comm = self._watch.comm(pid)
         if comm:
@@ -110,17 +119,17 @@ class LinuxClients:
         return task
 
     def catch_up(self) -> None:
-        """Let the guest see what its clients forked, and which of them have ended."""
+        """Apply the forks and exits of client processes in the guest."""
         for fork in self._watch.forks():
             if fork.parent is None:
                 continue
             parent = self.known(fork.parent)
             if parent is None or parent.pending or self.known(fork.pid) or len(self._by_pid) >= _MAX_TASKS:
                 continue
-            # Who makes this request has nothing to do with a fork that the guest has no room for.
+            # The client of this request is not responsible for a fork that fails for lack of guest memory.
             with suppress(KernelError):
                 if fork.comm != parent.comm:
-                    # A shell that was just executed: what it forked came after that.
+                    # The parent has executed a program, such as a shell, before it forked this child.
                     self._rename(parent, fork.parent, self._watch.comm(fork.parent))
                 child = self._fork(parent, fork.pid)
                 self._unnamed[fork.pid] = monotonic() + EXEC_WITHIN
@@ -132,7 +141,10 @@ class LinuxClients:
             self._look_for_execs()
 
     def _look_for_execs(self) -> None:
-        """Reading a name costs a microsecond a task: a task that has kept its name for long is left out."""
+        """Apply execves of recently forked processes.
+
+        Reading a name costs a microsecond per task, so tasks that have kept their name for long are skipped.
+        """
         now = monotonic()
         for pid, until in list(self._unnamed.items()):
             task = self.known(pid)
@@ -143,15 +155,18 @@ class LinuxClients:
                     self._rename(task, pid, self._watch.comm(pid))
 
     def end(self, pid: int) -> None:
-        """The process has ended, or doesn't wait any more for the call that its task sleeps in."""
+        """End a process's task.
+
+        The process has ended, or no longer waits for the call in which the task sleeps.
+        """
         task = self._by_pid.pop(pid, None)
         if task is not None:
             try:
                 self._tasks.exit(task)
             except KernelError:
-                # A task that can't be killed ends when its call does.
+                # A task that cannot be killed now ends when its call returns.
                 task.alive = False
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching processes."""
         self._watch.close()

@@ -1,7 +1,7 @@
-"""What the guest's kernel has in memory of its files: attributes, read out of dentries and inodes.
+"""DcacheReader: reads attributes of the guest's files from its kernel's dentries and inodes.
 
-A lookup by a system call would cost a change of tasks, and be seen by every probe; no process has made it.
-It is read while the guest is stopped at the stub or idle: nobody is in the middle of changing a dentry.
+A lookup by a system call would cost a switch of tasks, and probes would see a call that no process has made.
+The dentries are read while the guest is stopped at the stub or idle, so that none is being changed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _WORD = (1 << 64) - 1
 _FMODE_LSEEK = 4
 _LONGEST_CHAIN = 1000
 _NAMES = 1000
-"""Whose hashes are kept, and paths whose attributes are."""
+"""Limit of names whose hashes are cached, and of paths whose attributes are cached."""
 
 
 class DcacheReader:
-    """Files by path or descriptor; needs a machine at a synchronous stop."""
+    """Finds files by path or descriptor. The machine must be at a synchronous stop."""
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
-        """`task`: address of one that has the table of open files."""
+        """Find the dentry hash table. `task`: address of a task that uses the common table of open files."""
         self._memory = machine.memory
         self._ram = machine.memory.ram
         self._words = machine.memory.words
@@ -40,9 +40,12 @@ class DcacheReader:
         self._task = task
         self._inodes = Inodes(facts.offsets, self._bytes)
         self._read: list[tuple[int, int, bytes]] = []
-        """What the lookup under way has read: from and up to which physical address, and what was there."""
+        """Memory that the present lookup has read: start and end of each piece, and its content."""
         self._answers: dict[str, tuple[list[tuple[int, int, bytes]], Stat]] = {}
-        """By path what its lookup has read, and found; the same is found as long as all that is the same."""
+        """Path -> memory that its lookup has read, and the attributes.
+
+        They are valid while the memory is unchanged.
+        """
         self._direct = 0
         self._limit = 0
         self._image = 0
@@ -61,13 +64,14 @@ class DcacheReader:
                 offset["dentry.d_flags"]: "I",
             }
         )
-        self._hash_at, self._mode_at = offset["dentry.d_hash"], offset["file.f_mode"]
+        self._hash_at = offset["dentry.d_hash"]
+        self._mode_at = offset["file.f_mode"]
         self._files_at = offset["task_struct.files"], offset["files_struct.fdt"], offset["fdtable.fd"]
         self._llseek_at = offset["file.f_op"], offset["file_operations.llseek"]
         self._no_llseek = 0, facts.symbols.get("no_llseek")
 
     def lstat(self, path: str) -> Stat | None:
-        """Attributes of a file; None where the kernel has to be asked, or there is none."""
+        """Return attributes of a file, or None if it does not exist or only the kernel can look it up."""
         answer = self._answers.get(path)
         if answer is not None:
             ram = self._ram
@@ -90,23 +94,23 @@ class DcacheReader:
         return told
 
     def fstat(self, fd: int) -> Stat:
-        """Attributes of an open file."""
+        """Return attributes of an open file."""
         self._read = []
         return self._inodes.stat(self.inode(fd))
 
     def inode(self, fd: int) -> int:
-        """Address of the inode of an open file."""
+        """Return the address of an open file's inode."""
         return self._follow(self._file(fd), self._offset["file.f_inode"])
 
     def is_seekable(self, fd: int) -> bool:
-        """Whether lseek(2) works on it. Mirrors: fs/read_write.c:vfs_llseek (v6.1)"""
+        """Return True if lseek(2) works on a descriptor. Mirrors: fs/read_write.c:vfs_llseek (v6.1)."""
         file = self._file(fd)
         if not self._ram[self._at(file + self._mode_at)] & _FMODE_LSEEK:
             return False
         return self._follow(file, *self._llseek_at) not in self._no_llseek
 
     def _at(self, va: int) -> int:
-        """The physical address: a difference where what is allocated lies, and another one in the image."""
+        """Return the physical address; its offset is constant in the direct map and in the image."""
         at = va - self._direct
         if 0 <= at < self._limit:
             return at
@@ -122,7 +126,7 @@ class DcacheReader:
         return data
 
     def _follow(self, structure: int, *offsets: int) -> int:
-        """The word there, at each further offset from the address that the one before holds."""
+        """Return the word at the end of a chain of pointers; each is at an offset from the previous one."""
         words = self._words
         direct = self._direct
         limit = self._limit
@@ -137,7 +141,7 @@ class DcacheReader:
 
     @cached_property
     def _roots(self) -> dict[bytes, tuple[int, int]]:
-        """The dentries that file systems are mounted on, and their inodes."""
+        """Mount point -> root dentry and inode of the file system."""
         dentries = {
             os.fsencode(root[1:]): self._follow(self._file(fd), self._offset["file.f_path.dentry"])
             for root, fd in ROOTS.items()
@@ -151,10 +155,10 @@ class DcacheReader:
         return self._follow(symbols["dentry_hashtable"], 0), self._follow(symbols["d_hash_shift"], 0) & 0xFF
 
     def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
-        """Its dentry, and the inode.
+        """Return a child's dentry and inode.
 
-        Invariant: what is taken out of the table, renamed or freed is another one's bytes from then on:
-        its place in the chain and its count of changes are among them.
+        Invariant: if a dentry leaves the table, is renamed or freed, its bytes change. They include its link
+        in the hash chain and its sequence count.
         Mirrors: fs/dcache.c:__d_lookup (v6.1)
         """
         key = name_hash(parent, name)
@@ -181,7 +185,7 @@ class DcacheReader:
 
 @lru_cache(_NAMES)
 def name_hash(parent: int, name: bytes) -> int:
-    """Length and hash of a name in a directory, as a dentry keeps them.
+    """Return length and hash of a name in a directory, as a dentry keeps them.
 
     Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS)
     """

@@ -1,7 +1,7 @@
 """ExecObserver: repeats a client's execve(2) in the guest; its task becomes init's program again.
 
-The call has the client's path, which probes can read. The guest opens init's program, its only one.
-The table of open files stays shared.
+Probes can read the client's path from the call. The guest opens init's program instead, its only one. The
+table of open files stays shared.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _OPENS = "do_open_execat"
 _UNSHARES = "unshare_files"
 _COUNTS = "set_cred_ucounts"
 _NAME = 128
-"""Bytes between a struct filename of ours and its string."""
+"""Bytes between a struct filename of the host's and its string."""
 
 
 class ExecObserver:
-    """For a kernel that lacks those two functions, who executes something is renamed."""
+    """Repeats execves in the guest. If the kernel lacks the two functions, it only renames the task."""
 
     def __init__(self, tasks: LinuxTasks) -> None:
         self._tasks = tasks
         self._machine = tasks.machine
         self._offsets = tasks.facts.offsets
         self._task: LinuxTask | None = None
-        """Whose call is being made."""
+        """The task whose execve is being made."""
         self._others: tuple[int, int] | None = None
-        """Where the table's count of users is, and how many more those are while it says one."""
+        """Address of the file table's count of users, and the number by which it is lowered at present."""
         self._uid: tuple[int, bytes] | None = None
-        """Where a user is told, and which, while it says root."""
+        """Address of a uid and its real value, while it is replaced with root's."""
         self._returns: set[int] = set()
-        """Where unshare_files() and set_cred_ucounts() return to."""
+        """Addresses to which unshare_files() and set_cred_ucounts() return."""
         symbols = tasks.facts.symbols
         self._can_execute = {_OPENS, _UNSHARES} <= symbols.keys()
         if self._can_execute:
@@ -48,19 +48,20 @@ class ExecObserver:
             self._machine.call_at(symbols[_COUNTS], self._counting)
 
     def execute(self, task: LinuxTask, path: str, comm: str) -> None:
-        """Its process has executed a program, whence its name; a task that sleeps in a call gets that alone.
+        """Apply the execve of a program by a task's process.
 
-        Raises: KernelError ESRCH (it has ended of that).
+        If the task sleeps in a call, or the kernel cannot repeat the execve, only rename the task.
+        Raises: KernelError ESRCH (the execve has killed the task).
         """
         if self._can_execute and not task.pending:
             with suppress(KernelError):
                 self._execve(task, path)
             if not task.alive:
-                raise KernelError(ESRCH, f"task {task.pid} has ended of executing {path}")
+                raise KernelError(ESRCH, f"task {task.pid} was killed by executing {path}")
         self._tasks.set_comm(task, comm)
 
     def _execve(self, task: LinuxTask, path: str) -> None:
-        """execve(2). Raises: KernelError (with its errno)."""
+        """Call execve(2). Raises: KernelError (with its errno)."""
         tasks = self._tasks
         tasks.copy_to_user(task, BUFFER, os.fsencode(path) + b"\0")
         tasks.copy_to_user(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))
@@ -76,7 +77,7 @@ class ExecObserver:
         return self._task is not None and self._tasks.running() == self._task.address
 
     def _opening(self) -> None:
-        """It is called with a directory's descriptor and a struct filename."""
+        """Replace the file name in a call of do_open_execat(); its second argument is a struct filename."""
         if not self._is_executing():
             return
         physical, virtual = self._tasks.host_room
@@ -88,9 +89,10 @@ class ExecObserver:
         self._machine.regs.si = virtual
 
     def _unsharing(self) -> None:
-        """A table that one task uses isn't copied.
+        """Hide the other users of the file table from unshare_files(), which then does not copy the table.
 
-        Hazard: who else ran before it returns would free the table with his end; nothing in it sleeps.
+        Hazard: another task that ran before the return would free the table at its exit; nothing in it
+        sleeps.
         """
         if not self._is_executing() or self._others is not None:
             return
@@ -105,9 +107,10 @@ class ExecObserver:
         self._unhide_at_return()
 
     def _counting(self) -> None:
-        """All tasks are root's in its counts of a user's processes, whoever owns them: so they stay.
+        """Hide the user from set_cred_ucounts(), so that the task stays in root's count of processes.
 
-        Hazard: an exit takes one from the counts that the task has then; those of another never had it.
+        All tasks are counted as root's, whoever owns them.
+        Hazard: an exit decrements the counts that the task has then; other counts never contained it.
         """
         if not self._is_executing() or self._uid is not None:
             return
@@ -128,9 +131,11 @@ class ExecObserver:
 
     def _unhide(self) -> None:
         if self._uid is not None:
-            (at, uid), self._uid = self._uid, None
-            self._machine.memory.ram[at : at + 4] = uid
+            uid_at, uid = self._uid
+            self._uid = None
+            self._machine.memory.ram[uid_at : uid_at + 4] = uid
         if self._others is not None:
-            (count, others), self._others = self._others, None
+            count_at, others = self._others
+            self._others = None
             ram = self._machine.memory.ram
-            struct.pack_into("<i", ram, count, struct.unpack_from("<i", ram, count)[0] + others)
+            struct.pack_into("<i", ram, count_at, struct.unpack_from("<i", ram, count_at)[0] + others)

@@ -1,4 +1,4 @@
-"""FileTimes: when the guest's files changed, as the host's clock has it."""
+"""FileTimes: shows change times of the guest's files by the host's clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ _READ = "clocksource.read"
 
 
 class FileTimes:
-    """The guest's time goes on with its own work alone, and its files take that of its latest tick.
+    """Maps timestamps of the guest's files to times of the host's clock.
 
-    A tick is as long as thousands of requests: so each file gets the time of its change, which no other
-    reading of the guest's sees, and is shown what the host's clock said then.
+    The guest's time advances only while it works, and its files get the time of the latest tick. A tick is as
+    long as thousands of requests. So each change gets its exact guest time, which only files see, and is
+    shown as the time of the host's clock at the change.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
-        """Of a kernel whose clock isn't known, or isn't the TSC, files have the guest's own time."""
+        """Follow the guest's timekeeper.
+
+        If the kernel's clock is unknown or not the TSC, files show the guest's own time.
+        """
         self._memory = machine.memory
         self._root = machine.cpu.root
         self._ram = machine.memory.ram
@@ -39,17 +43,20 @@ class FileTimes:
             return self._memory.translate(self._root, timekeeper + offset[f"timekeeper.{name}"])
 
         def place(name: str) -> int:
-            """Number of its word of RAM."""
+            """Return the index of a member's word in RAM."""
             return physical(name) >> 3
 
-        self._tsc_read, self._read = symbols[TIME_READ], offset[_READ]
+        self._tsc_read = symbols[TIME_READ]
+        self._read = offset[_READ]
         self._clock = place("tkr_mono.clock")
         self._see_clock()
         if not self._is_tsc:
             return
         self._mask = place("tkr_mono.mask")
-        self._factor, self._shift = physical("tkr_mono.mult"), physical("tkr_mono.shift")
-        self._last, self._fraction = place("tkr_mono.cycle_last"), place("tkr_mono.xtime_nsec")
+        self._factor = physical("tkr_mono.mult")
+        self._shift = physical("tkr_mono.shift")
+        self._last = place("tkr_mono.cycle_last")
+        self._fraction = place("tkr_mono.xtime_nsec")
         self._seconds = place("xtime_sec")
         self._bases = place("tkr_mono.base"), place("tkr_mono.base_real")
         self._coarse = physical("coarse_nsec") if "timekeeper.coarse_nsec" in offset else None
@@ -58,7 +65,7 @@ class FileTimes:
             machine.call_at(address, self._walls.remember)
 
     def _see_clock(self) -> None:
-        """Which clock the kernel has: it may change to another one, which reads the TSC or doesn't."""
+        """Note which clock the kernel uses now, and whether that clock reads the TSC."""
         self._known_clock = self._words[self._clock]
         try:
             read = self._memory.read_word(self._root, self._known_clock + self._read)
@@ -67,16 +74,17 @@ class FileTimes:
         self._is_tsc = read == self._tsc_read
 
     def _go_on(self) -> int:
-        """The time that files get, in nanoseconds, is the present one if it is the TSC's.
+        """Advance the time that files get to the present, if the clock is the TSC; return it in nanoseconds.
 
-        The next tick makes it anew. Invariant: what the kernel's other clocks say stays the same, to the bit.
+        The next tick computes it again.
+        Invariant: the kernel's other clocks return exactly the same values.
         Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1)
         """
         words = self._words
         if words[self._clock] != self._known_clock:
             self._see_clock()
         (shift,), fraction = unpack_from("<I", self._ram, self._shift), words[self._fraction]
-        # What a hostile kernel has here and there wraps around, as it does in its own.
+        # Values of a hostile kernel wrap around, as they do in the kernel itself.
         shift &= 63
         if self._is_tsc:
             (factor,) = unpack_from("<I", self._ram, self._factor)
@@ -95,9 +103,9 @@ class FileTimes:
         return int(words[self._seconds] * _SECOND + (fraction >> shift))
 
     def shown(self, time_ns: int) -> int:
-        """A file's time, in nanoseconds since the epoch."""
+        """Return the host time to show for a file's time, in nanoseconds since the epoch."""
         return time_ns if self._walls is None else self._walls.to_wall(time_ns)
 
     def kept(self, time_ns: int) -> int:
-        """What the guest is told of a time that a process sets."""
+        """Return the guest time to store for a time that a process sets."""
         return time_ns if self._walls is None else self._walls.to_guest(time_ns)

@@ -1,6 +1,6 @@
-"""PageReporting: the host's pages behind the guest's free ones, given back when the guest has freed many.
+"""PageReporting: returns the host's memory under the guest's free pages when the guest has freed many.
 
-The guest isn't told: what it allocates it writes before it reads it.
+The guest need not know this, because it writes each page that it allocates before it reads the page.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from emulated_kernel.guests.linux.kernel_offsets import KEEPING, ORDERS, KernelO
 from emulated_kernel.guests.linux.pc.ram import PAGE, LinuxMemory
 
 MANY = 512
-"""Pages that the guest has freed since it had the fewest, when they are given back: 2 MiB."""
+"""Number of freed pages (2 MiB) since the fewest were free, at which memory is returned to the host."""
 _LIMIT = 4096
-"""Blocks that are given back at once, larger ones first: so long a request may wait."""
+"""Limit of blocks that are returned at once, larger ones first. It bounds the delay of a request."""
 _WORD = (1 << 64) - 1
 
 
 class PageReporting:
-    """Free pages of a kernel with one node; `most` is out of reach where they are to be left alone.
+    """Free pages of a kernel with one node. If they must be left alone, `most` is unreachable.
 
-    Needs a CPU that is in no allocation: its tasks are in user mode, or sleep. Mirrors: mm/page_reporting.c:
-    page_reporting_process (v6.1)
+    No CPU may be allocating memory: the tasks are in user mode or sleep.
+    Mirrors: mm/page_reporting.c:page_reporting_process (v6.1)
     """
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:
-        """`root`: page tables that the kernel's half is in."""
+        """Find the zones. `root`: page tables that map the kernel's half."""
         self._memory = memory
         self._root = root
         self._offsets = facts.offsets
         self._frames: dict[int, int] = {}
-        """Where pages of the kernel's own structures lie, which stay there."""
+        """Virtual address -> physical address of pages with the kernel's own structures, which never move."""
         self.words = memory.words
         self.counter = 0
-        """Number of the word that counts the free pages of the largest zone."""
-        self.fewest, self.most = 0, _WORD
-        """While there are from these to these there is nothing to do."""
+        """Index in `words` of the counter of free pages in the largest zone."""
+        self.fewest = 0
+        """Lower end of the range of free pages in which there is nothing to do."""
+        self.most = _WORD
+        """Upper end of the range of free pages in which there is nothing to do."""
         self._zones: list[int] = []
         self._pages = 0
         symbols = facts.symbols
@@ -48,7 +50,7 @@ class PageReporting:
                 self._find(symbols)
 
     def _find(self, symbols: Mapping[str, int]) -> None:
-        """Raises: LookupError (a kernel that doesn't tell)."""
+        """Find the zones and their counters. Raises: LookupError (the kernel's structures are unknown)."""
         offsets = self._offsets
         node = symbols.get("contig_page_data") or self._word(symbols["node_data"])
         self._pages = self._word(symbols["vmemmap_base"])
@@ -71,7 +73,10 @@ class PageReporting:
         return self.words[frame + va - page >> 3]
 
     def look(self) -> None:
-        """For who has found that there are fewer or more than these."""
+        """Return memory to the host if many pages were freed, and set the new range.
+
+        Call this if the number of free pages is outside the range from `fewest` to `most`.
+        """
         free = self.words[self.counter]
         if free > self.most:
             self.give_back()
@@ -79,10 +84,10 @@ class PageReporting:
         self.most = free + MANY
 
     def give_back(self) -> None:
-        """What is behind them is from now on what RAM was mapped from.
+        """Return the host's memory under free pages; they show the content from which RAM was mapped.
 
-        Hazard: the emulator has addresses of the host's, which stay valid, and code that it translated:
-        the guest writes there before it runs there, and that is seen.
+        Hazard: the emulator keeps host addresses, which stay valid, and code that it translated from these
+        pages. The guest writes to a page before it runs code there, and the emulator notices the write.
         """
         blocks = sorted(islice(self._blocks(), _LIMIT))
         while blocks:
@@ -93,7 +98,10 @@ class PageReporting:
             self._memory.ram.madvise(mmap.MADV_DONTNEED, start, size)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Physical address and size, as long as the buddy allocator's structures agree with each other."""
+        """Iterate over physical address and size of free blocks.
+
+        End at the first block for which the buddy allocator's structures are inconsistent.
+        """
         offsets = self._offsets
         size_of_area = offsets["free_area"]
         size_of_page = offsets["page"]

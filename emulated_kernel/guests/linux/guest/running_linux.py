@@ -1,4 +1,4 @@
-"""RunningLinux: a kernel in the machine, as our engine asks for it."""
+"""RunningLinux: a distribution's kernel in the machine, with the interface that the probe engine uses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class RunningLinux(ABC):
 
     machine: LinuxMachine
     release: str
-    """Of the kernel, as uname -r says it."""
+    """Release of the kernel, as `uname -r` prints it."""
     root: int
-    """Page tables that the kernel's half is in."""
+    """Physical address of page tables that map the kernel's half."""
     per_cpu: int
-    """Address of the CPU's area."""
+    """Address of the per-CPU area."""
     current_cell: int
-    """Where the address of the running task stands."""
+    """Address of the variable that has the running task's address."""
 
     def __init__(self) -> None:
         self.events = TaskEvents()
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:
-        """Let time pass, for what the guest has to do by itself."""
+        """Let time pass, so that the guest can do its own work."""

@@ -1,4 +1,4 @@
-"""System calls of the guest's tasks as calls of Python, with their buffers in the tasks' own memory."""
+"""LinuxSyscalls: system calls of the guest's tasks as methods, with buffers in the tasks' own memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from emulated_kernel.vfs.core.client import DirEntry, Stat, StatFs
 DATA_SIZE = 512 << 10
 """Bytes that one call may read or write."""
 PATIENCE = 10_000
-"""Microseconds of the guest's time that a read may sleep before its client waits outside."""
+"""Microseconds of guest time that a read may sleep before its client waits outside the guest."""
 _LONG = 60_000_000
-"""The same for calls that sleep for locks, grace periods and the like alone."""
+"""Microseconds of guest time that calls may sleep for locks, grace periods and the like."""
 _SECOND_PATH = BUFFER + 4096
 _DATA = BUFFER + 8192
 _READ = 0
@@ -45,7 +45,7 @@ _AT = {
     "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
     "linkat": 265, "readlinkat": 267, "fchmodat": 268, "utimensat": 280,
 }  # fmt: skip
-"""System calls on paths, each of which has a directory in front."""
+"""Name -> number of system calls on paths. Their first argument is a directory."""
 _FCNTL = 72
 _F_SETFL = 4
 _FTRUNCATE = 77
@@ -54,7 +54,10 @@ _MNT_DETACH = 2
 _MODULE = "/module"
 _KMSG = "/kmsg"
 _MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
-"""Where their code is. Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1)"""
+"""Addresses of modules' code.
+
+Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1).
+"""
 _KMSG_DEVICE = 1 << 8 | 11
 _AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
@@ -63,56 +66,62 @@ _SYSLOG_READ_ALL = 3
 _LOG_SIZE = 256 << 10
 _LISTING = 32 << 10
 _LINE = 900
-"""Bytes of a line; a record of the log takes 1,024."""
+"""Bytes of a line written to the kernel log; a record of the log takes 1,024."""
 _STAT = struct.Struct("<QQQIIIxxxxQqqq6Q24x")
-"""Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)"""
+"""Layout of struct stat. Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)."""
 _STATFS_HEAD = struct.Struct("<7Q")
-"""Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1), up to f_ffree"""
+"""Layout of struct statfs up to f_ffree.
+
+Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1).
+"""
 _DIRENT = struct.Struct("<QqHB")
 _POLLFD = struct.Struct("<ihh")
 _OPEN_FLAGS = (
     os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY
 )
 _PATHS = 500
-"""That are kept as bytes."""
+"""Limit of paths that are cached as C strings."""
 _UTIME_OMIT = (1 << 30) - 2
 
 
 class LinuxSyscalls:
-    """Each takes the task that makes it; all raise KernelError with its errno, and GuestFault."""
+    """System calls of tasks. Most methods take the task that makes the call.
+
+    All methods raise KernelError with the call's errno, and GuestFault.
+    """
 
     def __init__(self, tasks: LinuxTasks) -> None:
         self._tasks = tasks
         self._call = tasks.call
         self._files = tasks.files
         self.is_seekable = tasks.files.is_seekable
-        """Whether lseek(2) works on a descriptor."""
+        """Returns True if lseek(2) works on a descriptor."""
 
     def mount(self, source: str, directory: str) -> None:
-        """A file system of that type, by init."""
+        """Mount a file system of type `source`, as init."""
         init = self._tasks.init
         self._path(init, directory)
         self._tasks.copy_to_user(init, _SECOND_PATH, os.fsencode(source) + b"\0")
         self._call(init, _MOUNT, _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
 
     def unmount(self, directory: str) -> None:
-        """What is mounted there, by init; what is open of it goes on."""
+        """Unmount a directory, as init; open files stay usable."""
         init = self._tasks.init
         self._path(init, directory)
         self._call(init, _UMOUNT, BUFFER, _MNT_DETACH)
 
     def umask(self, task: LinuxTask, mask: int) -> None:
-        """umask(2); forks inherit it."""
+        """Set the file mode creation mask of a task; forked tasks inherit it."""
         self._call(task, _UMASK, mask)
 
     def log(self) -> bytes:
-        """The kernel log as dmesg(1) gets it: lines with level and time."""
+        """Return the kernel log as dmesg(1) reads it: lines with level and time."""
         init = self._tasks.init
         size = self._call(init, _SYSLOG, _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
         return self._tasks.copy_from_user(init, _DATA, checked_count(size, _LOG_SIZE))
 
     def say(self, line: str) -> None:
-        """A line for the kernel log, written by init to a device that nobody else sees."""
+        """Write a line to the kernel log, as init, through a device node that no client can see."""
         init = self._tasks.init
         self._path(init, _KMSG)
         self._call(init, _MKNOD, BUFFER, stat.S_IFCHR | 0o600, _KMSG_DEVICE)
@@ -120,7 +129,7 @@ class LinuxSyscalls:
             fd = self.open(init, _KMSG, os.O_WRONLY)
             try:
                 text = f"<4>kprobefs: {line}".encode("utf-8", "surrogateescape")[:_LINE]
-                # Without its end the next line might go on with it, and it isn't shown until then.
+                # Without a newline the line would not be shown, and the next line might be appended to it.
                 self.write(init, fd, text + b"\n", None)
             finally:
                 self.close(init, fd)
@@ -137,9 +146,10 @@ class LinuxSyscalls:
         closed: int | None = None,
         service: Service | None = None,
     ) -> int:
-        """openat(2); the descriptor is everybody's.
+        """Call openat(2); all tasks share the descriptor.
 
-        `closed`: one that the task closes first. `service`: of a file of the host's, as in write().
+        `closed`: a descriptor that the task closes first. `service`: the host file that serves the call, as
+        in write().
         """
         try:
             self._tasks.copy_to_user(task, BUFFER, _c_string(path))
@@ -153,11 +163,11 @@ class LinuxSyscalls:
         return self._tasks.call_behind_close(task, closed, *arguments, patience=_LONG)
 
     def close(self, task: LinuxTask, fd: int) -> None:
-        """close(2); by init where that task is in a call, or has ended."""
+        """Close a descriptor; if the task is in a call or has ended, init closes it."""
         self._call(task if task.alive and not task.pending else self._tasks.init, _CLOSE, fd)
 
     def read_all(self, path: str) -> bytes:
-        """A whole file, by init."""
+        """Read a whole file, as init."""
         init = self._tasks.init
         parts = []
         fd = self.open(init, path, os.O_RDONLY)
@@ -167,9 +177,9 @@ class LinuxSyscalls:
         return b"".join(parts)
 
     def load_module(self, task: LinuxTask, content: bytes) -> None:
-        """finit_module(2), of a file that init makes and nobody else sees.
+        """Call finit_module(2) on a file that init makes and no client can see.
 
-        Invariant: by then nobody has that file open for writing, which would be ETXTBSY.
+        Invariant: no task has the file open for writing at the call; otherwise it would fail with ETXTBSY.
         """
         init = self._tasks.init
         fd = self._unlinked(content)
@@ -181,7 +191,7 @@ class LinuxSyscalls:
             self.close(init, fd)
 
     def _unlinked(self, content: bytes) -> int:
-        """A descriptor to read that from, by init; no name leads to it."""
+        """Return a descriptor for reading `content`, opened by init; the file has no name any more."""
         init = self._tasks.init
         written = self.open(init, _MODULE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -196,18 +206,18 @@ class LinuxSyscalls:
             self.on_path(init, "unlinkat", _MODULE, 0)
 
     def delete_module(self, task: LinuxTask, name: str) -> None:
-        """delete_module(2)."""
+        """Unload a module."""
         self._path(task, name)
         with self._tasks.machine.ticking_in(_MODULES):
             self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
 
     def move(self, task: LinuxTask, old: int, new: int) -> None:
-        """dup2(2), and close(2) of the old one: a descriptor gets that number."""
+        """Give a descriptor another number: duplicate it with dup2(2), and close the old one."""
         self._call(task, _DUP2, old, new)
         self.close(task, old)
 
     def set_status_flags(self, task: LinuxTask, fd: int, flags: int) -> None:
-        """fcntl(F_SETFL)."""
+        """Call fcntl(F_SETFL)."""
         self._call(task, _FCNTL, fd, _F_SETFL, flags)
 
     def begin_read(
@@ -220,7 +230,10 @@ class LinuxSyscalls:
         may_block: bool,
         service: Service | None = None,
     ) -> int:
-        """read(2), or pread64(2) with an offset; how many bytes `read_data` gets. Raises: Blocked."""
+        """Call read(2), or pread64(2) if there is an offset; return the byte count for read_data().
+
+        Raises: Blocked.
+        """
         patience = PATIENCE if may_block else _LONG
         size = min(size, DATA_SIZE)
         if offset is None:
@@ -228,7 +241,10 @@ class LinuxSyscalls:
         return self._call(task, _PREAD, fd, _DATA, size, offset, patience=patience)
 
     def read_data(self, task: LinuxTask, count: int, size: int) -> bytes:
-        """What a read has read, of `size` bytes that it was asked for."""
+        """Return the bytes that a read has returned.
+
+        `count`: its result; `size`: the size that was requested.
+        """
         return self._tasks.copy_from_user(task, _DATA, checked_count(count, min(size, DATA_SIZE)))
 
     def write(
@@ -239,7 +255,10 @@ class LinuxSyscalls:
         offset: int | None,
         service: Service | None = None,
     ) -> int:
-        """write(2), or pwrite64(2) with an offset. Raises: Blocked, WouldBlock, as `service`."""
+        """Write data to a descriptor, at an offset if one is given.
+
+        Raises: Blocked, WouldBlock, as `service`.
+        """
         data = data[:DATA_SIZE]
         self._tasks.copy_to_user(task, _DATA, data)
         if offset is None:
@@ -247,14 +266,14 @@ class LinuxSyscalls:
         return self._call(task, _PWRITE, fd, _DATA, len(data), offset, patience=_LONG)
 
     def poll(self, fd: int, events: int) -> int:
-        """What of `events` is there now, asked by init."""
+        """Return which of `events` are ready on a descriptor; init asks the kernel."""
         init = self._tasks.init
         self._tasks.copy_to_user(init, _DATA, _POLLFD.pack(fd, events, 0))
         self._call(init, _POLL, _DATA, 1, 0)
         return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
-        """Attributes of a file; where its dentry doesn't tell, newfstatat(2), asked by init."""
+        """Return attributes of a file from its dentry; if there is none, from newfstatat(2) of init."""
         if self._tasks.machine.death:
             self._tasks.machine.check_alive()
         found = self._files.lstat(path)
@@ -265,7 +284,7 @@ class LinuxSyscalls:
         return self._stat()
 
     def fstat(self, fd: int) -> Stat:
-        """Attributes of an open file."""
+        """Return attributes of an open file."""
         self._tasks.machine.check_alive()
         return self._files.fstat(fd)
 
@@ -287,7 +306,7 @@ class LinuxSyscalls:
         )
 
     def listdir(self, path: str) -> list[DirEntry]:
-        """getdents64(2) to its end, by init; "." and ".." too."""
+        """Return all entries of a directory, with "." and "..", by getdents64(2) of init."""
         init = self._tasks.init
         device = self.lstat(path).ino & 0xFF
         fd = self.open(init, path, os.O_RDONLY | os.O_DIRECTORY)
@@ -302,29 +321,29 @@ class LinuxSyscalls:
         return entries
 
     def readlink(self, path: str) -> str:
-        """readlinkat(2), by init."""
+        """Call readlinkat(2), as init."""
         init = self._tasks.init
         size = self.on_path(init, "readlinkat", path, _DATA, 4096)
         return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
 
     def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
-        """A system call on a path from the guest's root, by the name that ends in "at"."""
+        """Make a system call on a path from the guest's root; `name` is the call's name, a key of _AT."""
         self._tasks.copy_to_user(task, BUFFER, _c_string(path))
         return self._call(task, _AT[name], _AT_FDCWD, BUFFER, *arguments)
 
     def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
-        """The same on two of them."""
+        """Make a system call on two paths from the guest's root; `name` is the call's name, a key of _AT."""
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(new))
         self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
 
     def symlink(self, task: LinuxTask, path: str, target: str) -> None:
-        """symlinkat(2): `path` leads to `target` afterwards."""
+        """Call symlinkat(2), which makes `path` a link to `target`."""
         self._path(task, path)
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(target))
         self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
 
     def statfs(self, path: str) -> StatFs:
-        """statfs(2), by init."""
+        """Return the statistics of a file system, as init."""
         init = self._tasks.init
         self._path(init, path)
         self._call(init, _STATFS, BUFFER, _DATA)
@@ -332,16 +351,16 @@ class LinuxSyscalls:
         return StatFs(*room)
 
     def truncate(self, task: LinuxTask, path: str, size: int) -> None:
-        """truncate(2)."""
+        """Set the size of a file."""
         self._path(task, path)
         self._call(task, _TRUNCATE, BUFFER, size)
 
     def ftruncate(self, task: LinuxTask, fd: int, size: int) -> None:
-        """ftruncate(2)."""
+        """Set the size of an open file."""
         self._call(task, _FTRUNCATE, fd, size)
 
     def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """utimensat(2) of the link itself."""
+        """Call utimensat(2) on the link itself."""
         times = b"".join(
             struct.pack("<qq", 0, _UTIME_OMIT) if time is None else struct.pack("<qq", *divmod(time, 10**9))
             for time in (atime_ns, mtime_ns)
@@ -355,7 +374,10 @@ class LinuxSyscalls:
 
 @lru_cache(_PATHS)
 def _c_string(path: str) -> bytes:
-    """Cut where no path goes on: the kernel answers ENAMETOOLONG to what has no end within a page."""
+    """Return the path as a C string, cut at 4096 bytes.
+
+    The kernel answers ENAMETOOLONG to a path that does not end within a page.
+    """
     return (os.fsencode(path) + b"\0")[:4096]
 
 

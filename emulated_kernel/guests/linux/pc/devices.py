@@ -1,6 +1,7 @@
-"""The devices of a small PC, as far as Linux drives them: interrupt controller, timer, serial line, clock.
+"""Devices of a small PC, as far as Linux drives them: interrupt controller, timer, serial line and clock.
 
-All ports that nothing answers read as ones. Sources: data sheets of the 8259A, 8254, 16550 and MC146818.
+Ports without a device read as all ones.
+Sources: data sheets of the 8259A, 8254, 16550 and MC146818.
 """
 
 from __future__ import annotations
@@ -26,39 +27,45 @@ _UART_MSR = 0x3FE
 _RTC_INDEX = 0x70
 _RTC_DATA = 0x71
 _RTC = {0: 0, 2: 0, 4: 0x12, 6: 1, 7: 1, 8: 1, 9: 0x24, 10: 0x26, 11: 2, 13: 0x80}
-"""Monday, 1 January 2024, noon, whenever it is asked: a boot must not know the day."""
+"""Registers of the clock chip. They always show Monday, 1 January 2024, noon.
+
+A boot must not depend on the date.
+"""
 _LOG_LIMIT = 1 << 16
 _LCG = 6364136223846793005, 1442695040888963407
 _MASK = (1 << 64) - 1
 
 
 class TimeFollower(Protocol):
-    """Shows the time to guest code, which lets some pass on its own."""
+    """Shows the TSC to guest code, which advances it by itself."""
 
     def go_on(self, tsc: int, cycles: int) -> int:
-        """The time: `tsc`, what guest code has let pass since, and so many cycles more; it is shown."""
+        """Return the new time and show it to guest code.
+
+        It is the old time `tsc`, plus the cycles that guest code has used since then, plus `cycles`.
+        """
 
     def show(self, cycles: int) -> None:
-        """It is that late."""
+        """Show the time `cycles` to guest code."""
 
 
 class Pc:
-    """Devices and time; time is the TSC, which goes on at each reading, by a seeded step."""
+    """Devices and time of the PC. The time is the TSC; each reading advances it by a seeded random step."""
 
     def __init__(self, seed: int) -> None:
         self.follower: TimeFollower | None = None
         self._tsc = 10**9
         self.random = seed
         self.due: int | None = None
-        """The TSC at which the timer interrupts; None: it doesn't."""
+        """TSC at which the timer interrupts; None: never."""
         self.period = 0
-        """In cycles; 0: it interrupts once."""
+        """Cycles between interrupts of the timer; 0: it interrupts once."""
         self.console = bytearray()
-        """The end of what the kernel has said on its serial line."""
+        """The end of the kernel's output on its serial line."""
         self._pic_mask = [0xFF, 0xFF]
         self._pic_base = [0, 0]
         self._pic_words = [0, 0]
-        """Initialisation words that are still to come."""
+        """Number of initialization words that each interrupt controller still expects."""
         self._pit_mode = 0
         self._pit_count = 0x10000
         self._pit_low: int | None = None
@@ -71,15 +78,18 @@ class Pc:
         "tsc", "random", "due", "period", "_pic_mask", "_pic_base", "_pic_words", "_pit_mode", "_pit_count",
         "_pit_low", "_pit_reads", "_port_61", "_rtc_index", "_ier",
     )  # fmt: skip
-    """What a snapshot keeps."""
+    """Names of the attributes that a snapshot keeps."""
     _NONE = "due", "_pit_low"
 
     def state(self) -> dict[str, Any]:
-        """For a snapshot."""
+        """Return the state of the devices, for a snapshot."""
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises: KeyError, TypeError, ValueError (what no state() has said)."""
+        """Set the devices to a state that state() returned.
+
+        Raises: KeyError, TypeError, ValueError (state() cannot have returned this).
+        """
         for name in self.STATE:
             kept = state[name]
             if isinstance(getattr(self, name), list):
@@ -90,13 +100,13 @@ class Pc:
                 raise ValueError(f"{name} is {kept}")
             setattr(self, name, kept)
         if not self._pit_count:
-            raise ValueError("a timer that counts by nothing")
+            raise ValueError("_pit_count is 0")
 
     # Time
 
     @property
     def tsc(self) -> int:
-        """Cycles since it was switched on."""
+        """Cycles since power-on."""
         if self.follower is not None:
             self._tsc = self.follower.go_on(self._tsc, 0)
         return self._tsc
@@ -108,12 +118,15 @@ class Pc:
             self.follower.show(cycles)
 
     def pass_time(self, cycles: int) -> None:
-        """So many more, behind those that guest code has let pass."""
+        """Advance the time by `cycles`, in addition to the cycles that guest code has used."""
         follower = self.follower
         self._tsc = self._tsc + cycles if follower is None else follower.go_on(self._tsc, cycles)
 
     def read_tsc(self) -> int:
-        """rdtsc. The step varies: some code waits until it has seen two that differ."""
+        """Advance the time and return it, for rdtsc.
+
+        The step varies, because some code waits until it has read two different values.
+        """
         factor, addend = _LCG
         self.random = (self.random * factor + addend) & _MASK
         self.pass_time(50 + (self.random >> 57))
@@ -121,18 +134,18 @@ class Pc:
 
     @property
     def timer_vector(self) -> int | None:
-        """Where the timer would interrupt; None where it doesn't, or is masked."""
+        """Vector of the timer's interrupt; None if the timer is off or masked."""
         if self.due is None or self._pic_mask[0] & 1:
             return None
         return self._pic_base[0]
 
     @property
     def is_due(self) -> bool:
-        """Whether the timer interrupts now, as of when time was last looked at or went on."""
+        """Whether the timer interrupts now, by the time that was read or set last."""
         return self.due is not None and self._tsc >= self.due and self.timer_vector is not None
 
     def timer_fires(self) -> None:
-        """Time passes to the timer's interrupt, which is taken now."""
+        """Advance the time to the timer's interrupt and start the next period."""
         assert self.due is not None
         self.tsc = max(self.tsc, self.due)
         self.due = self.tsc + self.period if self.period else None
@@ -140,7 +153,7 @@ class Pc:
     # Ports
 
     def read_port(self, port: int, size: int) -> int:
-        """`in`."""
+        """Execute `in`."""
         if port in _PIC_DATA:
             return self._pic_mask[_PIC_DATA.index(port)]
         if port in _UART:
@@ -150,7 +163,7 @@ class Pc:
             left = self._pit_count - self.tsc * PIT_HZ // (TSC_KHZ * 1000) % self._pit_count
             return left & 0xFF if self._pit_reads else left >> 8 & 0xFF
         if port == _PORT_61:
-            # The output of channel 2, and the refresh toggle: whoever waits for either gets it.
+            # Toggle the output of channel 2 and the refresh bit, because code waits for a change of either.
             self._port_61 ^= 0x30
             return self._port_61
         if port == _RTC_DATA:
@@ -158,7 +171,7 @@ class Pc:
         return (1 << 8 * size) - 1
 
     def write_port(self, port: int, value: int) -> None:
-        """`out`."""
+        """Execute `out`."""
         if port in _PIC_COMMAND:
             if value & _ICW1:
                 self._pic_words[_PIC_COMMAND.index(port)] = 3
@@ -187,7 +200,7 @@ class Pc:
         self._pic_words[chip] = left - 1
 
     def _write_pit(self, value: int) -> None:
-        """Low byte, then high byte; with that the count begins."""
+        """Take the low byte, then the high byte; the high byte starts the timer."""
         if self._pit_low is None:
             self._pit_low = value
             return

@@ -1,4 +1,7 @@
-"""Where the library keeps what its API hides of an exception: found by content, on an engine of its own."""
+"""Locates exception state that Unicorn's API hides (error code, exception in flight) inside its CPU state.
+
+A separate engine raises faults with known codes, and the words that contain these codes are searched for.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from emulated_kernel.util.abi import Vector
 
 RAM = 4 << 20
 READ_ONLY_DATA = 2 << 20
-"""The second half of RAM is mapped so."""
+"""Start of the second half of RAM, which is mapped read-only and no-execute."""
 _ROOT = 0x1000
 _POINTERS = 0x2000
 _DIRECTORY = 0x3000
@@ -31,23 +34,26 @@ _FAULTS = (
     (b"\x8b\x03", 1 << 40, 0, Vector.PAGE_FAULT),  # mov eax, [rbx]
     (b"\x31\xc9\xf7\xf1", 0, 0, Vector.DIVIDE_ERROR),  # xor ecx, ecx; div ecx
 )
-"""Code, its rbx, the error code and vector that it faults with; the rarest error code first."""
+"""Code, value of rbx, and the error code and vector of its fault; the rarest error code is first."""
 
 
 def cpu_state(engine: Engine) -> int:
-    """Address of the library's live CPU state. Raises: HardwareError (it can't be found)."""
+    """Return the address of the library's live CPU state.
+
+    Raises: HardwareError (it cannot be found).
+    """
     state = find_cpu_state(engine, X86_64Cpu())
     if state is None:
         raise HardwareError(
-            "the emulator's CPU state can't be found: /proc/self/mem can't be read, or it changed"
+            "the emulator's CPU state cannot be found: /proc/self/mem is unreadable, or the state changed"
         )
     return state
 
 
 def find_exception_cells() -> tuple[int, int]:
-    """Offsets of the error code and of the exception in flight behind the first register.
+    """Return the offsets of the error code and of the exception in flight, in the library's CPU state.
 
-    Raises: HardwareError (faults with known codes don't leave one cell each).
+    Raises: HardwareError (not exactly one word contains the known codes).
     """
     ram = mmap.mmap(-1, RAM)
     engine = Engine(*X86_64Cpu.engine_mode, CPU_MODEL)
@@ -89,8 +95,8 @@ def _find(engine: Engine, ram: mmap.mmap) -> tuple[int, int]:
         for at in in_flight:
             words[at] = NONE_IN_FLIGHT
         if vectors != [vector]:
-            raise HardwareError(f"the emulator answers a fault with vector {vector} by {vectors}")
+            raise HardwareError(f"the emulator raises {vectors} for a fault with vector {vector}")
     regs.close()
     if len(errors) != 1 or len(in_flight) != 1:
-        raise HardwareError("where the emulator keeps error codes can't be told")
+        raise HardwareError("the emulator's CPU state: the word with the error code cannot be found")
     return errors[0] * 4, in_flight[0] * 4

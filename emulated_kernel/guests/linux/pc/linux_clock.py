@@ -1,4 +1,4 @@
-"""LinuxClock: the time that the guest's own sched_clock() says, of which its log and our records tell."""
+"""LinuxClock: the time of the guest's own sched_clock(), which its log and kprobefs's records show."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ _SCALE = Struct("<IIQ")
 
 
 class LinuxClock(GuestClock):
-    """Cycles as nanoseconds, by the numbers that the kernel itself uses.
+    """Converts cycles to nanoseconds with the guest kernel's own factors.
 
-    Guest code has a cell with the time, which each of its readings moves on.
+    Guest code reads the time from a cell in memory, and advances the cell at each reading.
 
     Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel without them).
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
     """
 
     is_virtual = True
     step_ns = 40
-    """What a reading by guest code adds."""
+    """Nanoseconds that a reading by guest code adds."""
 
     def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
-        """`cell`: address of a u64 of the host's."""
+        """Follow `pc`.
+
+        `cell`: address of a u64 in host-owned guest memory that shows the time to guest code.
+        """
         super().__init__()
         self.cell = cell
         self._now = memory.view(cell, 8).cast("Q")
@@ -42,10 +45,13 @@ class LinuxClock(GuestClock):
         offset = kernel.btf.offset
         at = [offset(f"cyc2ns_data.{name}") for name in _MEMBERS]
         if at != [0, 4, 8]:
-            raise unusable("its clock isn't one that is known")
+            raise unusable("its clock has an unknown layout")
         scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
         self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
-        """Factor, shift and offset: of the two sets one is good while the other is written to."""
+        """Returns factor, shift and offset of one of the two sets.
+
+        One set is valid while the other is written.
+        """
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
         self.show(pc.tsc)
         pc.follower = self
@@ -55,7 +61,7 @@ class LinuxClock(GuestClock):
         return offset + (cycles * factor >> shift) & _MASK
 
     def go_on(self, tsc: int, cycles: int) -> int:
-        """Behind what guest code has let pass."""
+        """Advance the time by the cycles that guest code has used, plus `cycles`, and return it."""
         nanoseconds = self._now[0] - self._shown
         if nanoseconds:
             cycles -= -nanoseconds * TSC_KHZ // 1_000_000
@@ -65,16 +71,22 @@ class LinuxClock(GuestClock):
         return tsc
 
     def show(self, cycles: int) -> None:
-        """The cell never goes back, as rounding could make it."""
+        """Show the time in the cell.
+
+        The cell never goes back, although rounding could give a smaller value.
+        """
         cell = self._now
         shown = self._ns(cycles)
-        # A call of max() costs as much as all else.
+        # A call of max() would cost as much as the rest of this method.
         if shown > cell[0]:  # noqa: PLR1730
             cell[0] = shown
         self._shown = cell[0]
 
     def pass_to(self, nanoseconds: int) -> None:
-        """Time isn't before that. A TSC that was unstable, or another machine's, may tell anything."""
+        """Advance the time to at least `nanoseconds`.
+
+        A TSC that was unstable or belongs to another machine may give any time.
+        """
         factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
         if not factor or shift > _LONGEST_SHIFT or _signed(self._ns(self._pc.tsc)) >= nanoseconds:
             return
@@ -91,5 +103,5 @@ class LinuxClock(GuestClock):
 
 
 def _signed(value: int) -> int:
-    """Of a u64 that is an s64."""
+    """Return the s64 that a u64 represents."""
     return value - (value >> 63 << 64)

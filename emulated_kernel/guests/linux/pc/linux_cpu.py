@@ -1,8 +1,8 @@
-"""The CPU as a real kernel needs it: privilege levels, descriptor tables, exceptions through the guest's IDT.
+"""LinuxCpu: privilege levels, descriptor tables, system calls and exceptions through the guest's IDT.
 
-Unicorn 2.1 runs sysret, iret, swapgs, lidt, ltr, wrmsr and mov to control registers as a CPU does, but leaves
-`syscall` and all exceptions to its hooks, and its API can't set a privilege level. What both need is written
-into the library's own CPU state, whose layout is checked when a machine is made.
+Unicorn 2.1 executes sysret, iret, swapgs, lidt, ltr, wrmsr and mov to control registers as a CPU does. It
+leaves `syscall` and all exceptions to its hooks, and its API cannot set a privilege level. The hooks need to
+set it, so they write to the library's own CPU state. Its layout is checked when a machine is made.
 """
 
 from __future__ import annotations
@@ -27,15 +27,26 @@ MSR_SYSCALL_MASK = 0xC0000084
 MSR_EFER = 0xC0000080
 EFER_LONG_NX = 0xD00
 CPU_MODEL = 0
-"""QEMU64: no rdrand, and no page table isolation, so that two boots are the same, and entries short."""
+"""QEMU64. It has no rdrand, so two boots are equal.
+
+The kernel uses no page table isolation on it, so kernel entries are short.
+"""
 _CS = 1
 _SS = 2
-_LONG_CODE, _DATA = 0xAF9B00, 0xCF9300
-"""Descriptors' attributes as the emulator keeps them."""
+_LONG_CODE = 0xAF9B00
+"""Attributes of a 64-bit code segment, in the emulator's form."""
+_DATA = 0xCF9300
+"""Attributes of a data segment, in the emulator's form."""
 _ALL = 0xFFFFFFFF
 _CPL = 3
-_CS32, _SS32, _LONG_MODE, _CS64 = 1 << 4, 1 << 5, 1 << 14, 1 << 15
-"""Bits of the emulator's hflags, beside the privilege level."""
+_CS32 = 1 << 4
+"""Bit of the emulator's hflags: a code segment of at least 32 bits."""
+_SS32 = 1 << 5
+"""Bit of the emulator's hflags: a stack segment of at least 32 bits."""
+_LONG_MODE = 1 << 14
+"""Bit of the emulator's hflags: long mode is active."""
+_CS64 = 1 << 15
+"""Bit of the emulator's hflags: a 64-bit code segment."""
 _KERNEL_MODE = _CS64 | _CS32 | _SS32
 _HAS_ERROR_CODE = frozenset((8, 10, 11, 12, 13, 14, 17))
 _USER_ACCESS = 4
@@ -82,14 +93,18 @@ class _State(ctypes.Structure):
 _CS_AND_SS_AT = _State.segments.offset + _CS * ctypes.sizeof(_Segment)
 _CS_AND_SS = struct.Struct("I4xQII" * 2)
 _FLAGS = struct.Struct("QQQQIiI")
-"""From `eflags` to `hflags`. Arithmetic flags are in `cc_src`, where `cc_op` says that they are computed."""
+"""The fields from `eflags` to `hflags`. If `cc_op` is _COMPUTED, `cc_src` has the arithmetic flags."""
 _COMPUTED = 1
 _ARITHMETIC = 0x8D5
 _DIRECTION = 0x400
 
 
 class CpuTables(NamedTuple):
-    """What a CPU has of a running kernel: addresses, tables with their bytes. `root` is physical."""
+    """Registers and tables of a running kernel's CPU.
+
+    `root` is the physical address of the page tables. `gdt` and `idt` have an address and a size, `tss` a
+    base and a limit.
+    """
 
     root: int
     cr4: int
@@ -112,9 +127,9 @@ def _bytes_at(address: int, size: int) -> memoryview:
 
 
 class LinuxCpu:
-    """The live CPU; valid while the guest is stopped, or inside a hook.
+    """The live CPU. It may be used only while the guest is stopped, or inside a hook.
 
-    Raises: HardwareError (the library keeps its CPU state in another way).
+    Raises: HardwareError (the library's CPU state has another layout).
     """
 
     def __init__(self, engine: Engine, regs: Regs, memory: LinuxMemory, state: int) -> None:
@@ -125,11 +140,11 @@ class LinuxCpu:
         self._code_and_stack = _bytes_at(state + _CS_AND_SS_AT, _CS_AND_SS.size)
         self._flags = _bytes_at(state + _State.eflags.offset, _FLAGS.size)
         self._system_call: tuple[int, int] | None = None
-        """Entry and flags to clear, which a kernel sets before its first process."""
+        """Entry point and mask of the flags to keep. A kernel sets both before its first process."""
         self._check_layout()
 
     def _check_layout(self) -> None:
-        """Known values, through the API, must appear where they are looked for."""
+        """Write known values with the API and check that they appear in the expected fields."""
         engine = self._engine
         state = self._state
         kept = engine.reg_read(x86.CR3)
@@ -146,23 +161,23 @@ class LinuxCpu:
         engine.reg_write(x86.FS_BASE, 0)
         expected_flags = written, _ARITHMETIC, _COMPUTED, -1
         if (seen, seen_flags) != ((0x5A5A000, 0x5A5A0001, 0x5A5A0002, 0x123), expected_flags):
-            raise HardwareError("this unicorn keeps its CPU state in another way than 2.1.3 does")
+            raise HardwareError("unicorn: the layout of its CPU state differs from 2.1.3")
 
     # State
 
     @property
     def privilege(self) -> int:
-        """0 in the kernel, 3 in user mode."""
+        """Privilege level: 0 in the kernel, 3 in user mode."""
         return int(self._state.hflags) & _CPL
 
     @property
     def root(self) -> int:
-        """CR3: the page tables that are in use."""
+        """CR3: physical address of the page tables in use."""
         return int(self._state.cr[3])
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """The CPU looks at memory with the kernel's rights meanwhile; it doesn't run."""
+        """Let the CPU access memory with the kernel's rights in this context; it must not run meanwhile."""
         state = self._state
         kept = state.hflags
         state.hflags = kept & ~_CPL
@@ -172,9 +187,10 @@ class LinuxCpu:
             state.hflags = kept
 
     def power_on(self, entry: int, stack: int, root: int, gdt: tuple[int, int]) -> None:
-        """Long mode, paged, in the kernel, as its 64-bit boot protocol wants it.
+        """Put the CPU into 64-bit kernel mode with paging, as the boot protocol requires.
 
-        `gdt`: address and size. Source: Documentation/x86/boot.rst, "64-bit boot protocol".
+        `gdt`: address and size.
+        Source: Documentation/x86/boot.rst, "64-bit boot protocol".
         """
         engine = self._engine
         regs = self.regs
@@ -194,7 +210,7 @@ class LinuxCpu:
         regs.ip = entry
 
     def enter_kernel(self, tables: CpuTables) -> None:
-        """As a kernel runs that has long been up, with interrupts on."""
+        """Put the CPU into the state of a kernel that is already up, with interrupts on."""
         engine = self._engine
         regs = self.regs
         self.power_on(0, 0, tables.root, tables.gdt)
@@ -205,11 +221,11 @@ class LinuxCpu:
         regs.flags = x86.FLAG_FIXED | x86.FLAG_IF
 
     def write_msr(self, number: int, value: int) -> None:
-        """A model specific register."""
+        """Write a model-specific register."""
         self._engine.reg_write_raw(x86.MSR, x86.Msr(number, value))
 
     def read_msr(self, number: int) -> int:
-        """A model specific register."""
+        """Return a model-specific register."""
         return int(self._engine.reg_read_raw(x86.MSR, x86.Msr(number, 0)).value)
 
     def _set_segment(self, number: int, selector: int, flags: int) -> None:
@@ -223,10 +239,10 @@ class LinuxCpu:
         self._code_and_stack[:] = segments
         self._state.hflags = self._state.hflags & ~_CPL | _KERNEL_MODE
 
-    # What the library leaves to us
+    # Instructions and exceptions that the library does not execute
 
     def syscall(self, ip: int) -> None:
-        """The instruction at `ip`, where the CPU stands in user mode.
+        """Execute the syscall instruction at `ip`, which user mode has reached.
 
         Source: Intel SDM vol. 2, SYSCALL.
         """
@@ -234,7 +250,8 @@ class LinuxCpu:
         if self._system_call is None:
             self._system_call = self.read_msr(MSR_LSTAR), ~self.read_msr(MSR_SYSCALL_MASK)
         regs.ip, kept = self._system_call
-        # Behind the kernel's way back they are computed: a call of the library's costs as much as all else.
+        # After a return to user mode the flags are in computed form. An API call would cost as much as the
+        # rest.
         flags, _, arithmetic, _, form, direction, hidden = _FLAGS.unpack(self._flags)
         flags = flags | arithmetic | direction & _DIRECTION if form == _COMPUTED else regs.flags
         regs.cx = ip + SYSCALL_SIZE
@@ -246,7 +263,10 @@ class LinuxCpu:
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def raise_exception(self, trap: Trap) -> None:
-        """An exception of the guest's, through its IDT. Raises: GuestFault (that can't be)."""
+        """Deliver an exception to the guest through its IDT.
+
+        Raises: GuestFault (the guest has no gate or stack).
+        """
         error = None
         if trap.vector in _HAS_ERROR_CODE:
             error = trap.error_code & ~_USER_ACCESS
@@ -254,14 +274,16 @@ class LinuxCpu:
                 error |= _USER_ACCESS
         self.regs.ip = trap.address
         if trap.vector == Vector.PAGE_FAULT:
-            # That of an access which the host made for the guest; else it is there already.
+            # An access that the host made for the guest has not set CR2; for the guest's own access it is
+            # equal.
             self._state.cr[2] = trap.cr2
         self.interrupt(trap.vector, error)
 
     def interrupt(self, vector: int, error_code: int | None = None) -> None:
-        """What a CPU does to take an interrupt or exception: stack, frame, gate.
+        """Take an interrupt or exception: switch the stack, push the frame, enter the gate.
 
-        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault (the guest has no gate, or no stack).
+        Source: Intel SDM vol. 3, 6.14.
+        Raises: GuestFault (the guest has no gate, or no stack).
         """
         regs = self.regs
         state = self._state
@@ -294,7 +316,7 @@ class LinuxCpu:
         regs.flags = flags & ~cleared
 
     def _gate(self, vector: int) -> tuple[int, int, bool]:
-        """Entry, number of the interrupt stack, and whether interrupts are off from then on."""
+        """Return a gate: entry point, number of the interrupt stack, whether it disables interrupts."""
         try:
             low, high = _GATE.unpack(
                 self._memory.read(self.root, self._state.idt.base + _GATE_SIZE * vector, _GATE_SIZE)

@@ -1,4 +1,4 @@
-"""LinuxMachine: the PC with its CPU, running a kernel until that is idle or a process waits for the host."""
+"""LinuxMachine: the PC with its CPU. It runs a kernel until it is idle or a process waits for the host."""
 
 from __future__ import annotations
 
@@ -31,35 +31,42 @@ from emulated_kernel.machine.unicorn_engine import (
     Engine,
 )
 
-_IN, _OUT, _SYSCALL, _RDTSC, _RDTSCP = 218, 500, 699, 608, 609
-"""The library's numbers of these instructions (x86.h)."""
+_IN = 218
+"""Number of `in` in Unicorn's x86.h."""
+_OUT = 500
+"""Number of `out` in Unicorn's x86.h."""
+_SYSCALL = 699
+"""Number of `syscall` in Unicorn's x86.h."""
+_RDTSC = 608
+"""Number of `rdtsc` in Unicorn's x86.h."""
+_RDTSCP = 609
+"""Number of `rdtscp` in Unicorn's x86.h."""
 _TIMER_LIMIT = 1 << 20
-"""Idle interrupts in a row; more of them mean that the guest waits for what never comes."""
-
+"""Limit of timer interrupts in a row in an idle guest. At the limit, the guest waits for an event forever."""
 
 _TICK_BLOCKS = 5_000
-"""Blocks of code that take as long as a tick does, where they are counted: a small part of a real CPU's."""
+"""Basic blocks per tick, in code where blocks are counted. A real CPU executes many more per tick."""
 
 
 class StopReason(Enum):
-    """Why a run has ended."""
+    """Reason for the end of a run."""
 
     AT_STUB = "a process waits for the host"
     IN_CALL = "a process's system call waits for the host"
     IDLE = "nothing can run before the next interrupt"
 
 
-# As names: Python 3.11 calls a function for each member that is looked up in its class.
+# Names in the module, because Python 3.11 calls a function for each member that is looked up in its class.
 AT_STUB, IN_CALL, IDLE = StopReason
 
 
 class LinuxMachine:
     """One PC; not thread-safe.
 
-    `cells`: see find_exception_cells. `budget`: seconds that one run may take; after one that took longer the
-    machine can't be used.
+    `cells`: offsets that find_exception_cells() returned. `budget`: seconds that one run may take; after a
+    run that took longer, the machine is dead.
 
-    Raises: HardwareError.
+    Raises: HardwareError (the library's CPU state cannot be found or has another layout).
     """
 
     def __init__(
@@ -81,19 +88,22 @@ class LinuxMachine:
         self.hooks.protection_faults[STUB] = self._come_to_stub
         self._stopped: StopReason | None = None
         self.is_running = False
-        """The guest runs: what is asked now is asked by a callback, in which nothing else can run."""
+        """Whether the guest runs.
+
+        Requests that come meanwhile are from a callback, in which nothing else can run.
+        """
         self._is_text_stale = False
         self._counted: list[range] = []
-        """Where blocks of code are counted."""
+        """Ranges of code in which blocks are counted."""
         self._blocks: int | None = None
-        """That have run there since the latest tick; None: none comes there."""
+        """Number of counted blocks since the last tick; None: blocks are not counted now."""
         self._has_ticked = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget)
         self._is_reset = False
         self.last_exception: Trap | None = None
-        """The latest one that went to the guest."""
+        """The latest exception that was delivered to the guest."""
         self.death: str = ""
-        """Why the guest can't run any more; empty while it can."""
+        """Reason why the guest cannot run any more; empty while it can."""
         self._hook_instructions()
 
     def _hook_instructions(self) -> None:
@@ -108,7 +118,7 @@ class LinuxMachine:
 
         def syscall(_engine: int, _data: int) -> int:
             self.cpu.syscall(regs.ip)
-            # The library steps over the instruction.
+            # The library advances the instruction pointer over the instruction afterwards.
             regs.ip -= SYSCALL_SIZE
             return 0
 
@@ -132,17 +142,17 @@ class LinuxMachine:
             self.engine.add_hook(HOOK_INSN, callback, instruction=number)
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
-        """Have `function` called whenever the guest comes to an address.
+        """Have `function` called whenever the guest reaches an address.
 
-        It may change memory and registers, but not where the guest goes on.
+        It may change memory and registers, but not the instruction pointer.
         """
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: function()), at=address)
-        # What was translated before has no call.
+        # Code that is already translated does not contain the call.
         if not self.is_running:
             self.engine.flush_code()
 
     def stop_at(self, address: int, function: Callable[[], object]) -> None:
-        """End a run where the guest comes to an address, in front of its instruction."""
+        """End a run when the guest reaches an address, before it executes the instruction there."""
 
         def stop() -> None:
             function()
@@ -152,7 +162,10 @@ class LinuxMachine:
 
     @contextmanager
     def wanted_by(self, client: int) -> Iterator[None]:
-        """Runs end with their client, a thread of the host's; only where a run can be taken back."""
+        """End runs in this context if their client, a thread of the host, is killed.
+
+        The machine is dead after that, so use this only if the run can be rolled back.
+        """
         self._watchdog.ask(lambda: is_dying(client))
         try:
             yield
@@ -161,11 +174,11 @@ class LinuxMachine:
 
     @contextmanager
     def ticking_in(self, code: range) -> Iterator[None]:
-        """The timer interrupts there too meanwhile: what waits for jiffies without a halt gets them.
+        """Let the timer interrupt this code too in this context, so that it can busy-wait for jiffies.
 
-        Invariant: a run stops in front of a block, of which nothing is done by then.
-        Unicorn: a hook that is taken back drops what was translated with it, and faults where that is gone by
-        then: it stays.
+        Invariant: a run stops before a block; none of the block has been executed.
+        Unicorn: removing a hook drops the code that was translated with it, and crashes if that code was
+        already dropped. So the hook stays.
         """
         if code not in self._counted:
             self._counted.append(code)
@@ -190,13 +203,13 @@ class LinuxMachine:
             self.engine.stop()
 
     def watch_text(self, do_sync_core: int) -> None:
-        """The guest changes its text, then has its CPUs run do_sync_core(): translated code is stale there.
+        """Drop translated code when the guest runs do_sync_core(), which it does after changing its text.
 
-        Unicorn: it doesn't see that text is written through another mapping.
+        Unicorn: it does not notice that text is written through another mapping.
         """
 
         def sync(*_arguments: int) -> None:
-            # The run that goes on comes here once more.
+            # The next run begins at this address, so this hook is called a second time.
             self._is_text_stale = not self._is_text_stale
             if self._is_text_stale:
                 self.engine.stop()
@@ -208,7 +221,7 @@ class LinuxMachine:
         self.engine.stop()
 
     def stop_in_call(self) -> None:
-        """End a run at the breakpoint that the guest has come to."""
+        """End a run at the breakpoint that the guest has reached."""
         self._stopped = IN_CALL
         self.engine.stop()
 
@@ -217,7 +230,10 @@ class LinuxMachine:
         self.cpu.raise_exception(trap)
 
     def watch_reset(self, emergency_restart: int) -> None:
-        """The guest ends there after a panic; what it does to a real machine's keyboard takes long."""
+        """End the guest at emergency_restart(), to which a panic leads.
+
+        Resetting by the keyboard would take long.
+        """
 
         def reset() -> None:
             self._is_reset = True
@@ -225,12 +241,18 @@ class LinuxMachine:
         self.stop_at(emergency_restart, reset)
 
     def check_alive(self) -> None:
-        """Raises: GuestFault (the guest is dead)."""
+        """Check that the guest can run.
+
+        Raises: GuestFault (the guest is dead).
+        """
         if self.death:
             raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, 0), self.death)
 
     def run(self) -> StopReason:
-        """Go on until a process waits for the host, or the guest is idle. Raises: GuestFault (it is dead)."""
+        """Run until a process waits for the host, or the guest is idle.
+
+        Raises: GuestFault (the guest is dead).
+        """
         if self.death:
             self.check_alive()
         self._stopped = None
@@ -268,10 +290,10 @@ class LinuxMachine:
                 self.engine.raise_interrupt()
 
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
-        """Why a run has ended that the guest can't go on from."""
+        """Return the fault that ended a run for good."""
         ip = self.regs.ip
         if expired:
-            # Unicorn: a store in flight at an asynchronous stop is done twice: there is no going on.
+            # Unicorn: a store in flight at an asynchronous stop is done twice, so the guest cannot continue.
             why = "its client was killed" if self._watchdog.was_unwanted else "it ran for too long"
             return GuestFault(Trap(TrapKind.BUDGET, ip), f"{why}, and was given up at {ip:#x}")
         if error:
@@ -280,32 +302,35 @@ class LinuxMachine:
         return GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
 
     def _panic(self) -> str:
-        """What it said last, where that is why it restarts."""
+        """Describe a restart by the message of the kernel's last panic."""
         said = self.pc.console.decode("latin1").splitlines()
         panics = (line.partition("Kernel panic - ")[2] for line in reversed(said))
-        return f"it has restarted: {next(filter(None, panics), 'nobody knows why')}"
+        return f"it has restarted: {next(filter(None, panics), 'unknown reason')}"
 
     def timer(self) -> None:
-        """Time passes to the timer's interrupt, which the next run begins with.
+        """Advance the time to the timer's interrupt and deliver it; the next run begins with its handler.
 
-        Raises: GuestFault (none will ever come).
+        Raises: GuestFault (the timer is off or masked).
         """
         vector = self.pc.timer_vector
         if vector is None:
-            raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it waits, and nothing will interrupt it")
+            raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it waits, but its timer is off")
         self.pc.timer_fires()
         self.cpu.interrupt(vector)
 
     def run_to_stub(self) -> None:
-        """Run, with time passing whenever the guest is idle. Raises: GuestFault."""
+        """Run until a process waits at the stub; while the guest is idle, advance the time.
+
+        Raises: GuestFault.
+        """
         for _ in range(_TIMER_LIMIT):
             if self.run() is AT_STUB:
                 return
             self.timer()
-        raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it is idle for ever")
+        raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it is idle forever")
 
     def close(self) -> None:
-        """Free it all; RAM goes with the last view of it."""
+        """Free the engine and its memory. RAM is unmapped when the last view of it is gone."""
         self._watchdog.close()
         self.regs.close()
         self.engine.close()

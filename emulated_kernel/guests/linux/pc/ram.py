@@ -1,4 +1,4 @@
-"""The guest's RAM, reached by the page tables that a CPU would walk."""
+"""LinuxMemory: the guest's RAM, addressed through the page tables that a CPU would walk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ _SHIFTS = (39, 30, 21, 12)
 
 
 class LinuxMemory:
-    """All of RAM in one mapping; `root`: physical address of page tables. Raises: KeyError (not mapped)."""
+    """All of RAM in one mapping.
+
+    `root` is the physical address of page tables, `va` a virtual address.
+    Raises: KeyError (the address is not mapped).
+    """
 
     def __init__(self, ram: mmap.mmap) -> None:
         self.ram = ram
         self.words = memoryview(ram).cast("Q")
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Physical address, last entry and bytes of its page; None where nothing is mapped."""
+        """Return the physical address, the last entry and the page's size; None if the page is not mapped."""
         table = root & FRAME
         for shift in _SHIFTS:
             slot = table + (va >> shift & 511) * 8 >> 3
@@ -35,7 +39,7 @@ class LinuxMemory:
         return None
 
     def last(self, root: int, va: int) -> tuple[int, int]:
-        """Number of the word that has the last entry on the way, and bytes that this maps or would map."""
+        """Return the last entry of a walk: its index in `words`, and the size that it maps or would map."""
         table = root & FRAME
         slot = 0
         size = 0
@@ -49,14 +53,14 @@ class LinuxMemory:
         return slot, size
 
     def translate(self, root: int, va: int) -> int:
-        """The physical address."""
+        """Return the physical address."""
         found = self.walk(root, va)
         if found is None:
-            raise KeyError(f"{va:#x} isn't mapped")
+            raise KeyError(f"{va:#x} is not mapped")
         return found[0]
 
     def read(self, root: int, va: int, size: int) -> bytes:
-        """Bytes of virtual memory."""
+        """Read bytes of virtual memory."""
         parts = []
         while size:
             here = min(size, PAGE - va % PAGE)
@@ -67,7 +71,7 @@ class LinuxMemory:
         return b"".join(parts)
 
     def write(self, root: int, va: int, data: bytes) -> None:
-        """Bytes of virtual memory, whatever its pages allow."""
+        """Write bytes to virtual memory, even to read-only pages."""
         while data:
             here = min(len(data), PAGE - va % PAGE)
             at = self.translate(root, va)
@@ -76,9 +80,9 @@ class LinuxMemory:
             data = data[here:]
 
     def read_word(self, root: int, va: int) -> int:
-        """Eight bytes; they needn't be aligned."""
+        """Read eight bytes; the address need not be aligned."""
         return int(struct.unpack("<Q", self.read(root, va, 8))[0])
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Release the view of the mapping."""
         self.words.release()

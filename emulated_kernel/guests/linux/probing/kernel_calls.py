@@ -1,6 +1,6 @@
-"""KernelCalls: functions of a running distribution's kernel, each called by a thread of that kernel's.
+"""KernelCalls: calls functions of a running distribution's kernel, each in its own kernel thread.
 
-An interrupt queues work, as one of a device does; that makes the thread, which may sleep.
+An interrupt queues work, as a device's interrupt does. The work makes the thread, which may sleep.
 """
 
 from __future__ import annotations
@@ -21,14 +21,28 @@ from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0xFFFFFFFF70010000
-"""Behind the host's other code in the kernel."""
-_MAKER, _THREAD, _MAIL, _NAME = 0x100, 0x200, 0x300, 0x310
-"""Code of the work and of the thread; the address of the work; what the thread is called."""
+"""Address of the page with this module's code, after the host's other code in the kernel."""
+_MAKER = 0x100
+"""Offset of the work function."""
+_THREAD = 0x200
+"""Offset of the thread function."""
+_MAIL = 0x300
+"""Offset of the address of the work."""
+_NAME = 0x310
+"""Offset of the thread's name."""
 _COMM = b"machine/call\0"
 _LONGEST = 60_000_000
-"""Microseconds of the guest's time that a call may sleep."""
-_RESULT, _STATE, _TASK, _WORK, _STRINGS = 56, 64, 72, 128, 256
-"""Behind the function and its arguments: what it returns, whether it has, its thread, the work, strings."""
+"""Microseconds of guest time that a call may sleep."""
+_RESULT = 56
+"""Offset of the result in a mailbox; the function and its arguments precede it."""
+_STATE = 64
+"""Offset of the state in a mailbox; 0: the call has not returned."""
+_TASK = 72
+"""Offset of the thread's task_struct address in a mailbox."""
+_WORK = 128
+"""Offset of the work_struct in a mailbox."""
+_STRINGS = 256
+"""Offset of strings in a mailbox."""
 _HEAD = struct.Struct("<10Q")
 _RETURNED = 1
 _NO_THREAD = 2
@@ -92,20 +106,23 @@ THREAD = """
 
 
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
-    """What calls need of a kernel: its functions, its constants, and the offsets in its work_struct.
+    """Return the functions, constants and offsets in work_struct that calls need.
 
-    Raises: KernelError ENOEXEC (one whose work queues aren't known).
+    Raises: KernelError ENOEXEC (the kernel's work queues are unknown).
     """
     try:
         functions = {name: kernel.required(name) for name in _SYMBOLS}
-        constants = tuple(map(kernel.btf.constant, _CONSTANTS))
+        constants = tuple(kernel.btf.constant(name) for name in _CONSTANTS)
         return functions, constants, {part: kernel.btf.offset(f"work_struct.{part}") for part in _PARTS}
     except KernelError as error:
-        raise unusable("its work queues aren't known") from error
+        raise unusable("its work queues are unknown") from error
 
 
 class KernelCalls(TaskObserver):
-    """Needs the control lock. Raises: as work_queues."""
+    """Calls functions of the kernel, one at a time. Needs the control lock.
+
+    Raises: as work_queues.
+    """
 
     def __init__(self, tasks: LinuxTasks, machine: ProbedLinux, kernel: LinuxKernel) -> None:
         self._tasks = tasks
@@ -113,9 +130,12 @@ class KernelCalls(TaskObserver):
         self._kernel = kernel
         functions, (any_cpu, bits, shift), self._parts = work_queues(kernel)
         self._no_pool = (1 << bits) - 1 << shift
-        """Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1)"""
+        """Data of a work_struct without a pool.
+
+        Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1).
+        """
         self._mailboxes: set[int] = set()
-        """Of calls whose threads may still come back to them."""
+        """Mailboxes of calls whose threads may still write to them."""
         memory = machine.memory
         self._page = memory.host_pages.alloc(PAGE_SIZE)
         memory.map(_TEXT, self._page, PAGE_SIZE, Prot.READ | Prot.EXEC)
@@ -132,10 +152,10 @@ class KernelCalls(TaskObserver):
         tasks.events.watch(self)
 
     def call_function(self, function: str, *arguments: int | str) -> int:
-        """What it returns; strings are put into memory.
+        """Call a function and return its result. Strings are copied to guest memory.
 
-        Raises: KernelError, as `CallArguments.placed`, EFAULT (its thread was killed), ETIMEDOUT (it hasn't
-        come back), ENOMEM (no thread could be made), GuestFault.
+        Raises: KernelError, as `CallArguments.placed`, EFAULT (the thread was killed), ETIMEDOUT (the
+        function has not returned), ENOMEM (the thread cannot be made), GuestFault.
         """
         self._free_ended()
         memory = self._machine.memory
@@ -149,7 +169,7 @@ class KernelCalls(TaskObserver):
         return self._call(mailbox, address, values)
 
     def call_at(self, address: int) -> int:
-        """What a function returns that takes no arguments. Raises: as call_function."""
+        """Call a function without arguments and return its result. Raises: as call_function."""
         return self._call(self._machine.alloc_pages(PAGE_SIZE), address, ())
 
     def _call(self, mailbox: int, address: int, values: Sequence[int]) -> int:
@@ -169,11 +189,11 @@ class KernelCalls(TaskObserver):
         if state == _RETURNED:
             return head[_RESULT // 8]
         if state == _NO_THREAD:
-            raise KernelError(ENOMEM, "no thread could be made for it")
+            raise KernelError(ENOMEM, "the thread cannot be made")
         raise KernelError(EFAULT, "its thread was killed; see machine/dmesg")
 
     def _free_ended(self) -> None:
-        """Pages of calls that have ended, be it that nobody waited for it."""
+        """Free the mailboxes of calls that have ended, including those that timed out before."""
         for mailbox in [found for found in self._mailboxes if self._head(found)[_STATE // 8]]:
             self._mailboxes.discard(mailbox)
             self._machine.free_pages(mailbox)
@@ -192,7 +212,7 @@ class KernelCalls(TaskObserver):
         return _HEAD.unpack(self._machine.memory.read(mailbox, _HEAD.size))
 
     def exiting(self, task: int) -> None:
-        """A thread that ends without having returned was killed."""
+        """Mark the call of an ending thread as killed if it has not returned."""
         for mailbox in self._mailboxes:
             head = self._head(mailbox)
             if head[_TASK // 8] == task and not head[_STATE // 8]:

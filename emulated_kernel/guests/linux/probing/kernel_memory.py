@@ -1,4 +1,4 @@
-"""KernelMemory: the running guest's virtual memory, by its own page tables, and the host's windows in it."""
+"""KernelMemory: the guest's virtual memory by its own page tables, with the host's mappings in it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _WORD = 1 << 64
 
 
 class KernelMemory(GuestMemory):
-    """What the guest's current task and its kernel see.
+    """Virtual memory as the guest's current task and its kernel see it.
 
-    `host`: physical memory that the guest isn't told of, of which the pages of windows are taken; behind it
-    is more of that for records. `root`: page tables of any task, as all share those of the kernel's half.
+    `host`: range of physical memory from which the host takes pages for its mappings; the guest does not know
+    it. Host memory for records follows. `root`: page tables of any task, as all tasks share the kernel's
+    half.
     """
 
     def __init__(self, memory: LinuxMemory, cpu: LinuxCpu, root: int, host: range) -> None:
@@ -48,7 +49,7 @@ class KernelMemory(GuestMemory):
         self._tables.map(va, pa, size, prot)
 
     def _entry(self, va: int) -> tuple[int, int, int] | None:
-        """Physical address, the entry that maps it, and bytes of its page."""
+        """Return the physical address, the entry that maps it, and the size of its page."""
         if not -_HALF <= (va if va < _WORD >> 1 else va - _WORD) < _HALF:
             return None
         found = self._memory.walk(self._cpu.root, va)
@@ -64,7 +65,10 @@ class KernelMemory(GuestMemory):
         return found[0]
 
     def _pages(self, va: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """Of each page: address, physical address, length, entry. Raises: MemoryFault."""
+        """Iterate over the pages: address, physical address, length and entry of each.
+
+        Raises: MemoryFault.
+        """
         end = va + size
         while va < end:
             found = self._entry(va)
@@ -85,7 +89,10 @@ class KernelMemory(GuestMemory):
             return None
 
     def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
-        """Physical address of pages that lie so and whose entries fit. Raises: MemoryFault."""
+        """Return the physical address of contiguous pages whose entries fit; otherwise None.
+
+        Raises: MemoryFault.
+        """
         start = None
         expected = None
         for _, pa, length, entry in self._pages(va, size):
@@ -115,13 +122,16 @@ class KernelMemory(GuestMemory):
             done += length
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Hazard: what was written since the guest was saved differs, and is written again."""
+        """Give the host's memory of these pages back, if they equal the file from which RAM is mapped.
+
+        Hazard: a page that differs from the file has been written since the snapshot, so it is written again.
+        """
         ram = self.ram
         for pa in map(self.translate, pages):
             now = ram[pa : pa + PAGE_SIZE]
             is_same = False
             try:
-                # Locked memory isn't given back.
+                # Locked memory is not given back.
                 with suppress(OSError):
                     ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
                 is_same = ram[pa : pa + PAGE_SIZE] == now
@@ -129,7 +139,7 @@ class KernelMemory(GuestMemory):
                 if not is_same:
                     ram[pa : pa + PAGE_SIZE] = now
             if is_same:
-                # Nor is the file's page mapped until it runs.
+                # Comparing has mapped the file's page; unmap it until the guest uses it.
                 with suppress(OSError):
                     ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
 

@@ -1,4 +1,4 @@
-"""KernelStacks: where the tasks of a distribution's kernel stand, by its own lists and their stacks."""
+"""KernelStacks: finds code that tasks of a distribution's kernel use, by its task list and their stacks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _MEMBERS = (
     "task_struct.thread_node", "signal_struct.thread_head",
 )  # fmt: skip
 _LIMIT = 1 << 22
-"""Tasks; a list that is longer leads in circles."""
+"""Limit of tasks; a longer list is circular."""
 
 
 class KernelStacks(TaskStacks):
     """Looks for addresses in the CPU's registers and on the live stacks of all tasks.
 
     A word that only looks like an address counts too. The guest must be stopped.
-    Mirrors: synchronize_rcu_tasks (v6.1). Raises: KernelError ENOEXEC, ENOENT, ENODATA (a kernel whose
-    structures aren't known).
+    Mirrors: synchronize_rcu_tasks (v6.1).
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
     """
 
     def __init__(
         self, kernel: LinuxKernel, machine: LinuxMachine, memory: GuestMemory, per_cpu: int, current: int
     ) -> None:
-        """`current`: where the address of the running task stands."""
+        """Find the lists. `current`: address of the variable with the running task's address."""
         self._machine = machine
         self._memory = memory
         self._current = current
@@ -41,12 +41,12 @@ class KernelStacks(TaskStacks):
         first = kernel.kallsyms.lookup_name("init_task")
         irq_stack = kernel.per_cpu("hardirq_stack_ptr")
         if first is None or irq_stack is None:
-            raise unusable("its symbols lack init_task or the stack for interrupts")
+            raise unusable("its symbols lack init_task or hardirq_stack_ptr")
         self._first = first
         self._irq_stack = per_cpu + irq_stack
 
     def task_structs(self) -> Iterator[int]:
-        """The idle task, then each process with its threads."""
+        """Iterate over all task_structs: those of each process and its threads, then the idle task's."""
         offset = self._offsets
         word = self._memory.read_word
         for leader in self._list(self._first + offset["task_struct.tasks"], "task_struct.tasks"):
@@ -55,7 +55,7 @@ class KernelStacks(TaskStacks):
         yield self._first
 
     def _list(self, head: int, member: str) -> Iterator[int]:
-        """What a list_head leads to, by the member that it goes through. Raises: MemoryFault."""
+        """Iterate over a list's structures, which are linked through `member`. Raises: MemoryFault."""
         node = self._memory.read_word(head)
         for _ in range(_LIMIT):
             if node == head:
@@ -64,7 +64,7 @@ class KernelStacks(TaskStacks):
             node = self._memory.read_word(node)
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """See TaskStacks; all of them while the CPU is on a stack that isn't known."""
+        """Return the ranges to which a task may return; all of them if the CPU uses an unknown stack."""
         if not spans:
             return ()
         wanted = AddressRanges(spans)
@@ -79,7 +79,7 @@ class KernelStacks(TaskStacks):
         return tuple(self._machine.regs.snapshot())
 
     def _stacks(self) -> Iterator[tuple[int, int, bool]]:
-        """Start and end of what is live of each stack, and whether the CPU is on it."""
+        """Iterate over the live parts of stacks: start, end, and whether the CPU uses the stack."""
         word = self._memory.read_word
         offset = self._offsets
         sp = self._machine.regs.sp
@@ -92,12 +92,12 @@ class KernelStacks(TaskStacks):
             base = word(task + offset["task_struct.stack"])
             end = base + THREAD_SIZE
             if not base:
-                # Released: the task has ended.
+                # The task has ended, and its stack is freed.
                 continue
             if task != current:
                 yield max(base, word(task + offset["task_struct.thread.sp"])), end, False
             elif in_kernel:
-                # Of a CPU that is on another stack it isn't known where it left the task's.
+                # If the CPU uses another stack, the position where it left the task's stack is unknown.
                 is_used = base < sp <= end
                 yield sp if is_used else base, end, is_used
 

@@ -1,4 +1,7 @@
-"""Tracepoints of a distribution's kernel: its own functions make the records, which then are ours."""
+"""KernelTracepoints: trace events of a distribution's kernel, recorded in kprobefs's buffers.
+
+The kernel's own functions make the records.
+"""
 
 from __future__ import annotations
 
@@ -34,33 +37,40 @@ from emulated_kernel.util.errors import KernelError
 _RESERVE = "trace_event_buffer_reserve"
 _COMMIT = "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)
-"""Functions that never run: who would probe them would wait for ever."""
+"""Functions that are replaced and never run, so a probe on them would never hit."""
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
 _VARIABLES = "vmemmap_base", "jiffies"
-"""Which print formats name."""
+"""Kernel variables that print formats refer to."""
 _NO_SYSCALL = "sys_ni_syscall"
-"""Stands for numbers that have no call. Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)"""
+"""Entry of numbers without a system call.
+
+Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)
+"""
 _WORD = 8
 _INT = 4
 _JMP8 = b"\xeb"
 _FUNCS = 2 * 24
-"""Bytes of an array of struct tracepoint_func: ours, and its end."""
+"""Bytes of an array of struct tracepoint_func with one entry and its terminator."""
 _FILE = 8
-"""Bytes between the addresses that stand for a trace_event_file."""
+"""Bytes between the addresses that serve as trace_event_files."""
 _DEPTH = 4
-"""Records that are being made at a time: making one may meet another tracepoint."""
+"""Limit of records under construction: making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
 log = logging.getLogger("kprobefs.linux")
 
 
 class EventBatch:
-    """Events that come and go together: what their tracepoints call is one piece of memory.
+    """Events that are added and removed together, such as those of a module.
 
-    That is there as soon as one of them is enabled.
+    Their tracepoints use one piece of memory, which exists once one of the events has been enabled.
     """
 
     def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
-        """`names`: for print formats; `references`: address of the count that keeps their module, if any."""
+        """Start without events.
+
+        `names`: returns the names for print formats; `references`: address of the module's reference count,
+        or 0.
+        """
         self._machine = machine
         self.names = names
         self._references = references
@@ -70,7 +80,11 @@ class EventBatch:
         self._funcs = 0
 
     def hold(self) -> None:
-        """Its module stays. Raises: KernelError EBUSY (it goes). Mirrors: try_module_get (v6.1)."""
+        """Take a reference to the module.
+
+        Raises: KernelError EBUSY (it is going).
+        Mirrors: try_module_get (v6.1).
+        """
         if self._references:
             count = self._count(0)
             if not count:
@@ -78,7 +92,7 @@ class EventBatch:
             self._count(1)
 
     def let_go(self) -> None:
-        """Mirrors: module_put (v6.1)."""
+        """Drop the reference to the module. Mirrors: module_put (v6.1)."""
         if self._references:
             self._count(-1)
 
@@ -90,21 +104,24 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
-        """A new tracepoint; enabling or disabling it calls `switch(its number, on)`."""
+        """Return a new tracepoint. Switching it calls `switch` with its number and the new state."""
         point = Tracepoint(partial(switch, len(self.points)))
         self.points.append(point)
         return point
 
     def prepare(self) -> Iterator[tuple[int, Tracepoint]]:
-        """The addresses that stand for trace_event_files, with whose they are; none the second time."""
+        """Allocate the memory and return (address of the trace_event_file, tracepoint) pairs.
+
+        From the second call on there are none.
+        """
         if self._funcs:
             return
-        # Whatever is read of any of the files is zero.
+        # The kernel reads zeros in all fields of these files.
         self._funcs = self._machine.alloc_pages(len(self.points) * (_FUNCS + _FILE) + PAGE_SIZE)
         yield from ((self.file(number), point) for number, point in enumerate(self.points))
 
     def release(self) -> list[int]:
-        """The addresses that stood for files; nobody is on the way there any more."""
+        """Free the memory and return the addresses that served as files. No CPU may be using them."""
         if not self._funcs:
             return []
         files = [self.file(number) for number in range(len(self.points))]
@@ -113,20 +130,20 @@ class EventBatch:
         return files
 
     def array(self, number: int) -> int:
-        """Of struct tracepoint_func."""
+        """Return the address of the tracepoint's array of struct tracepoint_func."""
         return self._funcs + number * _FUNCS
 
     def file(self, number: int) -> int:
-        """Its trace_event_file."""
+        """Return the address that serves as the tracepoint's trace_event_file."""
         return self.array(len(self.points)) + number * _FILE
 
 
 class KernelTracepoints:
-    """The events of tracepoints; where no functions can be called, of those that a key alone switches.
+    """The tracepoints' events. Without `call`, only events that a static key alone switches are available.
 
-    A tracepoint that is switched on calls the event's own function, with a trace_event_file of ours: zeros,
-    by whose address the event is known. Where that function asks for room for a record it gets a page of
-    ours, and where it commits the record, the event has it.
+    An enabled tracepoint calls the event's own function, with one of the host's addresses as
+    trace_event_file. All bytes there are zero; the address identifies the event. When the function reserves a
+    record, it gets a page of host-owned memory. When it commits the record, the event receives it.
     Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
     """
 
@@ -140,9 +157,9 @@ class KernelTracepoints:
         syscall_work: SyscallWork,
         call: Callable[[int], int] | None,
     ) -> None:
-        """`hit` is filled in with each record; `call` calls a function of the kernel's, by its address.
+        """Prepare the tracepoints; the guest is not changed until an event is enabled.
 
-        Nothing is done to the guest until an event is enabled.
+        `hit` is filled in for each record; `call` calls a function of the kernel by its address.
         """
         self._syscall_work = syscall_work
         self._call = call
@@ -151,23 +168,23 @@ class KernelTracepoints:
         self._hit = hit
         self._kernel = kernel
         self._arch = arch
-        # Those of functions that ran at boot are gone.
+        # Functions that ran at boot have been freed.
         text = range(*kernel.text)
         labels = [label for label in kernel.jump_labels if label.code in text]
         self.keys = _ShortKeys(labels, machine, poker, arch)
-        """Of its own branches, and of those that modules have brought."""
-        # Linux: a kernel that can be preempted takes off again what the tracepoint itself has added.
+        """Static keys of the kernel's branches and of modules' branches."""
+        # Linux: a preemptible kernel subtracts the count that the tracepoint itself has added.
         self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
         self._points: dict[int, Tracepoint] = {}
-        """By the address that stands for their trace_event_file."""
+        """Address of the trace_event_file -> tracepoint."""
         self.by_name: dict[str, Tracepoint] = {}
-        """By GROUP:EVENT."""
+        """GROUP:EVENT -> tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []
-        """Of each record that is being made: its trace_event_buffer, the file, where it lies, its size."""
+        """Records under construction: trace_event_buffer, file, address and size of each."""
         self._places = 0
 
     def events(self) -> Iterator[TraceEvent]:
-        """In Linux's order; none for a kernel that hands records over in another way."""
+        """Iterate over the events in Linux's order; none if the kernel reserves records in another way."""
         if not self._hands_over:
             return
         has_syscalls = self._syscall_work.is_known()
@@ -191,27 +208,30 @@ class KernelTracepoints:
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
     def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:
-        """Those of a module, in its order; the batch is theirs alone."""
+        """Return a module's events in its own order; the batch has no other events."""
         made = [self._event(event, batch, None) for event in events] if self._hands_over else []
         return [event for event in made if event is not None]
 
     def forget(self, batch: EventBatch) -> None:
-        """A module goes; none of its events is enabled."""
+        """Forget a module's events, because it goes. None of them is enabled."""
         for file in batch.release():
             del self._points[file]
 
     @cached_property
     def _hands_over(self) -> bool:
-        """Whether the kernel asks for room for records as we know it."""
+        """Whether the kernel reserves records with the known functions."""
         lookup = self._kernel.kallsyms.lookup_name
         return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
 
     def _event(
         self, event: KernelEvent, batch: EventBatch, register: Switch | None
     ) -> KernelStaticEvent | None:
-        """None for one that can't be switched; `register`: what is to be done besides."""
+        """Return an event, or None if it cannot be switched.
+
+        `register`: called in addition to switching its key.
+        """
         if register is None and not event.is_plain:
-            if self._call is None or not any(map(self._kernel.btf.has, _REGISTERING)):
+            if self._call is None or not any(self._kernel.btf.has(name) for name in _REGISTERING):
                 return None
             register = partial(self._register, event, batch)
         if not (event.probe and event.fields):
@@ -230,7 +250,7 @@ class KernelTracepoints:
 
     @cached_property
     def names(self) -> KernelNames:
-        """Those that print formats refer to."""
+        """The names that print formats refer to."""
         btf = self._kernel.btf
         lookup = self._kernel.kallsyms.lookup_name
         variables = {name: partial(self._word_at, at) for name in _VARIABLES if (at := lookup(name))}
@@ -239,7 +259,7 @@ class KernelTracepoints:
         return KernelNames(variables, btf.constants, {"page": btf.size("page")}, functions)
 
     def _milliseconds(self, tick: int, jiffies: int) -> int:
-        """Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
+        """Return the milliseconds of `jiffies`. Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
         return jiffies * 1000 // round(10**9 / self._word_at(tick)) & 0xFFFFFFFF
 
     def _word_at(self, address: int) -> int:
@@ -248,24 +268,26 @@ class KernelTracepoints:
     def _switch_registered(
         self, register: Switch, event: KernelEvent, batch: EventBatch, number: int, on: bool
     ) -> None:
-        """Its regfunc comes before its key is on, its unregfunc before that is off; or neither is done.
+        """Switch an event with regfunc and unregfunc; both are called before its key is switched.
 
-        Raises: as `register` (which does the one or the other).
+        If the key cannot be switched, the registration is undone.
+        Raises: as `register`.
         """
         self._prepare(batch)
         register(on)
         try:
             self._switch(event, batch, number, on)
         except BaseException:
-            # What is told is why it couldn't be switched.
+            # Report why the event could not be switched, even if undoing fails as well.
             with suppress(KernelError):
                 register(not on)
             raise
 
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
-        """Calls regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
+        """Call regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
 
-        Deviates: not the unregfunc of a module that goes, for it is the kernel that tells of that.
+        Deviates: the unregfunc of a module that goes is not called, because the kernel is reporting the
+        unload itself.
         """
         if batch.is_going:
             return
@@ -275,12 +297,15 @@ class KernelTracepoints:
             if result >> 31:
                 raise KernelError((1 << 32) - result)
         else:
-            # A guest that has died keeps nobody from disabling its events.
+            # Events of a dead guest can still be disabled.
             with suppress(KernelError):
                 self._call(self._function(event, "unregfunc"))
 
     def _function(self, event: KernelEvent, name: str) -> int:
-        """Of its struct tracepoint, or since 6.14 of what that leads to."""
+        """Return the address of regfunc or unregfunc.
+
+        It is in struct tracepoint; since 6.14, in a structure to which that points.
+        """
         btf = self._kernel.btf
         base = event.tracepoint
         if btf.has("tracepoint.ext"):
@@ -291,7 +316,10 @@ class KernelTracepoints:
         return self._word_at(base + btf.offset(f"{owner}.{name}"))
 
     def _switch(self, event: KernelEvent, batch: EventBatch, number: int, on: bool) -> None:
-        """Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1)."""
+        """Switch an event: set its tracepoint's functions and its key.
+
+        Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1).
+        """
         self._prepare(batch)
         funcs = event.tracepoint + self._kernel.btf.offset("tracepoint.funcs")
         array = batch.array(number)
@@ -308,16 +336,17 @@ class KernelTracepoints:
         if self._places:
             return
         self._places = self._machine.alloc_pages(_DEPTH * PAGE_SIZE)
-        # For good: a CPU may still be on its way there when the last event is disabled.
+        # They stay replaced, because a CPU may be about to call them when the last event is disabled.
         for name, function in ((_RESERVE, self._reserve), (_COMMIT, self._commit)):
             address = self._kernel.required(name)
             self._machine.breakpoints[address] = function
             self._machine.text.replace(address, self._arch.breakpoint)
 
     def _reserve(self, regs: Any) -> None:
-        """It is called with a trace_event_buffer, a trace_event_file and a size: gives room, or none.
+        """Return room for a record, or 0, instead of trace_event_buffer_reserve().
 
-        The kernel's own files get none; its own tracefs isn't there for anybody.
+        Its arguments are a trace_event_buffer, a trace_event_file and a size. Files of the kernel's own
+        tracefs get no room, because no client can see that tracefs.
         """
         buffer = regs.di
         file = regs.si
@@ -331,12 +360,15 @@ class KernelTracepoints:
             self._return(regs, 0)
 
     def _commit(self, regs: Any) -> None:
-        """It is called with a trace_event_buffer."""
+        """Give a finished record to its event, instead of trace_event_buffer_commit().
+
+        Its argument is a trace_event_buffer.
+        """
         buffer = regs.di
         self._return(regs, 0)
         while self._pending:
             asked, file, place, size = self._pending.pop()
-            # Those that were asked for later have ended with a fault.
+            # Records that were reserved later than this one have ended with a fault.
             if asked == buffer:
                 self._record(file, self._memory.read(place + COMMON_SIZE, size - COMMON_SIZE), regs)
                 return
@@ -350,12 +382,13 @@ class KernelTracepoints:
             handler(payload, hit)
 
     def _return(self, regs: Any, value: int) -> None:
-        regs.ax, regs.ip = value, self._memory.read_word(regs.sp)
+        regs.ax = value
+        regs.ip = self._memory.read_word(regs.sp)
         regs.sp += _WORD
 
 
 class _ShortKeys(StaticKeys):
-    """Since v5.14 a label's jump has two bytes where that is enough."""
+    """Static keys of a kernel that uses two-byte jumps where they are sufficient (since v5.14)."""
 
     def jump(self, label: JumpLabel) -> bytes:
         size = label_size(self._text.original(label.code, JMP32_SIZE))
@@ -365,9 +398,9 @@ class _ShortKeys(StaticKeys):
 
 
 class KernelStaticEvent(StaticEvent):
-    """An event whose print format may ask for what only its kernel has.
+    """An event whose print format may use names that only its kernel defines.
 
-    Deviates: Linux runs those when it shows a line; here the line has the fields.
+    Deviates: Linux evaluates such a format when it shows a line; here the line has the raw fields.
     """
 
     def __init__(
@@ -384,16 +417,16 @@ class KernelStaticEvent(StaticEvent):
 
     @property
     def is_removed(self) -> bool:
-        """Its module is gone."""
+        """Whether the event's module is gone."""
         return self._batch.is_gone
 
     def hold(self) -> None:
-        """Raises: KernelError EBUSY (its module goes)."""
+        """Take a reference to the event and its module. Raises: KernelError EBUSY (the module is going)."""
         self._batch.hold()
         super().hold()
 
     def let_go(self) -> None:
-        """One user less."""
+        """Drop a reference to the event and its module."""
         super().let_go()
         self._batch.let_go()
 
@@ -406,7 +439,7 @@ class KernelStaticEvent(StaticEvent):
             return self._bare
 
     def _bare(self, context: PrintContext) -> str:
-        """Fields that are numbers, by name."""
+        """Return the numeric fields with their names."""
         shown = []
         for field in self.fields:
             raw = context.payload[field.offset - COMMON_SIZE :][: field.size]

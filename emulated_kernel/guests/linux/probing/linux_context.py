@@ -1,4 +1,4 @@
-"""What records say of the context of a distribution's kernel, and where its structures have that."""
+"""LinuxContext: the context fields of records, and the places in a distribution's kernel that have them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.errors import KernelError
 
 _SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
-"""By the names of our own image's fields, those of its task_struct that shadow stacks hang on."""
+"""Field that shadow stacks use in the built-in kernel -> field of this kernel's task_struct."""
 _WORD = 8
 _PREEMPT_NEED_RESCHED = 1 << 31
-"""PREEMPT_NEED_RESCHED, which is clear while the task is asked to give the CPU up."""
+"""PREEMPT_NEED_RESCHED; the bit is clear while the current task should be rescheduled."""
 _SOFTIRQ = 0xFF00
 _HARDIRQ = 0xF0000
 _FIELDS = ("pid", "comm", "stack", "thread_info.flags")
 
 
 def linux_need_resched(kernel: LinuxKernel) -> NeedResched:
-    """How guest code learns whether the current task is asked to give the CPU up."""
+    """Return how guest code reads whether the current task should be rescheduled."""
     return NeedResched(
         _PREEMPT_NEED_RESCHED, (kernel.btf.offset("task_struct.thread_info.flags"), NEED_RESCHED)
     )
 
 
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
-    """By the names of our own image's table. Raises: KernelError ENOEXEC, ENOENT, ENODATA."""
+    """Return offsets under the names that the built-in kernel's table uses.
+
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA.
+    """
     offset = kernel.btf.offset
-    names = "__preempt_count", "cpu_number", "this_cpu_off"
-    count, number, own_offset = map(kernel.per_cpu, names)
+    count = kernel.per_cpu("__preempt_count")
+    number = kernel.per_cpu("cpu_number")
+    own_offset = kernel.per_cpu("this_cpu_off")
     if count is None or number is None or own_offset is None:
         raise unusable("its symbols lack __preempt_count, cpu_number or this_cpu_off")
     return {
@@ -56,12 +60,13 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 
 
 def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
-    """Where a task has its pending calls: the field that the kernel's own rethooks would use, if it has them,
-    and the one beside it, of which nothing has been done since but that it is cleared at fork.
+    """Return the two fields of task_struct in which shadow stacks keep a task's pending calls.
 
-    Both are empty when a task is made; for rethooks the kernel looks again when the task is long dead. It has
-    none of its own meanwhile: nobody can load a module that probes. Without both, side by side, Python keeps
-    all calls.
+    One is the field that the kernel's own rethooks would use. The other is next to it, and the kernel only
+    clears it at fork. Both are empty when a task is made. The kernel looks at rethooks again long after the
+    task has ended. It has no rethooks of its own, because no module that probes can be loaded.
+
+    If the fields are missing or not adjacent, return nothing; Python keeps all pending calls then.
     """
     try:
         found = {
@@ -70,12 +75,12 @@ def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
         }
     except KernelError:
         return {}
-    # A kernel with randomized structures has them anywhere.
+    # In a kernel with randomized structures, the fields may be anywhere.
     return found if max(found.values()) - min(found.values()) == _WORD else {}
 
 
 class LinuxContext(HitContext):
-    """Whether the task is asked to give the CPU up stands in two places."""
+    """Context of hits in a distribution's kernel, which keeps the need to reschedule in two places."""
 
     def __init__(
         self,

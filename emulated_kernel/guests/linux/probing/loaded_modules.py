@@ -1,4 +1,4 @@
-"""LoadedModules: the modules of a distribution's kernel, read out of the memory that they are in."""
+"""LoadedModules: reads the modules of a distribution's kernel from its memory."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 _SYMBOL = struct.Struct("<IBBHQQ")
-"""Elf64_Sym."""
+"""Layout of an Elf64_Sym."""
 _UNDEFINED = 0
 _WORD = 8
 _COUNT = 4
 _ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites": 8}
-"""Bytes of what the tables have."""
-_MODULES, _LIMIT = 1 << 12, 1 << 20
-"""How many there may be, and what a table may have; more of it leads in circles, or nowhere."""
-_SIZE_LIMIT, _BTF_LIMIT = 256 << 20, 32 << 20
-"""Bytes of a part, and of its types."""
+"""Table of a module -> bytes of an entry."""
+_MODULES = 1 << 12
+"""Limit of modules; a longer list is circular or damaged."""
+_LIMIT = 1 << 20
+"""Limit of entries in a table of a module; a larger count is damaged."""
+_SIZE_LIMIT = 256 << 20
+"""Limit of bytes of a part of a module."""
+_BTF_LIMIT = 32 << 20
+"""Limit of bytes of a module's BTF."""
 _UNFORMED = 3
-_CORE_DATA, _INIT_DATA = (1, 2, 3), (5, 6)
-"""Mirrors: include/linux/module.h:enum mod_mem_type (v6.12), whose 0 and 4 are text."""
+_CORE_DATA = (1, 2, 3)
+"""Numbers of memory types for data. Mirrors: include/linux/module.h:enum mod_mem_type (v6.12)"""
+_INIT_DATA = (5, 6)
+"""Numbers of memory types for data of init functions."""
 _CORE_TEXT = 0
 _INIT_TEXT = 4
 
 
 class LoadedModules:
-    """By the kernel's BTF; up to 6.3 a module has two pieces of memory, later ones seven.
+    """Reads struct module by the kernel's BTF. Up to 6.3 a module has two pieces of memory, later seven.
 
-    Raises: KernelError ENOEXEC (in all methods: they lead nowhere), ENOENT, ENODATA (the kernel's structures
-    aren't known).
+    All methods raise KernelError ENOEXEC if the data is damaged, and ENOENT or ENODATA if the kernel's
+    structures are unknown.
     """
 
     def __init__(self, kernel: LinuxKernel, memory: GuestMemory) -> None:
@@ -53,7 +59,7 @@ class LoadedModules:
         self._kernel = kernel
 
     def addresses(self) -> list[int]:
-        """Each struct module, the oldest first, but those that are in pieces."""
+        """Return the address of each struct module, the oldest first, without those that are being loaded."""
         head = self._kernel.kallsyms.lookup_name("modules")
         if head is None or (node := self._word(head)) == head:
             return []
@@ -61,22 +67,22 @@ class LoadedModules:
         found = list[int]()
         while node != head:
             if len(found) == _MODULES:
-                raise unusable("its list of modules has no end")
+                raise unusable("the list of modules has no end")
             found.append(node - link)
             node = self._word(node)
         return [each for each in reversed(found) if self._number(each, "state") != _UNFORMED]
 
     def name(self, module: int) -> str:
-        """A module's name."""
+        """Return the name of a module."""
         return self._memory.string(module + self._structures.btf.offset("module.name"), 64)
 
     def events(self, module: int) -> tuple[KernelEvent, ...]:
-        """Its trace events, in its order. Mirrors: trace_module_add_events (v6.1)"""
+        """Return the module's trace events in its own order. Mirrors: trace_module_add_events (v6.1)."""
         calls, maps = (self._words(module, f"trace_{what}") for what in ("events", "evals"))
         return tuple(kernel_events(self._structures, calls, maps)) if calls else ()
 
     def constants(self, module: int) -> dict[str, int]:
-        """The enumerators of its own types. Mirrors: kernel/bpf/btf.c:btf_modules (v6.1)"""
+        """Return the enumerators of the module's own types. Mirrors: kernel/bpf/btf.c:btf_modules (v6.1)."""
         value = self._structures.value
         head = self._kernel.kallsyms.lookup_name("btf_modules")
         link = self._structures.btf.offset("btf_module.list")
@@ -89,14 +95,14 @@ class LoadedModules:
                 btf = value(entry, "btf_module.btf")
                 size = value(btf, "btf.data_size", _COUNT)
                 if size > _BTF_LIMIT:
-                    raise unusable("a module's types lead nowhere")
+                    raise unusable("the BTF of a module is damaged")
                 data = self._memory.read(value(btf, "btf.data"), size)
                 return self._kernel.btf.constants_of_module(data)
             node = self._word(node)
         return {}
 
     def read(self, module: int) -> Module:
-        """All of a module, its tables too; its text as it is now."""
+        """Read a module with its tables; its text is in its present state."""
         text, init_text, data, init_data = self._parts(module)
         symbols = tuple(self._symbols(module, (text, init_text, *data, *init_data), self._per_cpu(module)))
         return Module(
@@ -121,7 +127,7 @@ class LoadedModules:
             ),
         )
 
-    # Where it lies
+    # Memory
 
     @property
     def _structures(self) -> Structures:
@@ -130,7 +136,7 @@ class LoadedModules:
         return self._found
 
     def _parts(self, module: int) -> tuple[Range, Range, tuple[Range, ...], tuple[Range, ...]]:
-        """Text, that of init functions, data, and data of those."""
+        """Return four parts: text, text of init functions, data, and data of init functions."""
         if self._structures.btf.has("module.mem"):
             base = module + self._structures.btf.offset("module.mem")
             size = self._structures.btf.size("module_memory")
@@ -147,7 +153,10 @@ class LoadedModules:
         return text, init_text, (data,), (init_data,)
 
     def _layout(self, module: int, name: str) -> tuple[Range, Range]:
-        """Mirrors: include/linux/module.h:struct module_layout (v6.1)"""
+        """Return text and data of one of the module's two pieces of memory.
+
+        Mirrors: include/linux/module.h:struct module_layout (v6.1).
+        """
         base = self._structures.value(module, f"module.{name}_layout.base")
         if not base:
             return Range(0, 0), Range(0, 0)
@@ -155,7 +164,7 @@ class LoadedModules:
         return _range(base, text), _range(base + text, size - text)
 
     def _per_cpu(self, module: int) -> Range:
-        """Its variables in each CPU's area, by their offsets."""
+        """Return the module's per-CPU variables, as offsets in the area of a CPU."""
         if not self._structures.btf.has("module.percpu"):
             return Range(0, 0)
         start = self._structures.value(module, "module.percpu")
@@ -164,12 +173,13 @@ class LoadedModules:
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
         return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.end > p.start}
 
-    # Its symbols
+    # Symbols
 
     def _symbols(self, module: int, parts: tuple[Range, ...], per_cpu: Range) -> Iterator[Symbol]:
-        """Those in its memory; each of that reaches up to the next one or the end of its part.
+        """Iterate over the symbols in the module's memory.
 
-        Deviates: Linux shows what else the file has while its init function runs.
+        Each symbol extends to the next one, or to the end of its part.
+        Deviates: Linux also shows the file's other symbols while the init function runs.
         """
         value = self._structures.value
         table = value(module, "module.kallsyms")
@@ -197,29 +207,35 @@ class LoadedModules:
                 yield Symbol(text, address, shown, min(following.get(address, end), end) - address)
 
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
-        """What stands at offsets in a table of strings, which is read at once."""
+        """Read a string table up to the last of `places`; return a function from offset to string."""
         last = max(places, default=0)
         if last > _LIMIT * 16:
-            raise unusable("a module's names lead nowhere")
+            raise unusable("the symbol names of a module are damaged")
         text = self._memory.read(strings, last) + self._memory.string(strings + last, 4096).encode() + b"\0"
         return lambda at: text[at : text.index(b"\0", at)].decode("utf-8", "replace")
 
     def _exported(self, module: int) -> frozenset[tuple[str, int]]:
-        """Names and addresses. Mirrors: kernel/module/kallsyms.c:is_exported (v6.1)"""
+        """Return names and addresses of exported symbols.
+
+        Mirrors: kernel/module/kallsyms.c:is_exported (v6.1)
+        """
         size = self._structures.btf.size("kernel_symbol")
         address, data = self._table(module, "syms", "num_syms", size)
         found = []
         for at in range(0, len(data), size):
-            # Both are told relative to where they stand.
+            # Both fields are relative to their own addresses.
             value, name = struct.unpack_from("<ii", data, at)
             here = address + at
             found.append((self._memory.string(here + 4 + name, 512), here + value))
         return frozenset(found)
 
-    # Its tables
+    # Tables
 
     def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
-        """Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)"""
+        """Iterate over the functions that cannot be probed.
+
+        Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)
+        """
         functions = {symbol.address: symbol for symbol in reversed(symbols) if symbol.size}
         listed = set(self._words(module, "kprobe_blacklist"))
         areas = []
@@ -235,13 +251,13 @@ class LoadedModules:
         return text_tables.words(self._table(module, name, f"num_{name}", _WORD)[1])
 
     def _table(self, module: int, name: str, count: str, size: int = 0) -> tuple[int, bytes]:
-        """Address and contents; nothing where this kernel's modules have no such table."""
+        """Return address and content of a table; (0, b"") if this kernel's modules have no such table."""
         if not self._structures.btf.has(f"module.{name}"):
             return 0, b""
         address = self._structures.value(module, f"module.{name}")
         number = self._number(module, count)
         if number > _LIMIT:
-            raise unusable(f"a module's {name} leads nowhere")
+            raise unusable(f"{name} of a module is damaged")
         return address, self._memory.read(address, number * (size or _ENTRY[name])) if number else b""
 
     def _number(self, module: int, name: str) -> int:
@@ -253,5 +269,5 @@ class LoadedModules:
 
 def _range(start: int, size: int) -> Range:
     if not 0 <= size <= _SIZE_LIMIT:
-        raise unusable("a module's size can't be")
+        raise unusable("the size of a module is damaged")
     return Range(start, start + size)

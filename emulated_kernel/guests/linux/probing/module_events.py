@@ -1,4 +1,4 @@
-"""ModuleEvents: the trace events of a distribution's modules, from when they come until they go."""
+"""ModuleEvents: adds and removes the trace events of a distribution's modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("kprobefs.linux")
 
 
 class ModuleEvents:
-    """Mirrors: kernel/trace/trace_events.c:trace_module_notify (v6.1)."""
+    """Trace events of loaded modules. Mirrors: kernel/trace/trace_events.c:trace_module_notify (v6.1)."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class ModuleEvents:
         self._registry = registry
         self._loaded = loaded
         self._there: dict[str, tuple[EventBatch, list[KernelStaticEvent]]] = {}
-        """By the module's name."""
+        """Module name -> its batch and its events."""
 
     def came(self, module: Module) -> None:
-        """Its init function hasn't run yet.
+        """Add the events of a module that is being loaded; its init function has not run yet.
 
         Mirrors: kernel/trace/trace_events.c:trace_module_add_events (v6.1)
         """
         try:
             events = self._loaded.events(module.address)
         except (KernelError, MemoryFault) as error:
-            log.warning("%s: its trace events aren't known: %s", module.name, error)
+            log.warning("%s: its trace events cannot be read: %s", module.name, error)
             return
         if not events:
             return
@@ -63,8 +63,10 @@ class ModuleEvents:
             try:
                 self._registry.add(event)
             except KernelError as error:
-                # Linux: the others are there.
-                log.warning("%s: %s/%s isn't there: %s", module.name, event.group, event.name, error.strerror)
+                # Linux: the other events are added.
+                log.warning(
+                    "%s: %s/%s is not added: %s", module.name, event.group, event.name, error.strerror
+                )
             else:
                 added.append(event)
 
@@ -73,14 +75,17 @@ class ModuleEvents:
         try:
             own = self._loaded.constants(module.address)
         except (KernelError, MemoryFault) as error:
-            log.warning("%s: its types aren't known: %s", module.name, error)
+            log.warning("%s: its types cannot be read: %s", module.name, error)
             return names
         return replace(names, constants=ChainMap(own, dict(names.constants)))
 
     def goes(self, name: str) -> None:
-        """Nobody runs in it any more, and nobody has looked yet whether its tracepoints are used.
+        """Remove the events of a module that goes.
 
-        Linux: a buffer that may have records of them is emptied. Deviates: their triggers go too.
+        No task runs in the module any more, and the kernel has not yet checked whether its tracepoints are
+        used.
+        Linux: a buffer that may have records of these events is emptied.
+        Deviates: their triggers are removed too.
         Mirrors: kernel/trace/trace_events.c:trace_module_remove_events (v6.1)
         """
         batch, events = self._there.pop(name, (None, []))
@@ -95,7 +100,7 @@ class ModuleEvents:
                 for recorder in event.recorders:
                     event.disable(recorder)
         finally:
-            # Whatever kept one of them on: its module's memory will be another's.
+            # Do this even if disabling failed, because the module's memory will be reused.
             for event in events:
                 self._registry.remove(event)
                 for recorder in event.seen_by:

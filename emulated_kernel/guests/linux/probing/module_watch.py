@@ -1,4 +1,4 @@
-"""ModuleWatch: the modules that a distribution's kernel loads are known to our engine as its own text is."""
+"""ModuleWatch: reads the modules that a distribution's kernel loads, and adopts their text for probing."""
 
 from __future__ import annotations
 
@@ -21,57 +21,62 @@ from emulated_kernel.util.abi import PAGE_SIZE, ModuleState
 from emulated_kernel.util.errors import KernelError
 
 _WORD = 8
-_FIRST, _LAST = (1 << 31) - 1, -(1 << 31)
-"""Priorities: nobody has looked at its tracepoints yet; who has patched its text has done so."""
+_FIRST = (1 << 31) - 1
+"""Priority of the first notifier: no other notifier has looked at the module's tracepoints yet."""
+_LAST = -(1 << 31)
+"""Priority of the last notifier: all others have patched the module's text already."""
 Notify = Callable[[ModuleState, int], None]
 _LIMIT = 1 << 10
-"""Notifiers of modules; a longer list leads in circles."""
+"""Limit of notifiers of modules; a longer list is circular."""
 log = logging.getLogger("kprobefs.linux")
 
 
 class ModuleWatch:
-    """Reads modules, and keeps the ledger of text in step with them."""
+    """Reads modules, and keeps the ledger of patched text in step with them."""
 
     def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
         self._machine = machine
         self._kernel = kernel
         self.loaded = LoadedModules(kernel, machine.memory)
         self.name = self.loaded.name
-        """The name in a struct module. Raises: as LoadedModules."""
+        """Returns the name in a struct module. Raises: as LoadedModules."""
         self._adopted: set[int] = set()
         self._labels: list[JumpLabel] = []
         self._keys: StaticKeys | None = None
 
     def follow(self, keys: StaticKeys) -> None:
-        """Let these have the branches of modules, those that are there and those that come."""
+        """Let `keys` have the branches of all modules, present and future."""
         self._keys = keys
         keys.add(self._labels)
 
     def there(self) -> list[Module]:
-        """Those that are there already, the oldest first, but what can't be read."""
+        """Return the modules that are loaded now, the oldest first; those that cannot be read are logged."""
         found: list[Module] = []
-        with self._told():
+        with self._logged():
             for module in self.loaded.addresses():
-                with self._told():
+                with self._logged():
                     found.append(self.read(module))
         return found
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """What is read of the guest may lead nowhere: that is told, and its modules aren't known."""
+    def _logged(self) -> Iterator[None]:
+        """Log errors of reading the guest. The modules that are being read stay unknown."""
         try:
             yield
         except (KernelError, MemoryFault, HardwareError, ValueError, StructError) as error:
-            log.warning("%s: a module isn't known: %s", self._kernel.release, error)
+            log.warning("%s: a module cannot be read: %s", self._kernel.release, error)
 
     def read(self, module: int) -> Module:
-        """A struct module that is complete; its text is original from here on. Raises: as LoadedModules."""
+        """Read a complete struct module; its present text becomes the original text.
+
+        Raises: as LoadedModules.
+        """
         found = self.loaded.read(module)
         text = self._machine.text
         for start, code in found.code.items():
             text.adopt(start, code)
             self._adopted.add(start)
-            # What was translated of the pages' last user must not run.
+            # Code that was translated for the previous user of these pages must not run.
             text.substitute(start, code)
         self._labels += found.jump_labels
         if self._keys is not None:
@@ -79,7 +84,7 @@ class ModuleWatch:
         return found
 
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
-        """What lies there is about to be freed."""
+        """Forget the text in these address ranges, which are about to be freed."""
         ranges = [range(*span) for span in spans]
         gone = list[JumpLabel]()
         left = list[JumpLabel]()
@@ -93,13 +98,14 @@ class ModuleWatch:
             self._machine.text.disown(start)
 
     def begin(self, arch: Arch, first: Notify, last: Notify) -> None:
-        """Have these called for each struct module that comes, is live or goes, before and behind all others.
+        """Have these functions called when a struct module comes, becomes live or goes.
 
+        `first` is called before all other notifiers, `last` after them.
         Mirrors: register_module_notifier, notifier_chain_register (v6.1)
         """
         head = self._kernel.kallsyms.lookup_name("module_notify_list")
         if head is None:
-            log.warning("%s: modules aren't known: it has no list of who is told", self._kernel.release)
+            log.warning("%s: modules are not followed: no module_notify_list", self._kernel.release)
             return
         memory = self._machine.memory
         btf = self._kernel.btf
@@ -114,10 +120,10 @@ class ModuleWatch:
                 memory.write(start, pack("<Q", block))
                 return
             link = other + following
-        log.warning("%s: modules aren't known: the list of who is told has no end", self._kernel.release)
+        log.warning("%s: modules are not followed: module_notify_list has no end", self._kernel.release)
 
     def _block(self, arch: Arch, notify: Notify, priority: int) -> int:
-        """Address of a notifier_block that leads to `notify`."""
+        """Return the address of a new notifier_block that calls `notify`."""
         machine = self._machine
         memory = self._machine.memory
         btf = self._kernel.btf
@@ -125,9 +131,10 @@ class ModuleWatch:
         def called(regs: Any) -> None:
             state = regs.si
             module = regs.dx
-            regs.ax, regs.ip = 0, memory.read_word(regs.sp)
+            regs.ax = 0
+            regs.ip = memory.read_word(regs.sp)
             regs.sp += _WORD
-            with self._told():
+            with self._logged():
                 notify(ModuleState(state & 0xFFFFFFFF), module)
 
         stub = machine.text.alloc_text(len(arch.breakpoint))

@@ -1,4 +1,4 @@
-"""ProbedLinux: the running machine of a distribution's kernel, as the probe engine asks for it."""
+"""ProbedLinux: the machine of a distribution's kernel, with the interface that the probe engine uses."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from emulated_kernel.machine.unicorn_engine import CodeCache, Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _RECORDS_SIZE = 32 << 20
-"""Of the host's memory: pages of records; what is before them is for code."""
+"""Bytes of host-owned memory for pages of records; the memory below them is for code."""
 _RECORDS = 0xFFFFFF9000000000
-"""In what Documentation/x86/x86_64/mm.rst calls an unused hole."""
+"""Address of records, in a hole that Documentation/x86/x86_64/mm.rst calls unused."""
 _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
-"""For code, where the kernel stands in the usual place; it never needs both."""
+"""Address of code if the kernel is at its usual address; only one of the two places is needed."""
 
 
 class LinuxCpuModel(X86_64Cpu):
-    """The same CPU; the addresses that the host maps code and records at lie where Linux has nothing.
+    """An x86-64 CPU. The host maps its code and records at addresses that Linux leaves unused.
 
-    That of code is between the kernel and its modules: from there per-CPU variables, which are linked at 0,
-    are in reach as the text is.
+    Code is mapped between the kernel and its modules. From there, an instruction reaches per-CPU variables,
+    which are linked at address 0, as well as the text.
     """
 
     layout = replace(X86_64Cpu.layout, record_pages=_RECORDS, record_pages_size=_RECORDS_SIZE)
@@ -45,9 +45,9 @@ class LinuxCpuModel(X86_64Cpu):
 
 
 class KernelCode(CodeCache):
-    """Code translated from the kernel's text, wherever the CPU stands.
+    """Translated code of the kernel's text. It can be dropped whatever privilege level the CPU has.
 
-    Unicorn: dropping it in user mode drops nothing, and leaves a page fault in flight.
+    Unicorn: in user mode, the request to drop code does nothing and leaves a page fault in flight.
     """
 
     def __init__(self, engine: Engine, cpu: LinuxCpu) -> None:
@@ -63,7 +63,10 @@ class KernelCode(CodeCache):
 
 
 def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
-    """With KASLR the kernel may stand where our code would, and all of RAM is mapped elsewhere."""
+    """Choose the address of host code, and find the direct map.
+
+    With KASLR, the kernel may be at the usual address of host code, and the direct map moves.
+    """
     layout = LinuxCpuModel.layout
     memory = tasks.machine.memory
     places = layout.text_space, _OTHER_TEXT
@@ -74,9 +77,10 @@ def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
 
 
 class ProbedLinux(ProbedMachine):
-    """One CPU; `tasks` run it, and `kernel` is the file that was booted, with its text as it runs.
+    """The one CPU and memory of a distribution's kernel, for the probe engine.
 
-    Raises: MemoryFault (its text isn't there), as `LinuxClock`.
+    `tasks` runs the CPU. `kernel` is the booted file, with its text as it is in memory.
+    Raises: MemoryFault (the text is not mapped), as `LinuxClock`.
     """
 
     cpu = 0
@@ -97,10 +101,10 @@ class ProbedLinux(ProbedMachine):
         self.text = Text(KernelCode(machine.engine, machine.cpu), self.model, memory, cpus=1)
         start, stop = kernel.text
         self.text.adopt(start, kernel.vmlinux.view(start, stop - start))
-        # In the direct map, which is in reach of an offset to the CPU's area.
+        # The cells are in the direct map, within the reach of an offset from the per-CPU area.
         cells = self.alloc_pages(_CELLS_SIZE) - tasks.per_cpu
         if cells >> 31:
-            raise unusable("its first CPU's area is too far from the end of its memory")
+            raise unusable("its first per-CPU area is too far from the end of its memory")
         reserved = {"percpu.reserved": cells, "percpu.reserved_size": _CELLS_SIZE}
         self.records = RecordMemory(memory, self.model.layout, reserved, lambda: self.per_cpu_bases)
         time = self.records.address(self.records.alloc_percpu(CELL_UNIT))
@@ -110,7 +114,7 @@ class ProbedLinux(ProbedMachine):
         return [(self.regs.ip, self.regs.sp)]
 
     def send_back(self, _number: int, _ip: int, /) -> None:
-        """There is no other CPU."""
+        """Do nothing, because there is no other CPU."""
 
     def alloc_pages(self, size: int, /) -> int:
         whole = -(-size // PAGE_SIZE) * PAGE_SIZE
@@ -122,4 +126,4 @@ class ProbedLinux(ProbedMachine):
         self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Nothing preempts it: interrupts come where the kernel waits for them, or in user mode."""
+        """Do nothing: interrupts come only in user mode and where the kernel waits for them."""

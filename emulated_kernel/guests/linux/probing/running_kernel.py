@@ -1,4 +1,4 @@
-"""RunningKernel: a kernel read out of the memory that it runs in, where parts of its file are gone."""
+"""RunningKernel: reads a kernel's tables from its own memory, where parts of its file are missing."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ from emulated_kernel.util.errors import KernelError
 
 _WORD = 8
 _LIMIT = 1 << 16
-"""Entries of a list; a longer one leads in circles."""
+"""Limit of entries of a list; a longer list is circular."""
 _MOST_SITES = 1 << 20
-"""Of ftrace, in all of its pages."""
+"""Limit of ftrace records, in all pages."""
 
 
 class RunningMemory(LinkedMemory):
-    """The kernel's image, and by its page tables all else that it points to."""
+    """The kernel's image, and all other memory that its page tables map."""
 
     def __init__(self, image: LoadSegment | None, read: Callable[[int, int], bytes]) -> None:
-        """`read`: bytes at a virtual address, of the image too where none is given. Raises: KeyError."""
+        """Keep the image and a function that reads the rest.
+
+        `read` returns the bytes at a virtual address; without an image, it reads everything. It raises
+        KeyError.
+        """
         super().__init__(0, () if image is None else (image,), {})
         self._read = read
 
     def up_to(self, end: int) -> RunningMemory:
-        """The same with an image of whole pages that ends there."""
+        """Return a copy whose image has whole pages and ends at `end`."""
         image = self.segments[0]
         size = min(-(-(end - image.va) // PAGE_SIZE) * PAGE_SIZE, len(image.data))
         return RunningMemory(replace(image, data=image.data[:size], mem_size=size), self._read)
@@ -50,7 +54,7 @@ class RunningMemory(LinkedMemory):
         try:
             return self._read(va, max(size, 0))
         except (KeyError, IndexError):
-            raise unusable(f"{size} bytes at {va:#x} aren't in memory") from None
+            raise unusable(f"{size} bytes at {va:#x} are not in memory") from None
 
     def has(self, va: int) -> bool:
         if super().has(va):
@@ -63,16 +67,16 @@ class RunningMemory(LinkedMemory):
     def string(self, va: int, limit: int = 1 << 16) -> str:
         text = b""
         while len(text) < limit and b"\0" not in text:
-            # A page may be the last one that is there.
+            # The following page may be unmapped.
             at = va + len(text)
             text += self.read(at, min(PAGE_SIZE - at % PAGE_SIZE, limit - len(text)))
         return text.partition(b"\0")[0].decode("utf-8", "replace")
 
 
 class RunningKernel(LinuxKernel):
-    """Its tables as it keeps them, without those of its modules.
+    """A kernel with the tables that it keeps in memory, without those of its modules.
 
-    Raises: KernelError ENOEXEC (memory without a table of symbols), ENODATA (no BTF).
+    Raises: KernelError ENOEXEC (there is no symbol table in memory), ENODATA (no BTF).
     """
 
     return_sites = AddressSet()
@@ -88,11 +92,11 @@ class RunningKernel(LinuxKernel):
         self._image = range(memory.segments[0].va, end)
 
     def word(self, va: int) -> int:
-        """Eight bytes. Raises: KernelError ENOEXEC."""
+        """Return the eight bytes at an address. Raises: KernelError ENOEXEC."""
         return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
 
     def _list(self, head: str, member: str) -> Iterator[int]:
-        """What a list_head of the kernel's leads to."""
+        """Iterate over the structures in the list with the list_head `head`."""
         start = self.required(head)
         offset = self.btf.offset(member)
         node = self.word(start)
@@ -105,7 +109,7 @@ class RunningKernel(LinuxKernel):
 
     @cached_property
     def mcount(self) -> AddressSet:
-        """Mirrors: kernel/trace/ftrace.c:ftrace_pages (v6.1)"""
+        """Addresses of the fentry sites. Mirrors: kernel/trace/ftrace.c:ftrace_pages (v6.1)."""
         offset = self.btf.offset
         size = self.btf.size("dyn_ftrace")
         page = self.word(self.required("ftrace_pages_start"))
@@ -121,11 +125,11 @@ class RunningKernel(LinuxKernel):
             at = offset("dyn_ftrace.ip")
             sites += [int.from_bytes(data[n : n + _WORD], "little") for n in range(at, len(data), size)]
             page = self.word(page + offset("ftrace_page.next"))
-        raise unusable("its list of functions that are traced has no end")
+        raise unusable("its list of ftrace records has no end")
 
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:
-        """Mirrors: kernel/kprobes.c:kprobe_blacklist (v6.1)"""
+        """Functions that cannot be probed. Mirrors: kernel/kprobes.c:kprobe_blacklist (v6.1)."""
         found = []
         for entry in self._list("kprobe_blacklist", "kprobe_blacklist_entry.list"):
             start, end = (
@@ -139,9 +143,9 @@ class RunningKernel(LinuxKernel):
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
-        """Mirrors: kernel/trace/trace_events.c:ftrace_events (v6.1)"""
+        """The kernel's trace events. Mirrors: kernel/trace/trace_events.c:ftrace_events (v6.1)."""
         calls = self._list("ftrace_events", "trace_event_call.list")
-        # The kernel has put the values of its enums into their formats.
+        # The kernel has already replaced the names of enumerators in these formats.
         return tuple(kernel_events(self._structures, tuple(filter(self._image.__contains__, calls)), ()))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""SyscallWork: the flag by which tasks of a distribution's kernel pass the tracepoints of system calls."""
+"""SyscallWork: the task flag that lets system calls of a distribution's kernel reach the tracepoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BIT = "SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT"
 
 
 class SyscallWork:
-    """Switches a tracepoint's need of it on and off, as its regfunc and unregfunc do.
+    """Sets the flag in all tasks while a tracepoint needs it, as its regfunc and unregfunc do.
 
     Mirrors: kernel/tracepoint.c:syscall_regfunc, syscall_unregfunc (v6.1).
     """
@@ -28,11 +28,15 @@ class SyscallWork:
         self._task_structs = task_structs
 
     def is_known(self) -> bool:
-        """Whether this kernel has it, since v5.11, where we look for it."""
+        """Return True if this kernel has the flag (since v5.11) at the expected place."""
         return self._kernel.kallsyms.lookup_name(_COUNT) is not None and self._kernel.btf.has(_MEMBER)
 
     def switch(self, on: bool) -> None:
-        """Tasks that are forked later take it after the count. Raises: MemoryFault (a damaged list)."""
+        """Add or remove a user of the flag. The first one sets it in all tasks, and the last one clears it.
+
+        Tasks that are forked later get the flag by the count.
+        Raises: MemoryFault (a damaged list).
+        """
         btf = self._kernel.btf
         flag = 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
         count_at = self._kernel.kallsyms.lookup_name(_COUNT)
@@ -40,7 +44,7 @@ class SyscallWork:
         count = int.from_bytes(self._memory.read(count_at, 4), "little")
         changes = {}
         if count == (0 if on else 1):
-            # All that may fault comes before anything is written.
+            # Read everything that may fault before anything is written.
             for task in self._task_structs():
                 work = self._memory.read_word(place := task + btf.offset(_MEMBER))
                 changes[place] = work | flag if on else work & ~flag

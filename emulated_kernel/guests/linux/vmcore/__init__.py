@@ -1,1 +1,1 @@
-"""Kernels of vmcores: memory, callable functions, mount."""
+"""Mounts of vmcores: a dump's memory as a guest, calls of its functions, and its files."""

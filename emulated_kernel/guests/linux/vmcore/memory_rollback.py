@@ -1,4 +1,4 @@
-"""MemoryRollback: undoes what a call wrote to guest memory, by the dirty bits of the host's page tables."""
+"""MemoryRollback: undoes a call's writes to guest memory, which it finds in the host's page tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from emulated_kernel.guests.linux.pc.ram import PAGE
 
 _ENTRY = 8
 _WRITTEN = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
-"""Highest byte of a page's entry that is present (0x80) or swapped (0x40), and no page of the file (0x20).
+"""Matches the highest byte of a pagemap entry for a page that has been written.
 
+The page is present (0x80) or swapped (0x40), and is not a page of the file (0x20).
 Source: Documentation/admin-guide/mm/pagemap.rst.
 """
 _PAGEMAP_SCAN = 0xC0606610
@@ -25,13 +26,16 @@ _REGION = struct.Struct("<3Q")
 _FILE = 1 << 2
 _PRESENT_OR_SWAPPED = 1 << 3 | 1 << 4
 _REGIONS = 4096
-"""Of the request since 6.7, which passes over what nobody has touched. Source: as above."""
+"""Regions per PAGEMAP_SCAN request. It exists since Linux 6.7 and skips pages that were never touched.
+
+Source: Documentation/admin-guide/mm/pagemap.rst.
+"""
 
 
 class MemoryRollback:
-    """For the first `size` bytes of a private mapping of a file.
+    """Rolls back the first `size` bytes of a private mapping of a file.
 
-    Where the host shows no /proc/self/pagemap, nothing can be taken back: `is_possible`.
+    If the host does not provide /proc/self/pagemap, nothing can be rolled back; see `is_possible`.
     """
 
     def __init__(self, ram: mmap.mmap, size: int) -> None:
@@ -47,16 +51,16 @@ class MemoryRollback:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the host tells what was written."""
+        """Whether the host reports which pages were written."""
         return self._file >= 0
 
     def checkpoint(self) -> None:
-        """Keep the pages that have been written so far: back() returns to memory as it is now."""
+        """Keep the pages that have been written so far, so that rollback() restores the present memory."""
         if self.is_possible:
             self._kept = {page: self._ram[page : page + PAGE] for page in self._written()}
 
     def _written(self) -> list[int]:
-        """Offsets of pages that aren't the file's any more."""
+        """Return the offsets of written pages, which are no longer pages of the file."""
         if self._scans:
             try:
                 return [*self._scanned()]
@@ -66,7 +70,7 @@ class MemoryRollback:
         return [found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY])]
 
     def _scanned(self) -> Iterator[int]:
-        """The same. Raises: OSError (by a host whose kernel doesn't know that request)."""
+        """Iterate over the offsets of written pages. Raises: OSError (the host lacks PAGEMAP_SCAN)."""
         at = self._start
         end = self._start + self._pages * PAGE
         wanted = 0, _FILE, _FILE, _PRESENT_OR_SWAPPED, _FILE
@@ -79,18 +83,18 @@ class MemoryRollback:
                 yield from range(first - self._start, stop - self._start, PAGE)
 
     def rollback(self) -> None:
-        """Take all back that was written since."""
-        # What was kept may have become the file's.
+        """Undo all writes since the checkpoint."""
+        # Pages of the checkpoint may have become pages of the file.
         for page in {*self._written(), *self._kept}:
             kept = self._kept.get(page)
             if kept is None:
-                # The file's again.
+                # The page of the file shows again.
                 self._ram.madvise(mmap.MADV_DONTNEED, page, PAGE)
             elif self._ram[page : page + PAGE] != kept:
                 self._ram[page : page + PAGE] = kept
 
     def close(self) -> None:
-        """Let go of the page tables."""
+        """Close the page tables."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

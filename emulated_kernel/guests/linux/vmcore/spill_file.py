@@ -1,4 +1,4 @@
-"""Where a file goes that is too large for the cache, and lives no longer than its mount."""
+"""Temporary files for data that is too large for the cache; they exist only as long as their mount."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from emulated_kernel.util.errors import KernelError
 
 _FULL = {ENOSPC, EDQUOT, EFBIG}
 _MARGIN = 64 << 20
-"""Bytes of tables that stand behind what is asked for."""
+"""Bytes for the tables that follow the requested size."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> IO[bytes]:
-    """A file that `write` has written, in the first directory with room; it has no name.
+    """Return an unnamed file with the data that `write` writes, in the first directory with enough space.
 
-    `size`: bytes on disk; `whole`: with holes. Raises: KernelError ENOSPC, OSError, whatever `write` raises.
+    `size`: bytes on disk; `whole`: bytes including holes.
+    Raises: KernelError ENOSPC, OSError, and whatever `write` raises.
     """
     places = [*_places()]
     for directory in places:
@@ -43,19 +44,19 @@ def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
 
 
 def _places() -> Iterator[str]:
-    """What the user names; then disks before what may be memory."""
+    """Iterate over the directories: the user's TMPDIR first, and those that may be in memory last."""
     named = os.environ.get("TMPDIR", "")
     places = named, str(snapshot.directory()), "/var/tmp", "/tmp"
     return iter(dict.fromkeys(place for place in places if place.startswith("/")))
 
 
 def has_space(directory: str, size: int, whole: int) -> bool:
-    """Whether a file and its tables fit there, with its holes where those take room.
+    """Return True if the directory has space for a file and its tables, and for holes if they need space.
 
-    `size`: bytes on disk; `whole`: with holes.
+    `size`: bytes on disk; `whole`: bytes including holes.
 
-    Hazard: of a file in memory a hole that is mapped takes a page when it is read; where there is none, its
-    reader is killed (SIGBUS).
+    Hazard: in a file in memory, reading a mapped hole allocates a page. If there is no memory, the reader is
+    killed (SIGBUS).
     """
     try:
         found = os.statvfs(directory)
@@ -67,7 +68,7 @@ def has_space(directory: str, size: int, whole: int) -> bool:
 
 
 def _file_system(device: int) -> str:
-    """Of a mounted device; "" where the host doesn't tell."""
+    """Return the type of the file system of a mounted device; "" if the host does not report it."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
         for line in mounts:

@@ -1,4 +1,4 @@
-"""VmcoreCalls: functions of a dump's kernel called one at a time, each to its end or as if it hadn't been."""
+"""VmcoreCalls: calls functions of a dump's kernel, one at a time. A call that cannot finish is undone."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from emulated_kernel.util.errors import KernelError
 BUFFER_SIZE = 256 << 10
 """Bytes of the buffer that functions write to."""
 _TEXT = 0xFFFFFFFF70000000
-"""In a part of the kernel's own gigabytes that Linux leaves free."""
+"""Address of host code, in a part of the kernel's top gigabytes that Linux leaves unused."""
 _USER = 0x400000000000
-"""In the half that is a process's: the idle task has none."""
+"""Address in the user half, which is free because the idle task has no user memory."""
 _HLT = b"\xf4"
 _STRINGS = 64 << 10
 _FRAME = 0x100
-"""Bytes that stay free at the top of the stack, as if a pt_regs were there."""
-_MESSAGE, _CALLERS = 100, 12
-"""Bytes of what it says, and calls that led there, that are told."""
+"""Bytes that stay free at the top of the stack, in the place of a pt_regs."""
+_MESSAGE = 100
+"""Bytes of a panic message that an error contains."""
+_CALLERS = 12
+"""Number of callers that an error lists."""
 _PREEMPT = 1
-"""The argument of __schedule() for a task that could go on."""
+"""Argument of __schedule() for a task that is preempted, and could continue."""
 _SCHEDULE = "__schedule"
 _ENDS = {
     _SCHEDULE: (EDEADLK, "it sleeps, and nothing else runs in a dump"),
@@ -56,13 +58,14 @@ _ENDS = {
     "panic": (EFAULT, "it panicked"),
     "do_exit": (EFAULT, "it ends its task, and that is nobody's"),
 }
-"""Where a call can't go on: errno, and what is said of it."""
+"""Functions at which a call cannot continue -> errno and message."""
 
 
 class VmcoreCalls:
-    """Needs the control lock. All raise KernelError, after which memory is as it was in front of the call.
+    """Calls functions of a dump's kernel. Needs the control lock.
 
-    EDEADLK: it can't go on, for nobody else runs; EFAULT: it faulted; EIO: it doesn't come back.
+    All methods raise KernelError, after which memory is as it was before the call. EDEADLK: the call cannot
+    continue, because no other task runs; EFAULT: it faulted; EIO: it does not return.
     """
 
     def __init__(
@@ -73,23 +76,27 @@ class VmcoreCalls:
         callers: Callable[[Any], list[int]],
         abandoned: Callable[[], None],
     ) -> None:
-        """`callers`: of the place that registers say, innermost first; `abandoned`: calls never return."""
+        """Prepare the guest for calls.
+
+        `callers`: returns the callers of a place that registers give, innermost first; `abandoned`: is called
+        when pending calls will never return.
+        """
         self._guest = guest
         self._machine = machine
         self._kernel = kernel
         self._callers = callers
         self._abandoned = abandoned
         self._reached = ""
-        """The place at which a run was stopped that can't go on."""
+        """Function at which the last run was stopped because the call cannot continue."""
         self._deadline = inf
         self._undo = MemoryRollback(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
-        """Memory for what functions write."""
+        """Address of memory that functions can write to."""
         machine.memory.map(
             _USER, machine.memory.translate(self.buffer), BUFFER_SIZE, Prot.READ | Prot.WRITE | Prot.USER
         )
         self.user_buffer = _USER
-        """The same memory, for functions that write to a process's."""
+        """Address of the same memory in the user half, for functions that write to user memory."""
         strings = machine.alloc_pages(_STRINGS)
         self._arguments = CallArguments(kernel, machine.memory, strings, _STRINGS)
         page = machine.memory.host_pages.alloc(PAGE_SIZE)
@@ -106,7 +113,10 @@ class VmcoreCalls:
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
-        """Around a request: all its calls together have as long as one run has, which the last may add."""
+        """Limit the total time of all calls in this context to that of one run.
+
+        The last call may exceed the limit by the time of a run.
+        """
         self._deadline = monotonic() + snapshot.BUDGET
         try:
             yield
@@ -114,17 +124,20 @@ class VmcoreCalls:
             self._deadline = inf
 
     def add_code(self, code: bytes) -> int:
-        """Where code of the host's stands, for functions to call."""
+        """Copy host code to guest memory and return its address, for functions to call."""
         at = self._used
         end = self._used + len(code)
         if end > PAGE_SIZE:
-            raise HardwareError("no room for more code")
+            raise HardwareError("guest memory for host code is full")
         self._machine.memory.ram[self._page + at : self._page + end] = code
         self._used = end
         return _TEXT + at
 
     def call_function(self, function: str, *arguments: int | str) -> int:
-        """What it returns; strings are put into memory. Raises: as CallArguments.placed()."""
+        """Call a function and return its result. Strings are copied to guest memory.
+
+        Raises: as CallArguments.placed().
+        """
         return self._call(*self._arguments.placed(function, arguments))
 
     def _call(self, address: int, values: list[int]) -> int:
@@ -143,7 +156,10 @@ class VmcoreCalls:
                 raise
 
     def _returned(self, address: int, values: list[int]) -> int:
-        """What it returns. Raises: KernelError (it can't go on), whatever the host meets on its way."""
+        """Run a function and return its result.
+
+        Raises: KernelError (it cannot continue), and the host's errors.
+        """
         machine = self._guest.machine
         self._guest.be_ready()
         regs = machine.regs
@@ -159,14 +175,14 @@ class VmcoreCalls:
         raise KernelError(error, f"{why}{self._where()}")
 
     def _run(self) -> tuple[int, str]:
-        """Until the call returns; else errno, and why it doesn't."""
+        """Run until the call returns, and return (0, ""); otherwise return errno and the reason."""
         machine = self._guest.machine
         while monotonic() < self._deadline:
             self._reached = ""
             try:
                 machine.run()
             except GuestFault as fault:
-                # With interrupts off nothing would end the halt at which it has returned.
+                # If interrupts were off at the return, run() reports the halt there as a fault.
                 if not self._reached and machine.regs.ip - len(_HLT) != _TEXT:
                     return EIO, str(fault)
                 machine.death = ""
@@ -181,7 +197,7 @@ class VmcoreCalls:
         return EIO, "what was asked for takes too long"
 
     def _go_on(self) -> None:
-        """It is asked to give the CPU up, to nobody: __schedule() has returned."""
+        """Return from __schedule() at once, because there is no other task to run."""
         guest = self._guest
         memory = self._machine.memory
         regs = self._guest.machine.regs
@@ -192,7 +208,7 @@ class VmcoreCalls:
         regs.sp += 8
 
     def _where(self) -> str:
-        """Of an exception, else of the callers."""
+        """Describe the exception, the panic message or the callers."""
         regs = self._guest.machine.regs
         trap = self._guest.machine.last_exception
         if self._reached == "oops_begin" and trap is not None:
@@ -213,17 +229,20 @@ class VmcoreCalls:
         return ""
 
     def _text(self, va: int) -> str:
-        """The beginning of a string."""
+        """Return the beginning of a string."""
         data = self._machine.memory.read(va, min(_MESSAGE, PAGE_SIZE - va % PAGE_SIZE))
         return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
 
     def _take_back(self, written: Sequence[tuple[int, bytes]]) -> None:
-        """All that the call has changed, but not `written`: text that probes have patched on its way."""
+        """Undo all that the call has changed.
+
+        `written` is written again: text that probes have patched during the call.
+        """
         machine = self._guest.machine
         with suppress(MemoryFault):
             self._abandoned()
         if not self._undo.is_possible:
-            machine.death = "a call couldn't end, and nothing tells here what it has changed"
+            machine.death = "a call cannot finish, and cannot be undone without /proc/self/pagemap"
             return
         self._undo.rollback()
         machine.death = ""
@@ -233,5 +252,5 @@ class VmcoreCalls:
         machine.engine.flush_tlb()
 
     def close(self) -> None:
-        """Nothing is called any more."""
+        """Close the page tables; no more calls can be made."""
         self._undo.close()

@@ -1,6 +1,7 @@
-"""VmcoreGuest: a kernel out of a dump of a running machine: its memory, and a CPU for calls of its functions.
+"""VmcoreGuest: the kernel in a dump of a running machine: its memory, and a CPU for calls of its functions.
 
-Tasks of the dump never go on: each may have been anywhere, on a CPU with what ours lacks.
+The tasks of the dump never run: each may have been anywhere, on a CPU with features that the emulated CPU
+lacks.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ from emulated_kernel.util.safe_read import open_regular
 
 log = logging.getLogger("kprobefs.linux")
 _CPU_MODEL = 20
-"""Broadwell, without AVX: a kernel that was booted on a CPU with SMAP has its instructions in its text."""
+"""Broadwell, without AVX. A kernel that was booted on a CPU with SMAP has SMAP instructions in its text."""
 _CR4 = 0x6B0
-"""PSE, PAE, PGE, SSE and its exceptions; of what the dump's CPU had besides, these are kept:"""
+"""PSE, PAE, PGE, SSE and SSE exceptions."""
 _CR4_KEPT = 1 << 16 | 1 << 20 | 1 << 21
-"""FSGSBASE, SMEP and SMAP."""
+"""FSGSBASE, SMEP and SMAP: bits of CR4 that are kept from the dump."""
 _GDT_SIZE = 128
 _IDT_SIZE = 4096
 _TSS_SIZE = 0x2000
 _CONTROLLERS = range(0xFEC00000, 0xFEF00000)
-"""Interrupt controllers and timers: they are memory that nobody reads."""
+"""Addresses of interrupt controllers and timers. They are mapped as memory that nothing reads."""
 _COUNT = 4
-_NOBODY_ASKS = 1 << 31
-"""In the preemption count: nobody is asked to give the CPU up."""
+_NO_RESCHED = 1 << 31
+"""Bit of the preemption count: the current task need not be rescheduled."""
 
 
 def ensure_core_cached(source: str) -> None:
-    """Put what a mount needs of a dump into the cache, unless it is there, or too much to keep.
+    """Put a dump's snapshot into the cache, unless it is there already or too large.
 
-    Raises: KernelError ENOEXEC (what is no usable dump), OSError.
+    Raises: KernelError ENOEXEC (not a usable dump), OSError.
     """
     path = Path(source)
     if not path.is_file():
-        # A FIFO would be waited for.
+        # Opening a FIFO would block.
         path.stat()
         raise unusable_core("it is no regular file")
     place = snapshot.core_place(path)
@@ -67,18 +68,18 @@ def ensure_core_cached(source: str) -> None:
         except KernelError:
             raise
         except OSError as error:
-            log.warning("%s: can't keep the dump there: %s", place.parent, error.strerror)
+            log.warning("%s: the dump cannot be saved there: %s", place.parent, error.strerror)
 
 
 def _size_on_disk(file: IO[bytes]) -> int:
-    """Bytes, without holes."""
+    """Return the bytes on disk, without holes."""
     return os.fstat(file.fileno()).st_blocks * 512
 
 
 def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
-    """The dump as a machine, and its kernel.
+    """Return a dump as a machine, and its kernel.
 
-    Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (nothing has room for its memory).
+    Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (no directory has space for its memory).
     """
     path = Path(source)
     found = snapshot.load_as(snapshot.core_place(path), _started, with_parts=True)
@@ -94,14 +95,17 @@ def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
             with open_tmpfile(write, _size_on_disk(file), ram_size(core)) as made:
                 kept = snapshot.read(made.fileno(), with_parts=True, is_checked=False)
                 if kept is None:
-                    raise KernelError(EIO, "what was written of it can't be read")
+                    raise KernelError(EIO, "the file with its memory cannot be read back")
                 return _started(kept)
         except HardwareError as error:
-            raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+            raise KernelError(EIO, f"the emulator cannot run it: {error}") from error
 
 
 def _started(kept: snapshot.SnapshotContents) -> tuple[VmcoreGuest, LinuxKernel]:
-    """Raises: KeyError, TypeError, ValueError (what nobody has written), HardwareError."""
+    """Make a machine from a snapshot.
+
+    Raises: KeyError, TypeError, ValueError (the content was not written by convert()), HardwareError.
+    """
     cells = snapshot.checked_cells(kept.about)
     machine = LinuxMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)
     try:
@@ -113,9 +117,10 @@ def _started(kept: snapshot.SnapshotContents) -> tuple[VmcoreGuest, LinuxKernel]
 
 
 class VmcoreGuest(RunningLinux):
-    """The first CPU's view; what stood on the CPUs is left where it was, and never goes on.
+    """A dump's kernel with one CPU, which takes the place of the dump's first CPU.
 
-    Raises: KernelError ENOEXEC (its structures lead nowhere).
+    Code that ran on the dump's CPUs never continues.
+    Raises: KernelError ENOEXEC (its structures are damaged).
     """
 
     def __init__(self, machine: LinuxMachine, facts: VmcoreOffsets) -> None:
@@ -141,9 +146,9 @@ class VmcoreGuest(RunningLinux):
             )
             self._be_the_only_one()
             self.stack = memory.read_word(self.root, self.init_task + facts.stack)
-            """Of the task that calls are made by."""
+            """Stack of the task that makes calls."""
             self.time = self._last_tick()
-            """Nanoseconds since its boot; the guest's clock isn't behind."""
+            """Nanoseconds since the boot of the dump's kernel; the guest's clock is not earlier."""
         except (KeyError, IndexError, struct.error) as error:
             raise unusable_core(f"its kernel's structures lead nowhere: {error}") from None
         self._map_devices()
@@ -152,7 +157,7 @@ class VmcoreGuest(RunningLinux):
         self.be_ready()
 
     def _last_tick(self) -> int:
-        """The timekeeper's time; the TSC isn't behind what the kernel has read there by then.
+        """Return the timekeeper's time, and advance the TSC to the value that the kernel has read last.
 
         Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1)
         """
@@ -162,7 +167,7 @@ class VmcoreGuest(RunningLinux):
             pc.tsc = max(pc.tsc, self._read("tsc_timestamp"))
         if "clock.base" not in symbols:
             return 0
-        # Of an unstable TSC another clock has taken the place, whose count is none of the TSC's.
+        # If the TSC was unstable, the kernel uses another clock, whose count says nothing about the TSC.
         if self._read("clock.clock") == symbols.get("clocksource_tsc"):
             pc.tsc = max(pc.tsc, self._read("clock.cycle_last"))
         return self._read("clock.base") + (
@@ -174,27 +179,27 @@ class VmcoreGuest(RunningLinux):
 
     @property
     def init_task(self) -> int:
-        """struct task_struct of the idle task, as which calls run: a thread of the kernel's."""
+        """Address of the idle task's task_struct. Calls run as this task, which is a kernel thread."""
         return self._facts.symbols["init_task"]
 
     def idle(self, microseconds: int) -> None:
-        """Nobody runs here but who is called."""
+        """Do nothing: only called functions run in a dump."""
 
     def be_ready(self) -> None:
-        """The CPU as it is in front of a call: in the kernel, in the idle task, at no place."""
+        """Put the CPU into the state before a call: in the kernel, as the idle task, not reschedulable."""
         self.machine.cpu.enter_kernel(self._tables)
         self.machine.memory.write(self.root, self.current_cell, struct.pack("<Q", self.init_task))
-        self.machine.memory.write(self.root, self._preempt_count, _NOBODY_ASKS.to_bytes(_COUNT, "little"))
+        self.machine.memory.write(self.root, self._preempt_count, _NO_RESCHED.to_bytes(_COUNT, "little"))
 
     def ask_for_nothing(self) -> None:
-        """Nobody is asked to give the CPU up."""
+        """Clear the current task's request to give up the CPU."""
         memory = self.machine.memory
         at = self._preempt_count
-        count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NOBODY_ASKS
+        count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NO_RESCHED
         memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
 
     def _be_the_only_one(self) -> None:
-        """Other CPUs are offline: the kernel waits for none of them."""
+        """Mark the other CPUs offline, so that the kernel waits for none of them."""
         symbols = self._facts.symbols
         memory = self.machine.memory
         for name in ONLINE:

@@ -1,4 +1,4 @@
-"""A dump made into what mounts of it map: its RAM with each page in its place, and its kernel's tables."""
+"""Converts a dump to a snapshot: RAM with each page at its physical address, and the kernel's tables."""
 
 from __future__ import annotations
 
@@ -24,35 +24,38 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20
 _UNIT = 1 << 20
-"""RAM is a multiple of that."""
+"""The size of RAM is a multiple of this."""
 _SYMBOLS = (
     "__per_cpu_offset", "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", "idt_table",
     "init_task", "current_task",
 )  # fmt: skip
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
-"""Of the timekeeper: what counts, its count at the last tick, and the monotonic time of that."""
+"""Members of the timekeeper: clock source, its count at the last tick, and the monotonic time of the tick."""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
-"""Sets of CPUs, and how many that are."""
+"""Symbols of the sets of online and active CPUs, and of the number of online CPUs."""
 
 
 @dataclass(frozen=True)
 class VmcoreOffsets:
-    """Addresses that calls need; of per-CPU variables those in the area."""
+    """Addresses and offsets that calls need.
+
+    For per-CPU variables, `symbols` has the offsets in the per-CPU area.
+    """
 
     release: str
     root: int
-    """Physical address of the page tables that all of the kernel is in."""
+    """Physical address of page tables that map the whole kernel."""
     symbols: dict[str, int]
     tlb_cr4: int
-    """Where a CPU's area says what is in CR4."""
+    """Offset of the saved CR4 in a per-CPU area."""
     stack: int
-    """Where a task's stack is kept, in struct task_struct."""
+    """Offset of the stack's address in struct task_struct."""
     cpumask: int
-    """Bytes of a set of CPUs."""
+    """Bytes of a cpumask."""
 
 
 def ram_size(core: CoreFile) -> int:
-    """Bytes of its RAM, holes in it and the host's pages behind it among them."""
+    """Return the size of RAM in bytes, including holes and the host's pages at the end."""
     return -(-core.end // _UNIT) * _UNIT + HOST_SIZE
 
 
@@ -71,13 +74,13 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) ->
     try:
         cells = find_exception_cells()
     except HardwareError as error:
-        raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+        raise KernelError(EIO, f"the emulator cannot run it: {error}") from error
     about = {"source": source, "facts": asdict(facts), "cells": cells}
     snapshot.finish(target, about, size, cached_parts(kernel), is_kept=is_kept)
 
 
 def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, VmcoreOffsets]:
-    """Raises: KernelError ENOEXEC."""
+    """Open the kernel in a dump's RAM. Raises: KernelError ENOEXEC."""
     if _number(info, "NUMBER(pgtable_l5_enabled)"):
         raise unusable_core("its kernel has page tables of five levels; boot it with no5lvl")
     if _number(info, "NUMBER(sme_mask)"):
@@ -115,7 +118,7 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
 
 
 def _number(info: Mapping[str, str], name: str) -> int:
-    """0 for what it doesn't say. Raises: KernelError ENOEXEC."""
+    """Return a number of the VMCOREINFO, or 0 if it is missing. Raises: KernelError ENOEXEC."""
     text = info.get(name, "0")
     if not re.fullmatch(r"-?[0-9]{1,20}|0x[0-9a-f]{1,16}", text):
         raise unusable_core("its VMCOREINFO is damaged")
@@ -139,16 +142,17 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """What not all kernels have; where counters stand that the TSC mustn't be behind."""
+    """Return symbols that some kernels lack, and addresses of counters that the TSC must have passed."""
     names = *ONLINE, "do_sync_core", "clocksource_tsc"
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = kernel.kallsyms.lookup_name("tk_core")
     if keeper is not None:
-        # Behind a sequence count.
+        # The timekeeper follows a sequence count.
         start = keeper + 8 + kernel.btf.offset("timekeeper.tkr_mono")
         found |= {f"clock.{name}": start + kernel.btf.offset(f"tk_read_base.{name}") for name in CLOCK}
     clock = kernel.kallsyms.lookup_name("hv_clock_boot")
     if clock is not None:
-        # KVM's. Mirrors: arch/x86/include/asm/pvclock-abi.h:struct pvclock_vcpu_time_info (v6.1)
+        # This is KVM's clock.
+        # Mirrors: arch/x86/include/asm/pvclock-abi.h:struct pvclock_vcpu_time_info (v6.1)
         found["tsc_timestamp"] = clock + 8
     return found
