@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import started
 from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
@@ -17,6 +16,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from stress.differential.steps import Case, Step
 
 PID, COMM = 4001, "client"
@@ -38,7 +38,7 @@ class _Host(ProcessWatch):
 class Side:
     """One kernel, and what its client does; every answer is text: a file's, or the name of an errno."""
 
-    mount: GuestMount | NativeMount
+    mount: Mount | NativeMount
     close: Callable[[], None]
 
     def do(self, step: Step) -> str:

@@ -27,7 +27,6 @@ if __name__ == "__main__":
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.kallsyms import Symbol
@@ -37,6 +36,7 @@ from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -112,7 +112,7 @@ def definitions(count: int, seed: int) -> Iterator[str]:
         yield " ".join(words)
 
 
-def read(mount: GuestMount | NativeMount, path: str) -> str:
+def read(mount: Mount | NativeMount, path: str) -> str:
     """A whole file."""
     handle, text = mount.open(CLIENT, path, os.O_RDONLY), b""
     while piece := mount.read(CLIENT, handle, PIECE, len(text)):
@@ -121,7 +121,7 @@ def read(mount: GuestMount | NativeMount, path: str) -> str:
     return text.decode()
 
 
-def write(mount: GuestMount | NativeMount, path: str, text: str, flags: int = 0) -> str:
+def write(mount: Mount | NativeMount, path: str, text: str, flags: int = 0) -> str:
     """One write(2); the name of its errno, or nothing."""
     try:
         handle = mount.open(CLIENT, path, os.O_WRONLY | flags)
@@ -137,7 +137,7 @@ def write(mount: GuestMount | NativeMount, path: str, text: str, flags: int = 0)
     return ""
 
 
-def answer(mount: GuestMount | NativeMount, definition: str) -> tuple[str, str, str]:
+def answer(mount: Mount | NativeMount, definition: str) -> tuple[str, str, str]:
     """errno, error_log and kprobe_events behind a definition."""
     for path in ("/tracing/kprobe_events", "/tracing/error_log"):
         write(mount, path, "", os.O_TRUNC)
@@ -148,7 +148,7 @@ def answer(mount: GuestMount | NativeMount, definition: str) -> tuple[str, str, 
     return result, log.replace("$-valiable", "$-variable"), events
 
 
-def compare_definitions(linux: NativeMount, ours: GuestMount, count: int, seed: int) -> Tally:
+def compare_definitions(linux: NativeMount, ours: Mount, count: int, seed: int) -> Tally:
     """Both kernels' answers to each."""
     tally = Tally()
     for definition in definitions(count, seed):
@@ -282,7 +282,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
     return whole
 
 
-def recorded(mount: GuestMount | NativeMount) -> tuple[list[str], list[str]]:
+def recorded(mount: Mount | NativeMount) -> tuple[list[str], list[str]]:
     """What a workload in scratch/ leaves in the trace and in kprobe_profile; without times."""
     write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
     for definition in RECORDED:

@@ -21,7 +21,7 @@ FIRST_HANDLE = 1 << 41
 
 
 class ControlFiles:
-    """The methods are GuestMount's. Takes the control lock. All raise KernelError with Linux's errno."""
+    """The methods are Mount's. Takes the control lock. All raise KernelError with Linux's errno."""
 
     def __init__(
         self,

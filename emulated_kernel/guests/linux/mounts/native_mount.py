@@ -133,7 +133,7 @@ class _Request:
 
 
 class NativeMount:
-    """What a front end serves; the methods are GuestMount's. Takes the control lock.
+    """What a front end serves; the methods are Mount's. Takes the control lock.
 
     All raise KernelError with the guest's errno; EIO when the guest has died.
     """
