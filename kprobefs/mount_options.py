@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-    from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
     from emulated_kernel.util.config import MachineConfig
     from emulated_kernel.vfs.mount import Mount
 
-    ServedMount = Mount | NativeMount | VmcoreMount
+    ServedMount = Mount | NativeMount
     """Mounts that the FUSE adapter serves. All have the same methods."""
 
 KERNEL_KPROBES = "kernel"

@@ -134,7 +134,7 @@ def _vmcore_mount(options: MountOptions, vmcore: str) -> ServedMount:
     """Return the mount of a dump's kernel."""
     from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
-    from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+    from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
     from emulated_kernel.kprobes.profile import profile_named
     from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
@@ -142,7 +142,7 @@ def _vmcore_mount(options: MountOptions, vmcore: str) -> ServedMount:
         with explained(vmcore):
             guest, kernel = started_core(vmcore)
             engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
-            return VmcoreMount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
+            return vmcore_mount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
     except (MemoryFault, HardwareError, LookupError, struct.error) as error:
         message = f"{vmcore}: not a usable dump: its kernel's structures lead nowhere: {error}"
         raise CliError(message, ExitStatus.USAGE) from error

@@ -17,7 +17,7 @@ from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
-from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -387,7 +387,7 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
     core_dump.dump_of(running._tasks, tmp_path / "core", has_info=True)
     running.close()
     guest, kernel = started_core(str(tmp_path / "core"))
-    core = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    core = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     dump = Files(core, CLIENT)
     try:
         assert of_modules(dump.read("/machine/kallsyms").splitlines()) == known
