@@ -343,13 +343,13 @@ class GuestCalls:
             act()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
-        """truncate(2), done by `act`."""
+        """Set the size of a file by `act`."""
         del path
         with self.request(client):
             act()
 
     def close(self) -> None:
-        """The mount ends."""
+        """End with the mount."""
 
 
 class ControlFs(FileSystem):
@@ -358,7 +358,7 @@ class ControlFs(FileSystem):
     def __init__(
         self, tree: NodeTree, lock: ControlLock | None = None, calls: GuestCalls | None = None
     ) -> None:
-        """`calls`: the guest's part; none by default."""
+        """Show a tree. `calls`: the guest's part; none by default."""
         super().__init__(lock)
         self.tree = tree
         self.calls = calls or GuestCalls()

@@ -50,7 +50,7 @@ class FileSystem(ABC):
     """Directories of the mount's root in which only clients make and remove names."""
 
     def __init__(self, lock: ControlLock | None = None) -> None:
-        """`lock`: the control lock of the kernel whose files these are."""
+        """Begin with nothing open. `lock`: the control lock of the kernel whose files these are."""
         self.lock = lock or ControlLock()
         self.opened: dict[FileDescription, None] = {}
         """Open files and directories, in the order of their opens. The file system adds them."""
@@ -86,13 +86,13 @@ class FileSystem(ABC):
 
     @abstractmethod
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """Open a file with open(2)'s flags; O_TRUNC is done here. Lock: takes. Begins a request.
+        """Open a file with the flags of a system call, O_TRUNC included. Lock: takes. Begins a request.
 
         After it the description is in `opened`. Raises: KernelError EISDIR, EACCES, as getattr.
         """
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
-        """Make a regular file and open it, as open().
+        """Make a regular file, and open it as by open(2).
 
         Raises: KernelError EACCES (nothing can be made here).
         """
@@ -114,29 +114,29 @@ class FileSystem(ABC):
     # Changes. Lock: takes; each may begin a request.
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """mkdir(2). Raises: KernelError EPERM, EEXIST."""
+        """Make a directory. Raises: KernelError EPERM, EEXIST."""
         raise self._refused(errno.EPERM, path)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """rmdir(2). After it open directories at and below `path` are GONE.
+        """Remove a directory. After that, open directories at and below `path` are GONE.
 
         Raises: KernelError EPERM, EBUSY.
         """
         raise self._refused(errno.EPERM, path)
 
     def unlink(self, client: Client, path: str) -> None:
-        """unlink(2). Raises: KernelError EPERM."""
+        """Remove a name of a file. Raises: KernelError EPERM."""
         raise self._refused(errno.EPERM, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """rename(2); open directories move with it.
+        """Give a file another name; open directories move with it.
 
         Raises: KernelError EPERM, EXDEV (between two of a guest's).
         """
         raise self._refused(errno.EPERM, old)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """link(2). Raises: KernelError EPERM, EXDEV, as rename."""
+        """Give a file a further name. Raises: KernelError EPERM, EXDEV, as rename."""
         raise self._refused(errno.EPERM, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
@@ -144,11 +144,11 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM (devices, too)."""
+        """Make a FIFO, a socket or an empty file. Raises: KernelError EPERM (devices, too)."""
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """truncate(2); O_TRUNC comes with open(). Raises: KernelError EINVAL."""
+        """Set the size of a file; O_TRUNC comes with its open. Raises: KernelError EINVAL."""
         raise self._refused(errno.EINVAL, path)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
@@ -203,7 +203,7 @@ class FileSystem(ABC):
         return False
 
     def close(self) -> None:
-        """The mount ends: free what is held, wake who waits. May be called twice."""
+        """End with the mount: free what is held, wake who waits. May be called twice."""
         for opened in list(self.opened):
             opened.error = errno.EIO
         self.opened.clear()
@@ -226,7 +226,7 @@ class FileDescription:
     is_directory: ClassVar[bool] = False
 
     def __init__(self, fs: FileSystem, path: str, flags: int) -> None:
-        """`flags`: open(2)'s."""
+        """Make the description of an open(2) with `flags`."""
         self.fs = fs
         self.path = path
         self.flags = flags
@@ -285,7 +285,7 @@ class FileDescription:
         raise KernelError(errno.EINVAL, self.path)
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Return readiness as poll(2)'s mask; call `notify` once, when it has changed. Lock: either."""
+        """Return readiness as the mask of a poll; call `notify` once, when it has changed. Lock: either."""
         return ALWAYS_READY
 
     def wait(self, timeout: float) -> None:
@@ -298,11 +298,11 @@ class FileDescription:
         """End what raised WouldBlock: the client gets this errno instead of an answer. Lock: takes."""
 
     def fsync(self, client: Client) -> None:
-        """fsync(2) or fdatasync(2). Lock: either. Raises: KernelError EINVAL (Linux: without ->fsync)."""
+        """Write out what is only in memory. Lock: either. Raises: KernelError EINVAL (as without ->fsync)."""
         raise KernelError(errno.EINVAL, self.path)
 
     def ftruncate(self, client: Client, size: int) -> None:
-        """ftruncate(2). Lock: takes. Raises: KernelError EINVAL."""
+        """Set its size. Lock: takes. Raises: KernelError EINVAL."""
         raise KernelError(errno.EINVAL, self.path)
 
     def set_status_flags(self, flags: int) -> None:

@@ -103,12 +103,14 @@ class Mount:
 
         It asks for no client: none has made a call for it.
         """
-        entry = self._roots.get(prefix)
+        # Those of another kernel, should one take the place of this one meanwhile, aren't written into.
+        roots = self._roots
+        entry = roots.get(prefix)
         if entry is None:
             with suppress(KernelError):
                 found = self.getattr(prefix)
                 entry = DirEntry(posixpath.basename(prefix), S_IFMT(found.mode), found.ino)
-                self._roots[prefix] = entry
+                roots[prefix] = entry
         return entry
 
     def readlink(self, client: Client, path: str) -> str:
@@ -361,7 +363,7 @@ class Mount:
         self.lock.assert_held()
         for old, new in dict.fromkeys((self._table[prefix], new) for prefix, new in table.items()):
             old.become(new)
-        self._roots.clear()
+        self._roots = {}
         self.open_in_guest()
         pollers = list(self._pollers.values())
         self._pollers.clear()

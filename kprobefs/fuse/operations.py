@@ -24,7 +24,7 @@ from kprobefs.fuse.memory_reserve import MemoryReserve
 from kprobefs.fuse.worker_threads import FREE_LOOPS, WorkerThreads
 
 if TYPE_CHECKING:
-    from kprobefs.mount_options import ServedMount
+    from emulated_kernel.vfs.mount import Mount
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class FuseOptions:
 class Server:
     """One FUSE session over a mount; serve() runs it, and stop() ends its blocked requests."""
 
-    def __init__(self, mount: ServedMount, options: FuseOptions) -> None:
+    def __init__(self, mount: Mount, options: FuseOptions) -> None:
         self._options = options
         self._lock = mount.lock
         self._stopping = threading.Event()
@@ -200,7 +200,7 @@ class _Operations:
     flag_nopath = 1
     flag_utime_omit_ok = 1
 
-    def __init__(self, mount: ServedMount, stopping: threading.Event) -> None:
+    def __init__(self, mount: Mount, stopping: threading.Event) -> None:
         self._mount = mount
         self._stopping = stopping
         self._pollers = libfuse.PollHandles()

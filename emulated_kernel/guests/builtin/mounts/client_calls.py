@@ -21,7 +21,7 @@ OnFile = Callable[[Client, str, None, Collection[str]], object]
 
 
 def unless_deadlock(error: KernelError) -> None:
-    """What the guest refuses, or is too broken for, is no matter of a file of ours.
+    """Ignore an error of the guest, which is no matter of a control file.
 
     Raises: KernelError EDEADLK (from a probe's handler).
     """
@@ -37,11 +37,11 @@ class ClientCalls:
         self._syscalls = guest.syscalls
 
     def task(self, client: Client) -> GuestTask:
-        """Raises: KernelError (the guest has no room for it, or is dead)."""
+        """Return the client's task. Raises: KernelError (the guest has no room for it, or is dead)."""
         return self._guest.processes.task_of(client.pid, client.uid, client.gid)
 
     def task_for_control(self, client: Client) -> GuestTask | None:
-        """The client's task; None where the guest is so broken that it can't have one."""
+        """Return the client's task; None if the guest is so broken that it can't have one."""
         try:
             return self._guest.processes.task_of(client.pid, client.uid, client.gid)
         except KernelError as error:
@@ -58,14 +58,14 @@ class ClientCalls:
         *,
         exists: bool = True,
     ) -> int:
-        """The client's own system call, by its task. Raises: KernelError (the guest's answer)."""
+        """Make the client's own system call, by its task. Raises: KernelError (the guest's answer)."""
         task = self.task(client)
         self._syscalls.set_umask(task, client.umask)
         lookup = HostLookup.EXISTS if exists else HostLookup.MISSING
         return self._syscalls.of_client(task, call, walks, lookup, hostfs)
 
     def on_descriptor(self, client: Client, call: ClientCall, fd: int) -> None:
-        """The client's own call on a descriptor, which is `fd` in the guest. Raises: as as_called()."""
+        """Make the client's own call on a descriptor, which is `fd` in the guest. Raises: as as_called()."""
         task = self.task(client)
         with self._syscalls.numbered(task, call.fd, fd):
             self._syscalls.of_client(task, call)
@@ -73,7 +73,7 @@ class ClientCalls:
     def open(
         self, client: Client, task: GuestTask, path: str, flags: int, serve: HostfsHandler
     ) -> tuple[int, int | None]:
-        """open(2) of a file of ours in the guest: its descriptor there, and what the process calls it."""
+        """Open a control file in the guest; return its descriptor there, and what the process calls it."""
         call = self._guest.client_call(client.pid, client.uid)
         if call is None or call.name not in OPENS:
             return self._syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve), None

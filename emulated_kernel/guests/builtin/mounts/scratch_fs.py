@@ -35,7 +35,7 @@ class ScratchFile(FileDescription):
     fs: ScratchFs
 
     def __init__(self, fs: ScratchFs, fd: int, path: str, flags: int, number: int | None = None) -> None:
-        """`number`: the descriptor as the process knows it that opened the file, if that is known."""
+        """Describe `fd`; `number` is what the process that opened the file calls it, if that is known."""
         self.fs = fs
         self.path = path
         self.flags = flags
@@ -57,14 +57,14 @@ class ScratchFile(FileDescription):
             return fs.look_fd(self.fd)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Do read(2) where the client reads on, or says so; else pread64(2)."""
+        """Let the task read on where the client reads on, or says so; else from that offset (pread64)."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.read(client, self, size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Do write(2) where the client writes on, or says so; else pwrite64(2)."""
+        """Let the task write on where the client writes on, or says so; else at that offset (pwrite64)."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
@@ -135,7 +135,7 @@ class ScratchFs(FileSystem):
     guest: Guest
 
     def __init__(self, guest: Guest, calls: ClientCalls, top: str, number: int, lock: ControlLock) -> None:
-        """`number`: its own among the mount's file systems, 1 to INO_SPACES - 1."""
+        """Show `top` of the guest. `number`: its own among the mount's file systems, 1 to INO_SPACES - 1."""
         super().__init__(lock)
         self._top = top
         self._number = number
@@ -205,7 +205,7 @@ class ScratchFs(FileSystem):
             ]
 
     def readlink(self, client: Client, path: str) -> str:
-        """See FileSystem: for a readlink(2), or for a path walk."""
+        """See FileSystem. A path walk asks for it, too."""
         with self.lock:
             self._as_called(client, ("readlink", "readlinkat"), path)
             return self._sys.look_link(path)
@@ -240,7 +240,7 @@ class ScratchFs(FileSystem):
             return directory
 
     def _open(self, client: Client, path: str, flags: int, mode: int = 0) -> ScratchFile:
-        """Open a file, or a directory if O_DIRECTORY is among the flags."""
+        """Have the guest open a file, or a directory if O_DIRECTORY is among the flags."""
         call = self.guest.client_call(client.pid, client.uid)
         task = self._task(client)
         if call is None or call.name not in OPENS:
@@ -316,7 +316,7 @@ class ScratchFs(FileSystem):
     def on_file(
         self, client: Client, path: str, file: ScratchFile | None, names: Collection[str]
     ) -> int | None:
-        """The client's call on a descriptor, if it is one of these; its result."""
+        """Make the client's call on a descriptor, if it is one of `names`; return its result."""
         call = self.guest.client_call(client.pid, client.uid)
         if call is None or call.fd is None or call.name not in names:
             return None
@@ -331,7 +331,7 @@ class ScratchFs(FileSystem):
         return result
 
     def _opened_as(self, path: str, number: int) -> ScratchFile | None:
-        """An open file that is the one of this name now; if it can be, the one that a process calls so."""
+        """Return an open file that has this name now; if it can be, the one that a process calls `number`."""
         try:
             ino = self._sys.look(path).ino
             files = [opened for opened in self.opened if isinstance(opened, ScratchFile)]
@@ -352,7 +352,7 @@ class ScratchFs(FileSystem):
         return True
 
     def _in_guest_time(self, call: ClientCall) -> ClientCall:
-        """utimensat(2) says when by the host's clock."""
+        """Return a call whose times are the guest's: utimensat(2) has the host's."""
         times = call.data.get(2)
         if call.name != "utimensat" or not times:
             return call
@@ -390,7 +390,7 @@ class ScratchFs(FileSystem):
                 self._make(client, "mknod", path, mode, 0)
 
     def _make(self, client: Client, name: str, path: str, *args: int) -> None:
-        """The mode has lost already what the client's umask takes."""
+        """Make a file; the mode has lost already what the client's umask takes."""
         task = self._task(client)
         self._sys.set_umask(task, 0)
         self._sys.with_path(task, name, path, *args)
@@ -475,5 +475,5 @@ class ScratchFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """A device is shown as a file: with its own type the host would ask a driver of its own for it."""
+    """Show a device as a file: with its own type the host would ask a driver of its own for it."""
     return stat.S_IFREG if kind == stat.S_IFCHR else kind

@@ -29,6 +29,8 @@ _ITERATOR = struct.Struct("<QQQ")
 class VmcoreControlCalls(GuestCalls):
     """A dump has no tasks that could make calls; what a control file does may run its functions, though."""
 
+    sees_lookups = False
+
     def __init__(self, guest: VmcoreGuest, engine: KernelEngine) -> None:
         self.guest = guest
         self.engine = engine
