@@ -154,7 +154,7 @@ def releases() -> None:
 
 def lasting_names() -> None:
     """Let no name in the root last."""
-    operations.LASTING = ()
+    Files.lasting = ()  # type: ignore[assignment]
 
 
 def clients_own_names() -> None:

@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 class Nothing:
     """A mount of one directory with one file, as far as a round asks."""
 
-    clients_own = ("scratch",)
+    lasting = clients_own = ("scratch",)
 
     def __init__(self) -> None:
         self.lock = ControlLock()

@@ -139,7 +139,7 @@ class Mount:
             self._await_closes(fs, f"{path}/")
         fs.rmdir(client, path)
         if is_large:
-            # Its files refer to each other: five had 40 MB until the next full collection.
+            # Its files refer to each other: five take 40 MB until the next full collection.
             gc.collect()
 
     @staticmethod
