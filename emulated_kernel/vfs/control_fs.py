@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.control_lock import ControlLock
@@ -523,9 +523,9 @@ class ControlFs(FileSystem):
 
     def become(self, new: FileSystem) -> None:
         """See FileSystem. What a file has of the kernel before isn't released: it goes with that kernel."""
-        other = cast("ControlFs", new)
-        self.tree = other.tree
-        self.calls = other.calls
+        assert isinstance(new, ControlFs)
+        self.tree = new.tree
+        self.calls = new.calls
         self.calls.fs = self
         for opened in list(self.opened):
             if isinstance(opened, ControlFile):

@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
-from typing import cast
 
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
@@ -145,10 +144,10 @@ class ScratchFs(FileSystem):
 
     def become(self, new: FileSystem) -> None:
         """See FileSystem. Its files are gone with the guest before."""
-        other = cast("ScratchFs", new)
-        self.guest = other.guest
-        self.calls = other.calls
-        self._sys = other._sys
+        assert isinstance(new, ScratchFs)
+        self.guest = new.guest
+        self.calls = new.calls
+        self._sys = new._sys
         for opened in list(self.opened):
             if isinstance(opened, ScratchDirectory):
                 opened.file = None
