@@ -1,7 +1,7 @@
 """Where open, read and close in scratch/ spend their time over a distribution's kernel: FUSE, Python, guest.
 
 CPU time of a round: of both processes over a mount whose files are made up, through the same adapter; and of
-what NativeMount makes of the same requests, called from Python, of which the emulator's runs are a part.
+what Mount makes of the same requests, called from Python, of which the emulator's runs are a part.
 Beside them the whole, by its absolute path, and from its directory. Client and daemon share a CPU.
 """
 
@@ -23,7 +23,7 @@ from common import Distribution, arguments, mounted, report
 
 from emulated_kernel.guests.common.host_processes import HostProcesses
 from emulated_kernel.guests.linux.boot_cache import started_with_kernel
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 class Nothing:
     """A mount of one directory with one file, as far as a round asks."""
 
-    clients_own = ("scratch",)
+    lasting = clients_own = ("scratch",)
 
     def __init__(self) -> None:
         self.lock = ControlLock()
@@ -122,9 +122,8 @@ def nothing_served(batches: int, size: int) -> list[tuple[float, ...]]:
 
 def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
     """What the mount makes of the same requests, and how much of that is the emulator's."""
-    mount = ProbedMount(
-        LinuxEngine(*started_with_kernel(image, 1)), HostProcesses(), Owner(0, 0), is_tracefs=False
-    )
+    linux = LinuxEngine(*started_with_kernel(image, 1))
+    mount = probed_mount(linux, HostProcesses(), Owner(0, 0), is_tracefs=False)
     client = Client(os.getpid(), 0, 0)
     mount.release(mount.create(client, "/scratch/file", 0o644, os.O_WRONLY))
 
@@ -134,7 +133,7 @@ def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
         mount.release(handle)
 
     whole = _timed(done, batches, size)
-    engine = mount._tasks.machine.engine
+    engine = linux.tasks.machine.engine
     run, spent = engine.start, 0
 
     def timed(address: int) -> int:

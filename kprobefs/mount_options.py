@@ -17,13 +17,9 @@ from kprobefs.common.errors import CliError, ExitStatus
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
-    from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-    from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
     from emulated_kernel.util.config import MachineConfig
+    from emulated_kernel.vfs.mount import Mount
 
-    ServedMount = GuestMount | NativeMount | VmcoreMount
-    """Mounts that the FUSE adapter serves. All have the same methods."""
 
 KERNEL_KPROBES = "kernel"
 KPROBES = ("kprobefs", KERNEL_KPROBES)
@@ -65,7 +61,7 @@ class MountOptions:
         return "tracefs" if self.layout == "tracefs" else "debugfs"
 
 
-Builder = Callable[[MountOptions], "ServedMount"]
+Builder = Callable[[MountOptions], "Mount"]
 """Function that makes the served mount. Tests use smaller ones."""
 
 

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.mounts.mounts import Mounts
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout, build_filesystem
 from emulated_kernel.guests.common.host_processes import ProcessWatch
@@ -34,6 +33,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.mount import Mount
 
 _ROOT = Client(pid=0, uid=0, gid=0)
 _READ_SIZE = 1 << 16
@@ -723,14 +723,14 @@ class Kernel:
         with self._locked():
             return build_filesystem(self.components, layout, owner, further)
 
-    def mount(self, layout: RootLayout = RootLayout.FULL, owner: Owner | None = None) -> GuestMount:
+    def mount(self, layout: RootLayout = RootLayout.FULL, owner: Owner | None = None) -> Mount:
         """Return a mount for a front end to serve: the files, with the guest's part in each request.
 
         Raises: KernelError ENODEV (closed).
         """
         return self.mounted(self.filesystem(layout, owner))
 
-    def mounted(self, files: NodeTree) -> GuestMount:
+    def mounted(self, files: NodeTree) -> Mount:
         """Return a mount of a tree that filesystem() returned.
 
         Raises: KernelError ENODEV (closed).
@@ -750,7 +750,7 @@ class Kernel:
         self._check_open()
         self.components.replace_kernel(old.components, define)
 
-    def adopt_mount(self, mount: GuestMount, files: NodeTree) -> None:
+    def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
         """Let a mount of the kernel that this one replaces show `files`, of this kernel, from now on.
 
         Raises: KernelError ENODEV (closed).

@@ -14,8 +14,8 @@ from kprobefs.mount_options import KERNEL_KPROBES, MountOptions, check_image, ru
 
 if TYPE_CHECKING:
     from emulated_kernel.vfs.core.node import Owner
+    from emulated_kernel.vfs.mount import Mount
     from kprobefs.daemon.state.saved_state import SavedState
-    from kprobefs.mount_options import ServedMount
 
 
 def prepare(options: MountOptions) -> None:
@@ -26,7 +26,7 @@ def prepare(options: MountOptions) -> None:
         _boot_linux(options)
 
 
-def build_kernel(options: MountOptions) -> ServedMount:
+def build_kernel(options: MountOptions) -> Mount:
     """Return the mount that the options describe. Its files belong to the current user. Raises: CliError."""
     if options.vmcore is not None:
         return _vmcore_mount(options, options.vmcore)
@@ -37,7 +37,7 @@ def build_kernel(options: MountOptions) -> ServedMount:
     return _probed_mount(options)
 
 
-def _builtin_mount(options: MountOptions) -> ServedMount:
+def _builtin_mount(options: MountOptions) -> Mount:
     from emulated_kernel.guests.builtin.processes.isolated import IsolatedProcesses
     from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.guests.common.host_processes import HostProcesses
@@ -86,11 +86,11 @@ def _boot_linux(options: MountOptions) -> None:
         bar.end()
 
 
-def _native_mount(options: MountOptions) -> ServedMount:
+def _native_mount(options: MountOptions) -> Mount:
     """Return the mount of a distribution's kernel that uses its own kprobes."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started
-    from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+    from emulated_kernel.guests.linux.mounts.native_mount import native_mount
     from emulated_kernel.image.linux.module_files import ModuleFiles
     from emulated_kernel.image.linux.open_image import kernel_file
 
@@ -98,14 +98,14 @@ def _native_mount(options: MountOptions) -> ServedMount:
     with explained(image):
         tasks = started(image, options.machine.seed)
         modules = ModuleFiles(kernel_file(image), tasks.release)
-    return NativeMount(tasks, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+    return native_mount(tasks, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
 
 
-def _probed_mount(options: MountOptions) -> ServedMount:
+def _probed_mount(options: MountOptions) -> Mount:
     """Return the mount of a distribution's kernel whose text kprobefs's own engine probes."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
-    from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+    from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
     from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
     from emulated_kernel.image.linux.module_files import ModuleFiles
     from emulated_kernel.image.linux.open_image import kernel_file
@@ -116,7 +116,7 @@ def _probed_mount(options: MountOptions) -> ServedMount:
         tasks, kernel = started_with_kernel(image, options.machine.seed)
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
         modules = ModuleFiles(kernel_file(image), tasks.release)
-    served = ProbedMount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+    served = probed_mount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
     # Most of what it takes to begin is never read again.
     kernel.release_pages()
     return served
@@ -130,11 +130,11 @@ def _convert_vmcore(vmcore: str) -> None:
         ensure_core_cached(vmcore)
 
 
-def _vmcore_mount(options: MountOptions, vmcore: str) -> ServedMount:
+def _vmcore_mount(options: MountOptions, vmcore: str) -> Mount:
     """Return the mount of a dump's kernel."""
     from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
-    from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+    from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
     from emulated_kernel.kprobes.profile import profile_named
     from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
@@ -142,7 +142,7 @@ def _vmcore_mount(options: MountOptions, vmcore: str) -> ServedMount:
         with explained(vmcore):
             guest, kernel = started_core(vmcore)
             engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
-            return VmcoreMount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
+            return vmcore_mount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
     except (MemoryFault, HardwareError, LookupError, struct.error) as error:
         message = f"{vmcore}: not a usable dump: its kernel's structures lead nowhere: {error}"
         raise CliError(message, ExitStatus.USAGE) from error

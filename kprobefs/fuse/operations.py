@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import stat
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache, partial
-from itertools import repeat
-from time import monotonic, sleep, time_ns
+from time import time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from emulated_kernel.util.errors import KernelError, WouldBlock
@@ -24,12 +22,10 @@ from kprobefs.fuse.memory_reserve import MemoryReserve
 from kprobefs.fuse.worker_threads import FREE_LOOPS, WorkerThreads
 
 if TYPE_CHECKING:
-    from kprobefs.mount_options import ServedMount
+    from emulated_kernel.vfs.mount import Mount
 
 T = TypeVar("T")
 
-LASTING = ("kprobes", "machine", "scratch", "tracing")
-"""Directories in the root that exist as long as the mount, whichever kernel it shows."""
 WAIT_SLICE = 0.05
 """Seconds between two checks whether the client of a blocked request was interrupted."""
 CHECKS_PER_SECOND = 500
@@ -38,9 +34,6 @@ ATTRIBUTES_VALIDITY = 0.01
 """Seconds for which fstat(2) may show old attributes. With 0, each open(2) requests them twice more."""
 PAGED_SIZE = 1 << 40
 """st_size of files that have pages. The host's kernel ends a splice(2) there without a request."""
-INSTANCES = "/instances/"
-CLOSE_TIMEOUT = 0.05
-"""Seconds that the RELEASE of a close(2) may take to arrive after the next request."""
 CACHED_CLIENTS = 500
 NAME_MAX = 255
 UTIME_NOW = (1 << 30) - 1
@@ -98,7 +91,7 @@ class FuseOptions:
 class Server:
     """One FUSE session over a mount; serve() runs it, and stop() ends its blocked requests."""
 
-    def __init__(self, mount: ServedMount, options: FuseOptions) -> None:
+    def __init__(self, mount: Mount, options: FuseOptions) -> None:
         self._options = options
         self._lock = mount.lock
         self._stopping = threading.Event()
@@ -149,7 +142,7 @@ class Server:
             free_loops = 1
         else:
             walks = operations.attributes.skip_client
-            replies = libfuse.ReplyChannels(session, walks, LASTING, operations.clients_own)
+            replies = libfuse.ReplyChannels(session, walks, operations.lasting, operations.clients_own)
             free_loops = FREE_LOOPS
         workers = WorkerThreads(libfuse.SessionLoop(session, replies, read, close).run, free_loops)
         operations.blocking = workers.blocking
@@ -200,7 +193,7 @@ class _Operations:
     flag_nopath = 1
     flag_utime_omit_ok = 1
 
-    def __init__(self, mount: ServedMount, stopping: threading.Event) -> None:
+    def __init__(self, mount: Mount, stopping: threading.Event) -> None:
         self._mount = mount
         self._stopping = stopping
         self._pollers = libfuse.PollHandles()
@@ -210,7 +203,7 @@ class _Operations:
         self.faults = 0
         self.reserve = MemoryReserve()
         self.attributes = _AttributesFor()
-        self._open_paths: dict[int, str] = {}
+        self.lasting = mount.lasting
         self.clients_own = mount.clients_own
         self._status: dict[int, int] = {}
         """Handle -> its STATUS_FLAGS as set in the mount, unless these are 0."""
@@ -283,7 +276,7 @@ class _Operations:
             handle = self._mount.open(_client(), path, info.flags)
         except KernelError as error:
             raise self._seen_again(path, error) from error
-        return self._opened(info, path, handle)
+        return self._opened(info, handle)
 
     def _seen_again(self, path: str, error: KernelError) -> KernelError:
         """Return ESTALE for a client's name that the guest removed: the host's kernel then looks it up."""
@@ -295,7 +288,7 @@ class _Operations:
         self._needs_memory()
         handle = self._mount.create(_client(), path, mode, info.flags)
         self.attributes.skip_client()
-        return self._opened(info, path, handle)
+        return self._opened(info, handle)
 
     def read_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, size: int, owner: int, flags: int
@@ -359,7 +352,6 @@ class _Operations:
         try:
             self._mount.release(handle)
         finally:
-            self._open_paths.pop(handle, None)
             self._status.pop(handle, None)
 
     def poll(self, info: Any, poll_handle: int | None) -> int:
@@ -400,24 +392,7 @@ class _Operations:
         self.attributes.skip_client()
 
     def rmdir(self, path: str) -> None:
-        is_instance = INSTANCES in path
-        if is_instance:
-            self._await_closes(f"{path}/")
         self._mount.rmdir(_client(), path)
-        if is_instance:
-            # Its files refer to each other, and take 8 MB until the next full collection.
-            gc.collect()
-
-    def _await_closes(self, prefix: str) -> None:
-        """Wait for the RELEASE of files that were closed just before, since close(2) does not wait for it.
-
-        A file that stays open keeps its instance, as on Linux.
-        """
-        end = monotonic() + CLOSE_TIMEOUT
-        while any(map(str.startswith, tuple(self._open_paths.values()), repeat(prefix))):
-            if monotonic() > end:
-                return
-            sleep(CLOSE_TIMEOUT / 50)
 
     def unlink(self, path: str) -> None:
         self._mount.unlink(_client(), path)
@@ -459,9 +434,8 @@ class _Operations:
         if self.reserve.is_spent:
             raise KernelError(errno.ENOMEM, "the host has no memory, and the reserve is used up")
 
-    def _opened(self, info: Any, path: str, handle: int) -> int:
+    def _opened(self, info: Any, handle: int) -> int:
         info.fh = handle
-        self._open_paths[handle] = path
         if status := info.flags & STATUS_FLAGS:
             self._status[handle] = status
         info.nonseekable = self._mount.is_stream(handle)

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, kinds_of
 from emulated_kernel.guests.common.host_processes import Fork
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from stress.fuzz.report import answered_in_time
 from tests.guests.builtin.conftest import ScriptedWatch
 from tests.kprobes.boundaries import all_boundaries
@@ -199,7 +198,7 @@ class Session:
         )
 
 
-def files_come_and_go(mount: GuestMount | NativeMount, owner: Client, worker: Client) -> None:
+def files_come_and_go(mount: Mount | Mount, owner: Client, worker: Client) -> None:
     """A directory of one client with files of another: grown, cut, linked and gone again."""
     mount.mkdir(owner, "/scratch/d", 0o777)
     for number in range(3):

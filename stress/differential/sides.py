@@ -9,15 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import started
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from stress.differential.steps import Case, Step
+from tests.guests.linux.parts import guest_of
 
 PID, COMM = 4001, "client"
 PROBED_FILES = ("/etc/passwd", "/etc/group")
@@ -38,7 +39,7 @@ class _Host(ProcessWatch):
 class Side:
     """One kernel, and what its client does; every answer is text: a file's, or the name of an errno."""
 
-    mount: GuestMount | NativeMount
+    mount: Mount | Mount
     close: Callable[[], None]
 
     def do(self, step: Step) -> str:
@@ -161,13 +162,16 @@ VERBS: Final[dict[str, Callable[[Side, str, str], str]]] = {
 def linux(image: str, seed: int = 1) -> Side:
     """The kernel of a vmlinuz, a vmlinux or a package."""
     tasks = started(image, seed)
-    mount = NativeMount(tasks, _Host(), Owner(0, 0), is_tracefs=False)
+    mount = native_mount(tasks, _Host(), Owner(0, 0), is_tracefs=False)
     init, put = tasks.init, tasks.copy_to_user
     # Both: behind what a client wrote its memory holds zero, where else a probe finds what was there before.
     tasks.copy_to_user = lambda task, address, data: put(task, address, data + b"\0")
-    mount._syscalls.on_path(init, "mkdirat", os.path.dirname(PROBED_FILES[0]), 0o755)
+    syscalls = guest_of(mount).syscalls
+    syscalls.on_path(init, "mkdirat", os.path.dirname(PROBED_FILES[0]), 0o755)
     for path in PROBED_FILES:
-        mount._syscalls.close(init, mount._syscalls.open(init, path, os.O_CREAT | os.O_WRONLY, 0o644))
+        guest_of(mount).syscalls.close(
+            init, guest_of(mount).syscalls.open(init, path, os.O_CREAT | os.O_WRONLY, 0o644)
+        )
     return Side(mount, mount.close)
 
 

@@ -15,15 +15,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from emulated_kernel.guests.common.host_processes import Fork
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from stress.churn.session import files_come_and_go, resident_bytes
 from tests.guests.builtin.conftest import ScriptedWatch
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import guest_of
 from tests.guests.linux.probing import MODES, engine
 from tests.guests.linux.rewind import Rewind
 
@@ -64,11 +66,11 @@ class Session:
         owner = Owner(0, 0)
         modules = debian_kernel.modules(self.tasks.release)
         if self.has_kernel_kprobes:
-            self.mount: NativeMount = NativeMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
+            self.mount: Mount = native_mount(self.tasks, self.watch, owner, modules, is_tracefs=False)
         else:
             probing = engine(MODES["ftrace"])
             self.tasks = probing.tasks
-            self.mount = ProbedMount(probing, self.watch, owner, modules, is_tracefs=False)
+            self.mount = probed_mount(probing, self.watch, owner, modules, is_tracefs=False)
         self.shell, self.worker = Files(self.mount, SHELL), Files(self.mount, WORKER)
         self._written = Rewind(self.tasks.machine.memory.ram, bool)
 
@@ -126,7 +128,7 @@ class Session:
 
     def _used(self) -> int:
         """Bytes of the guest's memory that it can't give away."""
-        text = self.mount._syscalls.read_all("/proc/meminfo").decode()
+        text = guest_of(self.mount).syscalls.read_all("/proc/meminfo").decode()
         found = {name: int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
         return found["MemTotal"] - found["MemAvailable"] << 10
 

@@ -12,10 +12,10 @@ from kprobefs.daemon import mount_namespace
 from kprobefs.mount_options import MountOptions
 
 if TYPE_CHECKING:
-    from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+    from emulated_kernel.vfs.mount import Mount
 
 
-def build(options: MountOptions) -> GuestMount:
+def build(options: MountOptions) -> Mount:
     """A mount over the kernel's tree; the seed selects a failure, for tests of those."""
     from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.kernel.api import Kernel

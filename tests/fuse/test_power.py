@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.trace.array.previous_boot import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
@@ -21,6 +20,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq_file import HostReadingFile
+from emulated_kernel.vfs.mount import Mount
 from kprobefs.common.errors import ExitStatus
 from kprobefs.common.mountpoints import MountState, condition
 from kprobefs.daemon.reboot import PLACE, RebootableKernel
@@ -39,7 +39,7 @@ MARK = REBOOT_MARK.decode()
 class User:
     """A process that uses a mount."""
 
-    def __init__(self, mount: GuestMount) -> None:
+    def __init__(self, mount: Mount) -> None:
         self.mount = mount
 
     def open(self, path: str, flags: int = os.O_RDONLY) -> int:

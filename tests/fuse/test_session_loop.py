@@ -58,6 +58,7 @@ class _Recorded:
     """A mount whose directories hold a file and such a directory each; says what it is asked."""
 
     def __init__(self, says: int, clients_own: Collection[str]) -> None:
+        self.lasting = ("kprobes", "machine", "scratch", "tracing")
         self.clients_own = clients_own
         self.lock = ControlLock()
         self._says = says

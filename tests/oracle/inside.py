@@ -27,8 +27,7 @@ if __name__ == "__main__":
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -37,6 +36,8 @@ from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
+from tests.guests.linux.parts import guest_of
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -112,7 +113,7 @@ def definitions(count: int, seed: int) -> Iterator[str]:
         yield " ".join(words)
 
 
-def read(mount: GuestMount | NativeMount, path: str) -> str:
+def read(mount: Mount | Mount, path: str) -> str:
     """A whole file."""
     handle, text = mount.open(CLIENT, path, os.O_RDONLY), b""
     while piece := mount.read(CLIENT, handle, PIECE, len(text)):
@@ -121,7 +122,7 @@ def read(mount: GuestMount | NativeMount, path: str) -> str:
     return text.decode()
 
 
-def write(mount: GuestMount | NativeMount, path: str, text: str, flags: int = 0) -> str:
+def write(mount: Mount | Mount, path: str, text: str, flags: int = 0) -> str:
     """One write(2); the name of its errno, or nothing."""
     try:
         handle = mount.open(CLIENT, path, os.O_WRONLY | flags)
@@ -137,7 +138,7 @@ def write(mount: GuestMount | NativeMount, path: str, text: str, flags: int = 0)
     return ""
 
 
-def answer(mount: GuestMount | NativeMount, definition: str) -> tuple[str, str, str]:
+def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
     """errno, error_log and kprobe_events behind a definition."""
     for path in ("/tracing/kprobe_events", "/tracing/error_log"):
         write(mount, path, "", os.O_TRUNC)
@@ -148,7 +149,7 @@ def answer(mount: GuestMount | NativeMount, definition: str) -> tuple[str, str, 
     return result, log.replace("$-valiable", "$-variable"), events
 
 
-def compare_definitions(linux: NativeMount, ours: GuestMount, count: int, seed: int) -> Tally:
+def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
     """Both kernels' answers to each."""
     tally = Tally()
     for definition in definitions(count, seed):
@@ -216,7 +217,7 @@ def places(
         yield dice.choice(boundaries) + (dice.random() < 0.1)
 
 
-def compare_places(linux: NativeMount, kernel: ProbedTables, places: Iterable[int]) -> Tally:
+def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int]) -> Tally:
     """errno of the definition, and what kprobes/list says of the armed probe.
 
     `kernel`: with its text as it runs.
@@ -245,7 +246,7 @@ def compare_places(linux: NativeMount, kernel: ProbedTables, places: Iterable[in
             )
             expected[addr] = optimized, outcome
     write(linux, "/tracing/events/kprobes/enable", "1")
-    linux._tasks.idle(OPTIMIZING)
+    guest_of(linux).tasks.idle(OPTIMIZING)
     lines = [line.split() for line in read(linux, "/kprobes/list").splitlines()]
     listed = {int(words[0], 16): words[-1] if words[-1][0] == "[" else "" for words in lines}
     for addr, (flag, outcome) in expected.items():
@@ -267,7 +268,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
     tasks, kernel = started_with_kernel(image, seed)
     engine = LinuxEngine(tasks, kernel)
     modules = ModuleFiles(Path(image), tasks.release)
-    linux = NativeMount(tasks, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False, lock=engine.lock)
+    linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False, lock=engine.lock)
     whole = Tally()
     for name in names:
         if write(linux, "/machine/modules", f"load {name}"):
@@ -282,7 +283,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
     return whole
 
 
-def recorded(mount: GuestMount | NativeMount) -> tuple[list[str], list[str]]:
+def recorded(mount: Mount | Mount) -> tuple[list[str], list[str]]:
     """What a workload in scratch/ leaves in the trace and in kprobe_profile; without times."""
     write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
     for definition in RECORDED:
@@ -301,7 +302,7 @@ def recorded(mount: GuestMount | NativeMount) -> tuple[list[str], list[str]]:
     return [STAMP.sub(" ", line) for line in lines if not line.startswith("#")], profile
 
 
-def compare_records(linux: NativeMount, ours: NativeMount) -> Tally:
+def compare_records(linux: Mount, ours: Mount) -> Tally:
     """Of the same kernel, probed by itself and by ours: hits, misses, and each record."""
     tally = Tally()
     (their_lines, their_profile), (our_lines, our_profile) = recorded(linux), recorded(ours)
@@ -316,7 +317,7 @@ def main() -> int:
     """The command line."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
-    from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+    from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
     from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.vfs.core.node import Owner
 
@@ -326,9 +327,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     options = parser.parse_args()
     tasks, kernel = started_with_kernel(options.image, options.seed)
-    linux = NativeMount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     engine = LinuxEngine(*started_with_kernel(options.image, options.seed))
-    ours = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     is_perfect = True
     for what, tally in (
         ("places", compare_places(linux, kernel, kernel_places(kernel, options.count, options.seed))),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Client
@@ -28,7 +28,7 @@ def test_definitions_are_answered_alike() -> None:
 def test_our_engine_over_it_answers_and_records_alike() -> None:
     linux = debian_kernel.mount()
     engine = LinuxEngine(*debian_kernel.with_kernel())
-    ours = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     defined = inside.compare_definitions(linux, ours, DEFINITIONS // 2, 2)
     assert not defined.differences, "\n".join(defined.differences[:5])
     assert defined.compared > defined.refused > 0
@@ -46,7 +46,7 @@ def test_our_engine_over_it_answers_and_records_alike() -> None:
 def test_places_are_judged_alike() -> None:
     """errno of a probe there, and whether its kernel makes it a jump."""
     tasks, kernel = debian_kernel.with_kernel()
-    linux = NativeMount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     found = inside.compare_places(linux, kernel, inside.kernel_places(kernel, PLACES, 1))
     linux.close()
     assert not found.differences, "\n".join(found.differences[:5])

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import ARCHITECTURES
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.smp.conftest import Boot, clients
 
 SHELL = Client(500, 0, 0)
@@ -112,13 +112,13 @@ def test_the_same_seed_gives_the_same_trace(boot: Boot, cpus: int) -> None:
     assert trace.count("sched_switch: ") > 12
 
 
-def write(mount: GuestMount, path: str, text: str) -> None:
+def write(mount: Mount, path: str, text: str) -> None:
     handle = mount.open(SHELL, path, os.O_WRONLY)
     mount.write(SHELL, handle, text.encode(), 0)
     mount.release(handle)
 
 
-def use_a_file(mount: GuestMount, client: Client) -> None:
+def use_a_file(mount: Mount, client: Client) -> None:
     handle = mount.create(client, "/scratch/file", 0o644, os.O_RDWR)
     mount.write(client, handle, b"data", 0)
     mount.read(client, handle, 4, 0)

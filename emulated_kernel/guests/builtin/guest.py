@@ -49,19 +49,20 @@ class Guest:
         Sleeping reads can share it, because data are written when a read ends, and one read ends at a time.
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
-        self._patched = machine.text.ledger.words
+        self.patched = machine.text.ledger.words
+        """Empty while none of the guest's text is patched."""
 
     @property
     def is_watched(self) -> bool:
         """Whether a probe or tracer could notice a system call, since some of the guest's text is patched."""
-        return bool(self._patched) and not self.runner.is_dead
+        return bool(self.patched) and not self.runner.is_dead
 
     def client_call(self, pid: int, uid: int) -> ClientCall | None:
         """Return the system call in which a process waits, for the guest to execute it.
 
         Return None if no probe could notice the call, or if it is unknown.
         """
-        return self.processes.call_of(pid, uid) if self._patched else None
+        return self.processes.call_of(pid, uid) if self.patched else None
 
     @property
     def is_dead(self) -> bool:

@@ -4,10 +4,11 @@
 - boot: the boot protocol, and snapshots of booted kernels. boot_cache.py combines them.
 - guest: tasks of the kernel for client processes, the system calls that they make, and files.
 - probing: kprobefs's probe engine and tracing over the kernel.
-- mounts: the kernel's own files (native_mount.py), and kprobefs's files in addition (probed_mount.py).
+- mounts: the kernel's own files (native_mount.py), and kprobefs's files in addition (probed_mount.py). Their
+  file systems share a LinuxGuest.
 - vmcore: mounts of a core dump.
 
 Other packages use the mounts, boot_cache.started() and snapshot.py.
-Everything except reading files of modules is done under the mount's control lock. NativeMount's condition,
+Everything except reading files of modules is done under the mount's control lock. LinuxGuest's condition,
 on which requests wait for activity, comes after the control lock; nothing is called while it is held.
 """

@@ -128,6 +128,8 @@ class Directory(Node):
     """A directory with fixed children; a literal with modes beside names."""
 
     kind = stat.S_IFDIR
+    is_kept_by_open_files: ClassVar[bool] = False
+    """rmdir(2) of one of its subdirectories is EBUSY while files are open in that."""
     __slots__ = ("_children", "_subdirectories", "open_files")
 
     def __init__(self, mode: int, children: Mapping[str, Node]) -> None:

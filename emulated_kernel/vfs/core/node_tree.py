@@ -20,7 +20,7 @@ NAME_MAX = 255
 
 
 class NodeTree:
-    """A tree of nodes, with the methods that GuestMount has for paths."""
+    """A tree of nodes, with the methods that FileSystem has for paths."""
 
     def __init__(self, root: Directory, owner: Owner | None = None) -> None:
         self.root = root

@@ -68,6 +68,11 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
     }
 
 
+class _InstancesDirectory(DynamicDirectory[Tracing]):
+    is_kept_by_open_files = True
+    __slots__ = ()
+
+
 def instances_directory(arrays: TraceArrays) -> Directory:
     """Return instances/, with a directory for each trace array except the top one.
 
@@ -80,7 +85,7 @@ def instances_directory(arrays: TraceArrays) -> Directory:
             raise KernelError(errno.EBUSY, f"{name} has open files")
         arrays.remove(name)
 
-    directory: DynamicDirectory[Tracing] = DynamicDirectory(
+    directory = _InstancesDirectory(
         DIRECTORY,
         Objects(
             names=arrays.names,

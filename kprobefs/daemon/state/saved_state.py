@@ -16,7 +16,6 @@ from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -28,6 +27,7 @@ from emulated_kernel.util.safe_read import open_regular
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
+from emulated_kernel.vfs.mount import Mount
 from kprobefs import __version__
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.daemon.state import journal, previous_boot
@@ -91,7 +91,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._root = root
         self._journal: Journal | None = None
         self._kernel: Kernel
-        self._mount: GuestMount
+        self._mount: Mount
         self._definitions: Callable[[], list[str]]
         self._records = ""
         self._names_at = 0
@@ -208,7 +208,7 @@ class SavedState(ChangeWatcher, TaskObserver):
     def keep(
         self,
         kernel: Kernel,
-        mount: GuestMount,
+        mount: Mount,
         definitions: Callable[[], list[str]],
         *,
         is_fresh: bool = False,

@@ -12,12 +12,12 @@ import os
 import sys
 from contextlib import suppress
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.builtin.conftest import ScriptedWatch
 
 DEFAULTS = ("x86_64", "1", "1")
@@ -46,7 +46,7 @@ class Session:
         self.kernel = Kernel(MachineConfig(arch=arch, seed=seed, cpus=cpus), self.watch)
         # Its process is a part of the session like any other.
         self.kernel.guest.processes._own_pid = 400
-        self.mount: GuestMount = self.kernel.mount()
+        self.mount: Mount = self.kernel.mount()
 
     def write(self, path: str, text: str, client: Client = SHELL) -> None:
         """One write(2); a refusal is part of the session too."""

@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 
 ROOT, OWNER, OTHER = Client(501, 0, 0), Client(502, 1000, 1000), Client(503, 2000, 2000)
 SHOWING = ("/machine/kallsyms", "/machine/modules", "/kprobes/stats/kprobes/a/address")
@@ -23,7 +23,7 @@ READ_BY_OTHERS, ENTER_BY_OTHERS = 0o004, 0o005
 
 
 @pytest.fixture(params=["x86_64", "i386"])
-def mount(request: pytest.FixtureRequest) -> Iterator[GuestMount]:
+def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
     """With all that has an address to show."""
     with Kernel(MachineConfig(arch=request.param)) as kernel:
         mount = kernel.mount(owner=Owner(OWNER.uid, OWNER.gid))
@@ -35,7 +35,7 @@ def mount(request: pytest.FixtureRequest) -> Iterator[GuestMount]:
         yield mount
 
 
-def write(mount: GuestMount, path: str, text: str) -> None:
+def write(mount: Mount, path: str, text: str) -> None:
     handle = mount.open(ROOT, path, os.O_WRONLY | os.O_APPEND)
     try:
         mount.write(ROOT, handle, text.encode(), 0)
@@ -43,7 +43,7 @@ def write(mount: GuestMount, path: str, text: str) -> None:
         mount.release(handle)
 
 
-def read(mount: GuestMount, client: Client, path: str) -> str:
+def read(mount: Mount, client: Client, path: str) -> str:
     handle = mount.open(client, path, os.O_RDONLY)
     data = b""
     while more := mount.read(client, handle, 1 << 16, len(data)):
@@ -52,7 +52,7 @@ def read(mount: GuestMount, client: Client, path: str) -> str:
     return data.decode()
 
 
-def readable(mount: GuestMount, directory: str = "") -> Iterator[str]:
+def readable(mount: Mount, directory: str = "") -> Iterator[str]:
     """Files that others may read, in directories that they may enter."""
     for name, *_ in mount.readdir(directory or "/")[2:]:
         path = f"{directory}/{name}"
@@ -65,7 +65,7 @@ def readable(mount: GuestMount, directory: str = "") -> Iterator[str]:
             yield from readable(mount, path)
 
 
-def addresses(mount: GuestMount, text: str) -> list[str]:
+def addresses(mount: Mount, text: str) -> list[str]:
     """Numbers in hexadecimal that are kernel addresses."""
     is_32_bit = "__ia32_sys" in read(mount, ROOT, "/machine/kallsyms")
     first = 0xC0000000 if is_32_bit else 0xFFFF800000000000
@@ -73,7 +73,7 @@ def addresses(mount: GuestMount, text: str) -> list[str]:
     return [word for word in words if int(word, 16) >= first]
 
 
-def test_others_see_none(mount: GuestMount) -> None:
+def test_others_see_none(mount: Mount) -> None:
     paths = set(readable(mount))
     assert set(SHOWING) < paths
     assert not {path for path in paths if addresses(mount, read(mount, OTHER, path))}
@@ -81,11 +81,11 @@ def test_others_see_none(mount: GuestMount) -> None:
 
 @pytest.mark.parametrize("path", SHOWING)
 @pytest.mark.parametrize("client", [ROOT, OWNER], ids=["root", "owner"])
-def test_root_and_the_owner_see_them(client: Client, path: str, mount: GuestMount) -> None:
+def test_root_and_the_owner_see_them(client: Client, path: str, mount: Mount) -> None:
     assert addresses(mount, read(mount, client, path))
 
 
-def test_zeros_stand_where_they_were(mount: GuestMount) -> None:
+def test_zeros_stand_where_they_were(mount: Mount) -> None:
     path = "/kprobes/stats/kprobes/d/address"
     shown, hidden = read(mount, ROOT, path), read(mount, OTHER, path)
     assert re.sub("0x[0-9a-f]+ ", "", shown) == re.sub("0x0+ ", "", hidden)

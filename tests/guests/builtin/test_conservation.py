@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import WouldBlock
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.builtin.test_reserves import OTHER, opened, read, write
 
 STEPS = 20
@@ -26,7 +26,7 @@ KINDS = ("records", "overrun", "dropped events", "read events", "cleared")
 class Books:
     """What became of the hits, by the files alone."""
 
-    def __init__(self, mount: GuestMount, random: Random) -> None:
+    def __init__(self, mount: Mount, random: Random) -> None:
         self.mount, self.random = mount, random
         self.calls = 0
         self.calls_before = 0

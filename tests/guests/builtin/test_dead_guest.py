@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.runner.syscalls import Syscalls
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 
 CLIENT = Client(500, 0, 0)
 
@@ -23,7 +23,7 @@ def panic(kernel: Kernel) -> None:
     assert caught.value.errno == errno.EFAULT
 
 
-def read_text(mount: GuestMount, path: str) -> str:
+def read_text(mount: Mount, path: str) -> str:
     handle = mount.open(CLIENT, path, os.O_RDONLY)
     data = mount.read(CLIENT, handle, 1 << 16, 0)
     mount.release(handle)

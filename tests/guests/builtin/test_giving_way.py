@@ -10,7 +10,6 @@ from threading import Event, Semaphore, Thread
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util import control_lock as locks
@@ -20,6 +19,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq_file import PIECE_SIZE
+from emulated_kernel.vfs.mount import Mount
 from kprobefs.daemon.reboot import RebootableKernel
 
 WRITER, OTHER = Client(os.getppid(), 0, 0), Client(1, 0, 0)
@@ -56,7 +56,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> Between:
     return install
 
 
-def write(mount: GuestMount, path: str, data: bytes | str, client: Client = OTHER, *, more: int = 0) -> int:
+def write(mount: Mount, path: str, data: bytes | str, client: Client = OTHER, *, more: int = 0) -> int:
     handle = mount.open(client, path, os.O_WRONLY | os.O_APPEND | more)
     try:
         return mount.write(client, handle, data.encode() if isinstance(data, str) else data, 0)
@@ -64,7 +64,7 @@ def write(mount: GuestMount, path: str, data: bytes | str, client: Client = OTHE
         mount.release(handle)
 
 
-def read(mount: GuestMount, path: str) -> str:
+def read(mount: Mount, path: str) -> str:
     handle, data = mount.open(OTHER, path, os.O_RDONLY), b""
     while part := mount.read(OTHER, handle, 1 << 16, len(data)):
         data += part

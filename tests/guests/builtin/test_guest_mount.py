@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch, dmesg, tasks
 from tests.kprobes.listed import list_lines
 
@@ -26,13 +26,13 @@ GUEST_FILES = 4096
 
 
 @pytest.fixture
-def mount(kernel: Kernel, watch: ScriptedWatch) -> GuestMount:
+def mount(kernel: Kernel, watch: ScriptedWatch) -> Mount:
     watch.comms = {FIRST.pid: "first", SECOND.pid: "second"}
     return kernel.mount()
 
 
 @pytest.fixture
-def watched(kernel: Kernel, mount: GuestMount) -> GuestMount:
+def watched(kernel: Kernel, mount: Mount) -> Mount:
     """With a probe in the guest's text: requests run through the guest."""
     kernel.register_kprobe(Kprobe(symbol_name="strlen", pre_handler=lambda _kprobe, _regs: None))
     return mount
@@ -44,7 +44,7 @@ def errno_of(action: Callable[[], object]) -> int:
     return caught.value.errno or 0
 
 
-def test_a_marker_is_its_writers(kernel: Kernel, mount: GuestMount) -> None:
+def test_a_marker_is_its_writers(kernel: Kernel, mount: Mount) -> None:
     """Nothing is patched, so that the guest takes no part in the write; but it says who made it, by pid."""
     marker = {client: mount.open(client, "/tracing/trace_marker", os.O_WRONLY) for client in (FIRST, SECOND)}
     for client in (FIRST, SECOND, SECOND, FIRST):
@@ -54,7 +54,7 @@ def test_a_marker_is_its_writers(kernel: Kernel, mount: GuestMount) -> None:
     assert writers == ["<...>-500", "<...>-501", "<...>-501", "<...>-500"]
 
 
-def test_an_open_that_fails_in_the_guest_is_ours_alone(kernel: Kernel, watched: GuestMount) -> None:
+def test_an_open_that_fails_in_the_guest_is_ours_alone(kernel: Kernel, watched: Mount) -> None:
     """The task is killed on its way back from the file's own open; the pipe takes one reader."""
 
     def kill(_kprobe: Kprobe, regs: Any) -> None:
@@ -70,7 +70,7 @@ def test_an_open_that_fails_in_the_guest_is_ours_alone(kernel: Kernel, watched: 
     watched.release(watched.open(FIRST, PIPE, os.O_RDONLY))
 
 
-def test_files_that_the_guest_has_no_room_for(kernel: Kernel, mount: GuestMount) -> None:
+def test_files_that_the_guest_has_no_room_for(kernel: Kernel, mount: Mount) -> None:
     """They are open already when a probe is armed, and do without the guest."""
     opened = [mount.open(FIRST, "/machine/version", os.O_RDONLY) for _ in range(GUEST_FILES + 1)]
     reads: list[Kprobe] = []
@@ -85,7 +85,7 @@ def test_files_that_the_guest_has_no_room_for(kernel: Kernel, mount: GuestMount)
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
-def test_reads_given_up_keep_no_buffers(kernel: Kernel, watched: GuestMount, error: int) -> None:
+def test_reads_given_up_keep_no_buffers(kernel: Kernel, watched: Mount, error: int) -> None:
     """Processes that were told EAGAIN slept on in the guest, until there was no buffer for anybody."""
     pipe = watched.open(FIRST, PIPE, os.O_RDONLY)
     for pid in range(FIRST_PID, FIRST_PID + MAX_BUFFERS + 1):
@@ -97,7 +97,7 @@ def test_reads_given_up_keep_no_buffers(kernel: Kernel, watched: GuestMount, err
         assert kernel.guest.processes.known(pid).request is None
 
 
-def test_a_read_given_up_ends_in_the_guest_with_its_errno(kernel: Kernel, watched: GuestMount) -> None:
+def test_a_read_given_up_ends_in_the_guest_with_its_errno(kernel: Kernel, watched: Mount) -> None:
     pipe = watched.open(FIRST, PIPE, os.O_RDONLY)
     with pytest.raises(WouldBlock):
         watched.read(FIRST, pipe, 100, 0)
@@ -115,7 +115,7 @@ def test_tracefs_at_the_root_has_no_scratch(kernel: Kernel) -> None:
     assert errno_of(lambda: mount.create(FIRST, "/scratch/file", 0o644, os.O_RDWR)) == errno.ENOENT
 
 
-def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: GuestMount) -> None:
+def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: Mount) -> None:
     """The log ends where it is no log any more; a list that leads nowhere is EIO."""
     log = mount.open(FIRST, "/machine/dmesg", os.O_RDONLY)
     before = mount.read(FIRST, log, 1 << 16, 0)
@@ -129,7 +129,7 @@ def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: GuestMount) ->
     assert errno_of(lambda: mount.read(FIRST, listed, 100, 0)) == errno.EIO
 
 
-def test_truncation_may_run_the_guest(kernel: Kernel, watched: GuestMount) -> None:
+def test_truncation_may_run_the_guest(kernel: Kernel, watched: Mount) -> None:
     """An event that was made while the guest is watched has a directory there, which goes with it."""
     path = "/tracing/synthetic_events"
     made = watched.open(FIRST, path, os.O_WRONLY)

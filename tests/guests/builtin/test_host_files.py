@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.builtin.conftest import FIRST_PID, dmesg
 
 CLIENT = Client(FIRST_PID, 0, 0)
@@ -42,7 +42,7 @@ WRITES = {
 
 
 @pytest.fixture
-def mount(kernel: Kernel) -> GuestMount:
+def mount(kernel: Kernel) -> Mount:
     return kernel.mount()
 
 
@@ -71,7 +71,7 @@ def nothing_under_the_lock(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.undo()
 
 
-def write(mount: GuestMount, path: str, data: bytes) -> None:
+def write(mount: Mount, path: str, data: bytes) -> None:
     handle = mount.open(CLIENT, path, os.O_WRONLY)
     try:
         mount.write(CLIENT, handle, data, 0)
@@ -79,7 +79,7 @@ def write(mount: GuestMount, path: str, data: bytes) -> None:
         mount.release(handle)
 
 
-def read(mount: GuestMount, path: str) -> None:
+def read(mount: Mount, path: str) -> None:
     handle = mount.open(CLIENT, path, os.O_RDONLY)
     try:
         mount.read(CLIENT, handle, 4096, 0)
@@ -89,7 +89,7 @@ def read(mount: GuestMount, path: str) -> None:
         mount.release(handle)
 
 
-def files(mount: GuestMount, directory: str = "") -> Iterator[str]:
+def files(mount: Mount, directory: str = "") -> Iterator[str]:
     for entry in mount.readdir(directory or "/"):
         path = f"{directory}/{entry.name}"
         if entry.name in (".", ".."):
@@ -102,7 +102,7 @@ def files(mount: GuestMount, directory: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_nothing_foreign_is_opened_under_the_lock(
-    kernel: Kernel, mount: GuestMount, nothing_under_the_lock: list[object], is_watched: bool
+    kernel: Kernel, mount: Mount, nothing_under_the_lock: list[object], is_watched: bool
 ) -> None:
     if is_watched:
         kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=lambda _kprobe, _regs: None))
@@ -118,7 +118,7 @@ def test_nothing_foreign_is_opened_under_the_lock(
 
 
 def test_a_module_can_be_a_file_that_waits_for_this_kernel(
-    kernel: Kernel, mount: GuestMount, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of the mount itself: its open() is another request, which another thread takes."""
     opens = os.open
@@ -152,7 +152,7 @@ def test_a_module_can_be_a_file_that_waits_for_this_kernel(
     ],
 )
 def test_files_that_are_no_modules(
-    kernel: Kernel, mount: GuestMount, tmp_path: Path, name: str, error: int
+    kernel: Kernel, mount: Mount, tmp_path: Path, name: str, error: int
 ) -> None:
     """Each is told by its errno and a line in the log, and hangs nobody; no command is done."""
     os.mkfifo(tmp_path / "fifo")
@@ -165,7 +165,7 @@ def test_files_that_are_no_modules(
     assert "module " in dmesg(kernel).splitlines()[-1]
 
 
-def test_a_write_reads_a_few_files_alone(kernel: Kernel, mount: GuestMount) -> None:
+def test_a_write_reads_a_few_files_alone(kernel: Kernel, mount: Mount) -> None:
     with pytest.raises(KernelError) as caught:
         write(mount, "/machine/modules", b"".join(b"load /dev/null/%d\n" % number for number in range(17)))
     assert caught.value.errno == errno.E2BIG

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
@@ -17,6 +16,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon.reboot import RebootableKernel
 from kprobefs.mount_options import parsed_limits
@@ -29,12 +29,12 @@ PAGE = 4096
 
 
 @pytest.fixture
-def mount(kernel: Kernel) -> GuestMount:
+def mount(kernel: Kernel) -> Mount:
     return kernel.mount()
 
 
 @contextmanager
-def opened(mount: GuestMount, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+def opened(mount: Mount, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
     handle = mount.open(CLIENT, path, flags)
     try:
         yield handle
@@ -42,17 +42,17 @@ def opened(mount: GuestMount, path: str, flags: int = os.O_RDONLY) -> Iterator[i
         mount.release(handle)
 
 
-def write(mount: GuestMount, path: str, text: str) -> None:
+def write(mount: Mount, path: str, text: str) -> None:
     with opened(mount, path, os.O_WRONLY) as handle:
         mount.write(CLIENT, handle, text.encode(), 0)
 
 
-def read(mount: GuestMount, path: str) -> str:
+def read(mount: Mount, path: str) -> str:
     with opened(mount, path) as handle:
         return mount.read(CLIENT, handle, 65536, 0).decode()
 
 
-def shown(mount: GuestMount) -> dict[str, list[str]]:
+def shown(mount: Mount) -> dict[str, list[str]]:
     return {name: values for name, *values in map(str.split, read(mount, LIMITS).splitlines())}
 
 
@@ -63,7 +63,7 @@ def refused(code: int) -> Iterator[None]:
     assert caught.value.errno == code
 
 
-def test_what_is_shown(mount: GuestMount) -> None:
+def test_what_is_shown(mount: Mount) -> None:
     assert shown(mount) == {
         "probes": ["65536", "0"],
         "instances": ["1024", "0"],
@@ -89,9 +89,7 @@ def test_what_is_shown(mount: GuestMount) -> None:
         (f"scratch_bytes {1 << 63}", errno.ERANGE),
     ],
 )
-def test_wrong_values_change_nothing_and_are_told(
-    kernel: Kernel, mount: GuestMount, line: str, code: int
-) -> None:
+def test_wrong_values_change_nothing_and_are_told(kernel: Kernel, mount: Mount, line: str, code: int) -> None:
     before = read(mount, LIMITS)
     for text in (f"{line}\n", f"probes 1\n{line}\ninstances 1\n"):
         with refused(code):
@@ -103,7 +101,7 @@ def test_wrong_values_change_nothing_and_are_told(
 @pytest.mark.parametrize(
     "definition", ["p:more vfs_read", "p:two vfs_write", "s:made int a", "p:later mod:f"]
 )
-def test_probes(kernel: Kernel, mount: GuestMount, definition: str) -> None:
+def test_probes(kernel: Kernel, mount: Mount, definition: str) -> None:
     """A second probe of an event counts as the first one does, and so do those of modules to come."""
     write(mount, EVENTS, "p:one vfs_read\n")
     write(mount, EVENTS, "p:two vfs_read\n")
@@ -121,7 +119,7 @@ def test_probes(kernel: Kernel, mount: GuestMount, definition: str) -> None:
     assert shown(mount)["probes"] == ["2", "2"]
 
 
-def test_instances(mount: GuestMount) -> None:
+def test_instances(mount: Mount) -> None:
     mount.mkdir(CLIENT, "/tracing/instances/one", 0o755)
     write(mount, LIMITS, "instances 1")
     with refused(errno.EEXIST):
@@ -132,7 +130,7 @@ def test_instances(mount: GuestMount) -> None:
     mount.mkdir(CLIENT, "/tracing/instances/two", 0o755)
 
 
-def test_open_files(mount: GuestMount) -> None:
+def test_open_files(mount: Mount) -> None:
     """Whoever is at the limit can still raise it."""
     with opened(mount, "/scratch/f", os.O_CREAT | os.O_WRONLY), opened(mount, "/tracing/trace_pipe"):
         handle = mount.opendir(CLIENT, "/tracing")
@@ -189,7 +187,7 @@ def test_run_budget() -> None:
         assert "BUG: soft lockup" in dmesg(kernel)
 
 
-def test_lowered_below_what_is_in_use(mount: GuestMount) -> None:
+def test_lowered_below_what_is_in_use(mount: Mount) -> None:
     """What is there stays; only more is refused."""
     write(mount, EVENTS, "p:one vfs_read\n")
     write(mount, EVENTS, "p:two vfs_write\n")

@@ -13,13 +13,13 @@ from functools import partial
 import pytest
 
 from emulated_kernel.guests.builtin.builtin_kernel import MAX_BUFFERS
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.guests.common.host_processes import HostProcesses
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch, tasks
 
 READERS = [Client(FIRST_PID + number, 0, 0) for number in range(1, 1001)]
@@ -30,7 +30,7 @@ FILE = "/scratch/new"
 
 
 @pytest.fixture
-def mount(kernel: Kernel) -> GuestMount:
+def mount(kernel: Kernel) -> Mount:
     """With a probe in the guest's text: requests run through the guest."""
     mount = kernel.mount()
     kernel.register_kprobe(Kprobe(symbol_name="strlen", pre_handler=lambda _kprobe, _regs: None))
@@ -38,7 +38,7 @@ def mount(kernel: Kernel) -> GuestMount:
 
 
 @contextmanager
-def opened(mount: GuestMount, path: str, flags: int) -> Iterator[int]:
+def opened(mount: Mount, path: str, flags: int) -> Iterator[int]:
     handle = mount.open(OTHER, path, flags)
     try:
         yield handle
@@ -46,17 +46,17 @@ def opened(mount: GuestMount, path: str, flags: int) -> Iterator[int]:
         mount.release(handle)
 
 
-def read(mount: GuestMount, path: str) -> bytes:
+def read(mount: Mount, path: str) -> bytes:
     with opened(mount, path, os.O_RDONLY) as handle:
         return mount.read(OTHER, handle, 65536, 0)
 
 
-def write(mount: GuestMount, path: str, data: bytes) -> None:
+def write(mount: Mount, path: str, data: bytes) -> None:
     with opened(mount, path, os.O_WRONLY) as handle:
         assert mount.write(OTHER, handle, data, 0) == len(data)
 
 
-def everything_answers(mount: GuestMount, name: str) -> None:
+def everything_answers(mount: Mount, name: str) -> None:
     """Definitions, lists, the log, scratch/ and disarming."""
     write(mount, "/tracing/kprobe_events", b"p:%s vfs_write name=+0($arg2):string" % name.encode())
     assert name in read(mount, "/tracing/kprobe_events").decode()
@@ -73,7 +73,7 @@ def everything_answers(mount: GuestMount, name: str) -> None:
 
 
 def test_a_thousand_readers_that_sleep_keep_nobody_waiting(
-    kernel: Kernel, watch: ScriptedWatch, mount: GuestMount
+    kernel: Kernel, watch: ScriptedWatch, mount: Mount
 ) -> None:
     pipe = mount.open(OTHER, PIPE, os.O_RDONLY)
     everything_answers(mount, "before")
@@ -121,7 +121,7 @@ NEWCOMER = Client(FIRST_PID + 5000, 0, 0)
 
 
 @contextmanager
-def no_buffers(kernel: Kernel, _mount: GuestMount) -> Iterator[None]:
+def no_buffers(kernel: Kernel, _mount: Mount) -> Iterator[None]:
     buffers = [kernel.guest.buffers.get() for _ in range(MAX_BUFFERS - 1)]
     with pytest.raises(KernelError, match="under way"):
         buffers.append(kernel.guest.buffers.get())
@@ -131,7 +131,7 @@ def no_buffers(kernel: Kernel, _mount: GuestMount) -> Iterator[None]:
 
 
 @contextmanager
-def no_memory(_kernel: Kernel, mount: GuestMount) -> Iterator[None]:
+def no_memory(_kernel: Kernel, mount: Mount) -> Iterator[None]:
     """All of the guest's, in a file of scratch/; a byte at a time at the end."""
     handle = mount.create(OTHER, "/scratch/filler", 0o644, os.O_RDWR)
     at, size = 0, 1 << 17
@@ -146,7 +146,7 @@ def no_memory(_kernel: Kernel, mount: GuestMount) -> Iterator[None]:
 
 
 @contextmanager
-def no_descriptors(_kernel: Kernel, mount: GuestMount) -> Iterator[None]:
+def no_descriptors(_kernel: Kernel, mount: Mount) -> Iterator[None]:
     """Of the guest's, for a process that opens one file again and again."""
     with ExitStack() as files:
         for _ in range(5000):
@@ -159,7 +159,7 @@ def no_descriptors(_kernel: Kernel, mount: GuestMount) -> Iterator[None]:
 
 
 @contextmanager
-def no_tasks(_kernel: Kernel, mount: GuestMount) -> Iterator[None]:
+def no_tasks(_kernel: Kernel, mount: Mount) -> Iterator[None]:
     """The guest's memory again, by processes that each have a task."""
     with no_memory(_kernel, mount):
         for client in READERS[:30]:
@@ -170,9 +170,9 @@ def no_tasks(_kernel: Kernel, mount: GuestMount) -> Iterator[None]:
 
 @pytest.mark.parametrize("exhausted", [no_buffers, no_memory, no_descriptors, no_tasks])
 def test_what_is_exhausted_keeps_nobody_from_looking_and_ending_it(
-    exhausted: Callable[[Kernel, GuestMount], AbstractContextManager[None]],
+    exhausted: Callable[[Kernel, Mount], AbstractContextManager[None]],
     kernel: Kernel,
-    mount: GuestMount,
+    mount: Mount,
 ) -> None:
     write(mount, "/tracing/kprobe_events", b"p:kept vfs_write")
     write(mount, f"{EVENT}/enable", b"1")

@@ -12,10 +12,11 @@ from pathlib import Path
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import ensure_cached, started, started_with_kernel
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.image.linux.debian import package
 
 META, _, SUITE = os.environ.get("KPROBEFS_DEBIAN", "linux-image-cloud-amd64").partition("/")
@@ -51,8 +52,8 @@ def modules(release: str, meta: str = META, suite: str = SUITE) -> ModuleFiles:
 
 def mount(
     watch: ProcessWatch | None = None, meta: str = META, suite: str = SUITE, *, is_tracefs: bool = False
-) -> NativeMount:
+) -> Mount:
     """Its files, root's."""
     guest = tasks(meta, suite)
     files = modules(guest.release, meta, suite)
-    return NativeMount(guest, watch or ProcessWatch(), Owner(0, 0), files, is_tracefs=is_tracefs)
+    return native_mount(guest, watch or ProcessWatch(), Owner(0, 0), files, is_tracefs=is_tracefs)

@@ -6,15 +6,15 @@ import os
 
 import pytest
 
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 
 
 class Files:
     """A mount as a process sees it."""
 
-    def __init__(self, mount: NativeMount, client: Client) -> None:
+    def __init__(self, mount: Mount, client: Client) -> None:
         self.mount = mount
         self.client = client
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from emulated_kernel.guests.linux.initramfs import CODE, CpioFile, _cpio, init_program
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
-from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.image.linux import deb
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -98,7 +98,7 @@ def _until(done: Callable[[], bool]) -> None:
 def check(core: Path) -> str:
     """What is done with a dump works; what its kernel says of itself."""
     guest, kernel = started_core(str(core))
-    mount = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    mount = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     shell = Files(mount, Client(1, 0, 0))
     shell.write("/kprobe_events", "p:read vfs_read count=$arg3\nr:root int_sqrt $retval\n")
     shell.write("/tracing/events/kprobes/enable", "1")

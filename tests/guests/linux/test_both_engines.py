@@ -10,11 +10,12 @@ import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.probing import PLAIN, boundaries, engine
 from tests.oracle.inside import OPTIMIZING, read, write
 
@@ -27,14 +28,14 @@ class Both(NamedTuple):
     """Two trees over one guest."""
 
     engine: LinuxEngine
-    ours: NativeMount
-    native: NativeMount
+    ours: Mount
+    native: Mount
 
-    def define(self, mount: NativeMount, *lines: str) -> list[str]:
+    def define(self, mount: Mount, *lines: str) -> list[str]:
         """The errno of each, or nothing."""
         return [write(mount, "/tracing/kprobe_events", line, os.O_APPEND) for line in lines]
 
-    def enable(self, mount: NativeMount, *, on: bool = True) -> str:
+    def enable(self, mount: Mount, *, on: bool = True) -> str:
         if mount is self.native and on:
             error = write(mount, "/tracing/events/kprobes/enable", "1")
             # Its optimizer has its turn.
@@ -57,12 +58,12 @@ class Both(NamedTuple):
                 assert calls.write(init, fd, bytes([number]) * 100, None) == 100
             calls.close(init, fd)
 
-    def hits(self, mount: NativeMount) -> dict[str, tuple[int, int]]:
+    def hits(self, mount: Mount) -> dict[str, tuple[int, int]]:
         """Hits and misses by event."""
         rows = map(str.split, read(mount, "/kprobe_profile").splitlines())
         return {name: (int(hits), int(missed)) for name, hits, missed in rows}
 
-    def modes(self, mount: NativeMount) -> dict[str, str]:
+    def modes(self, mount: Mount) -> dict[str, str]:
         """Flags in kprobes/list, by place."""
         rows = (line.split() for line in read(mount, "/kprobes/list").splitlines())
         return {words[2]: "".join(words[3:]) for words in rows}
@@ -71,8 +72,8 @@ class Both(NamedTuple):
 @pytest.fixture(params=[PROFILES[DEFAULT], PLAIN], ids=["optimized", "stepped"])
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     guest = engine(request.param)
-    native = NativeMount(guest.tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
-    ours = ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    native = native_mount(guest.tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
+    ours = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
     found = Both(guest, ours, native)
     yield found
     log = read(native, "/machine/dmesg")

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import calls_of, control, guest_of
 from tests.guests.linux.probing import MODES, engine
 
 SHELL, OTHER, READER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 0, 0)
@@ -36,22 +37,22 @@ RETURNS = "wrote", "got"
 RECORD = re.compile(r"-(\d+) +\[000\].*?: (\w+): \((.*?)\) ?(.*)")
 
 
-def ours_mount(*, is_tracefs: bool = False) -> ProbedMount:
-    return ProbedMount(engine(MODES["ftrace"]), ProcessWatch(), Owner(0, 0), is_tracefs=is_tracefs)
+def ours_mount(*, is_tracefs: bool = False) -> Mount:
+    return probed_mount(engine(MODES["ftrace"]), ProcessWatch(), Owner(0, 0), is_tracefs=is_tracefs)
 
 
 @pytest.fixture
-def ours() -> Iterator[ProbedMount]:
+def ours() -> Iterator[Mount]:
     mount = ours_mount()
     yield mount
-    assert not mount._tasks.machine.death
+    assert not guest_of(mount).tasks.machine.death
     log = Files(mount, SHELL).read("/machine/dmesg")
     assert "Call Trace" not in log
     assert "cut here" not in log
     mount.close()
 
 
-def watched(mount: NativeMount, definitions: str = DEFINITIONS) -> Files:
+def watched(mount: Mount, definitions: str = DEFINITIONS) -> Files:
     shell = Files(mount, SHELL)
     shell.write("/kprobe_events", definitions, os.O_WRONLY | os.O_APPEND)
     shell.write(f"{EVENTS}/enable", "1")
@@ -72,7 +73,7 @@ def session(files: Files) -> None:
     files.read(f"{EVENTS}/opened/enable")
 
 
-def recorded(mount: NativeMount, pid: int) -> list[tuple[str, str]]:
+def recorded(mount: Mount, pid: int) -> list[tuple[str, str]]:
     """Records of a process, without the numbers of descriptors; of some with where they return to."""
     Files(mount, SHELL).write("/tracing/tracing_on", "0")
     text = Files(mount, SHELL).read("/tracing/trace")
@@ -84,7 +85,7 @@ def recorded(mount: NativeMount, pid: int) -> list[tuple[str, str]]:
     ]
 
 
-def test_calls_are_those_of_the_kernels_own_files(ours: ProbedMount) -> None:
+def test_calls_are_those_of_the_kernels_own_files(ours: Mount) -> None:
     """Names, data, results and errors, in their order."""
     answers = []
     for mount in (ours, debian_kernel.mount()):
@@ -99,7 +100,7 @@ def test_calls_are_those_of_the_kernels_own_files(ours: ProbedMount) -> None:
     assert own == native
 
 
-def test_directories_of_events_are_made_while_somebody_sees_it(ours: ProbedMount) -> None:
+def test_directories_of_events_are_made_while_somebody_sees_it(ours: Mount) -> None:
     """And go with their events, whoever looks by then; without that each would cost a thread."""
     shell = watched(ours, "p:before vfs_read\n")
     append = os.O_WRONLY | os.O_APPEND
@@ -114,30 +115,30 @@ def test_directories_of_events_are_made_while_somebody_sees_it(ours: ProbedMount
     assert shell.read("/tracing/trace").count(" gone: ") == 3
 
 
-def test_records_in_front_of_an_exec_have_the_new_name(ours: ProbedMount) -> None:
+def test_records_in_front_of_an_exec_have_the_new_name(ours: Mount) -> None:
     """As on Linux, which saves it when the task is switched from; later ones change no records of before."""
     shell = watched(ours, "p:reads vfs_read\n")
     Files(ours, OTHER).read("/tracing/current_tracer")
     with ours.lock:
-        task = ours._clients.task_of(OTHER)
-        ours._tasks.set_comm(task, "executed")
+        task = guest_of(ours).clients.task_of(OTHER)
+        guest_of(ours).tasks.set_comm(task, "executed")
     shell.read("/tracing/tracing_on")
     with ours.lock:
-        ours._tasks.set_comm(task, "later")
+        guest_of(ours).tasks.set_comm(task, "later")
     shell.write("/tracing/tracing_on", "0")
     lines = shell.read("/tracing/trace").splitlines()
     assert {line.split("-")[0].strip() for line in lines if f"-{OTHER.pid}" in line} == {"executed"}
     assert f"{OTHER.pid} executed\n" in shell.read("/tracing/saved_cmdlines")
 
 
-def test_who_arms_the_first_probe_closes_its_file(ours: ProbedMount) -> None:
+def test_who_arms_the_first_probe_closes_its_file(ours: Mount) -> None:
     shell = watched(ours, "p:closed __x64_sys_close\n")
     shell.read("/tracing/tracing_on")
     assert recorded(ours, SHELL.pid).count(("closed", "")) >= 1
     assert ("closed", "") not in recorded(ours, 1)
 
 
-def test_hits_are_counted_as_by_its_own_kprobes(ours: ProbedMount) -> None:
+def test_hits_are_counted_as_by_its_own_kprobes(ours: Mount) -> None:
     counts = []
     native = debian_kernel.mount()
     for mount in (ours, native):
@@ -151,16 +152,16 @@ def test_hits_are_counted_as_by_its_own_kprobes(ours: ProbedMount) -> None:
     assert own["reads"] > 3
 
 
-def test_nothing_is_called_while_nobody_can_see_it(ours: ProbedMount) -> None:
+def test_nothing_is_called_while_nobody_can_see_it(ours: Mount) -> None:
     files = Files(ours, SHELL)
     files.write("/tracing/trace_marker", "mark")
     files.read("/tracing/trace")
     handles = [ours.open(SHELL, "/tracing/trace", os.O_RDONLY) for _ in range(3)]
-    assert not ours._calls._is_ready
-    assert {part.fd for part in ours._files._parts.values()} == {None}
+    assert not calls_of(ours)._is_ready
+    assert {part.fd for part in control(ours).files()} == {None}
     watched(ours)
     # They were open by then.
-    fds = {ours._files._parts[handle].fd for handle in handles}
+    fds = {each.fd for each in control(ours).files() if each.handle in handles}
     assert None not in fds
     assert len(fds) == 3
     for handle in handles:
@@ -168,21 +169,21 @@ def test_nothing_is_called_while_nobody_can_see_it(ours: ProbedMount) -> None:
     files.write(f"{EVENTS}/enable", "0")
     files.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     files.read("/tracing/trace")
-    assert not ours._calls.is_watched
-    assert ours._files._parts == {}
+    assert not calls_of(ours).is_watched
+    assert control(ours).files() == []
     assert open_files(ours) == []
 
 
-def open_files(mount: ProbedMount) -> list[int]:
+def open_files(mount: Mount) -> list[int]:
     """Descriptors that the guest has of our files."""
     with mount.lock:
-        mount._calls.close_released()
-    init = mount._tasks.init.pid
-    entries = mount._syscalls.listdir(f"/proc/{init}/fd")
+        guest_of(mount).control_closes.flush()
+    init = guest_of(mount).tasks.init.pid
+    entries = guest_of(mount).syscalls.listdir(f"/proc/{init}/fd")
     return sorted(fd for name, *_ in entries if name.isdigit() and (fd := int(name)) > 3)
 
 
-def test_a_read_that_waits_sleeps_in_the_guest(ours: ProbedMount) -> None:
+def test_a_read_that_waits_sleeps_in_the_guest(ours: Mount) -> None:
     """Others go on meanwhile; it gets what comes, or the errno that its client is given."""
     shell = watched(ours, "r:read ksys_read ret=$retval:s64\np:other do_exit\n")
     shell.write(f"{EVENTS}/read/filter", f"common_pid == {READER.pid}")
@@ -192,7 +193,7 @@ def test_a_read_that_waits_sleeps_in_the_guest(ours: ProbedMount) -> None:
         with pytest.raises(WouldBlock):
             ours.read(READER, pipe, 4096, 0)
         Files(ours, OTHER).write("/tracing/tracing_on", "1")
-    task = ours._clients.known(READER.pid)
+    task = guest_of(ours).clients.known(READER.pid)
     assert task is not None
     assert task.waits
     ours.give_up(READER, pipe, errno.EINTR)
@@ -212,25 +213,25 @@ def test_a_read_that_waits_sleeps_in_the_guest(ours: ProbedMount) -> None:
     assert task.result == len(found)
 
 
-def test_one_that_is_killed_while_it_waits(ours: ProbedMount) -> None:
+def test_one_that_is_killed_while_it_waits(ours: Mount) -> None:
     watched(ours, "p:opened do_sys_openat2\n")
     Files(ours, SHELL).write("/tracing/tracing_on", "0")
     Files(ours, SHELL).write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
     pipe = ours.open(READER, "/tracing/trace_pipe", os.O_RDONLY)
     with pytest.raises(WouldBlock):
         ours.read(READER, pipe, 4096, 0)
-    task = ours._clients.known(READER.pid)
+    task = guest_of(ours).clients.known(READER.pid)
     assert task is not None
     assert task.waits
     with ours.lock:
-        ours._clients.end(READER.pid)
+        guest_of(ours).clients.end(READER.pid)
     assert not task.alive
     ours.release(pipe)
     assert "opened" in Files(ours, OTHER).read("/kprobe_profile")
     assert open_files(ours) == []
 
 
-def test_what_a_write_does_may_run_the_guest(ours: ProbedMount) -> None:
+def test_what_a_write_does_may_run_the_guest(ours: Mount) -> None:
     """Its task sleeps in the call meanwhile: functions are called, probes optimized and taken away."""
     shell = watched(ours)
     assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
@@ -246,7 +247,7 @@ def test_what_a_write_does_may_run_the_guest(ours: ProbedMount) -> None:
     shell.write("/tracing/current_tracer", "function")
     shell.write("/tracing/current_tracer", "nop")
     assert shell.read("/kprobe_events") == "p:kprobes/last vfs_write\n"
-    assert not ours._tasks.machine.death
+    assert not guest_of(ours).tasks.machine.death
 
 
 @pytest.mark.parametrize("is_tracefs", [False, True])
@@ -272,9 +273,9 @@ def test_names(is_tracefs: bool) -> None:
 
 def test_a_kernel_that_lacks_a_function_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     mount = ours_mount()
-    lookup: Callable[[str], int | None] = mount._engine.kernel.kallsyms.lookup_name
+    lookup: Callable[[str], int | None] = calls_of(mount).engine.kernel.kallsyms.lookup_name
     monkeypatch.setattr(
-        mount._engine.kernel.kallsyms, "lookup_name",
+        calls_of(mount).engine.kernel.kallsyms, "lookup_name",
         lambda name: None if name == "stream_open" else lookup(name),
     )  # fmt: skip
     shell = watched(mount)

@@ -19,7 +19,7 @@ from emulated_kernel.guests.linux.pc import linux_machine as machine
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
 from emulated_kernel.guests.linux.vmcore import spill_file, vmcore_files, vmcore_guest, vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached, started_core
-from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.image.linux import vmcore
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.config import MachineConfig
@@ -27,6 +27,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
+from emulated_kernel.vfs.mount import Mount
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon.backends import build_kernel, prepare
 from kprobefs.mount_options import MountOptions
@@ -34,6 +35,7 @@ from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.guests.linux import core_dump, debian_kernel
 from tests.guests.linux.core_dump import NUMBERS, TEXT
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import core, core_files
 
 PAGE = bytes(4096)
 CLIENT = Client(4242, 0, 0)
@@ -50,7 +52,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mount(dumped: Path) -> Iterator[VmcoreMount]:
+def mount(dumped: Path) -> Iterator[Mount]:
     """Out of the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(dumped.parent))
@@ -58,13 +60,13 @@ def mount(dumped: Path) -> Iterator[VmcoreMount]:
         (kept,) = snapshot.cached()
         guest, kernel = started_core(str(dumped))
         assert (kept.source, kept.release) == (str(dumped), kernel.release)
-    made = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    made = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def shell(mount: VmcoreMount) -> Files:
+def shell(mount: Mount) -> Files:
     return Files(mount, CLIENT)
 
 
@@ -85,7 +87,7 @@ def test_functions_are_called(shell: Files) -> None:
     assert "said to the dump" in shell.read("/machine/dmesg")
 
 
-def test_files_are_read(shell: Files, mount: VmcoreMount) -> None:
+def test_files_are_read(shell: Files, mount: Mount) -> None:
     assert shell.read("/files/scratch/dir/note") == TEXT
     assert shell.read("/files/scratch/numbers") == NUMBERS
     assert "Linux version 6.1" in shell.read("/files/proc/version")
@@ -118,7 +120,7 @@ def test_files_are_read(shell: Files, mount: VmcoreMount) -> None:
         assert refused.value.errno == error
 
 
-def test_files_are_not_changed(mount: VmcoreMount) -> None:
+def test_files_are_not_changed(mount: Mount) -> None:
     note = "/files/scratch/dir/note"
     for change in (
         lambda: mount.open(CLIENT, note, os.O_WRONLY),
@@ -159,23 +161,23 @@ def test_probes_hit(shell: Files) -> None:
     assert shell.read("/kprobes/list") == ""
 
 
-def test_links_stay_in_the_dump(mount: VmcoreMount) -> None:
+def test_links_stay_in_the_dump(mount: Mount) -> None:
     """The host's root is none of theirs, whatever they say."""
     links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
     assert {name: mount.readlink(CLIENT, f"/files/scratch/{name}") for name in links} == links
     assert mount.readlink(CLIENT, "/files/scratch/dir/deep") == "../numbers"
 
 
-def test_who_asks(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs the dump's code ends with its client."""
     asked = list[int]()
-    wanted_by = mount._guest.machine.wanted_by
+    wanted_by = core(mount).guest.machine.wanted_by
 
     def noted(client: int) -> AbstractContextManager[None]:
         asked.append(client)
         return wanted_by(client)
 
-    monkeypatch.setattr(mount._guest.machine, "wanted_by", noted)
+    monkeypatch.setattr(core(mount).guest.machine, "wanted_by", noted)
     note, directory = "/files/scratch/dir/note", mount.opendir(CLIENT, "/files/scratch")
     handle = mount.open(CLIENT, note, os.O_RDONLY)
     for ask in (
@@ -193,7 +195,7 @@ def test_who_asks(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
     mount.release(directory)
 
 
-def test_what_the_host_would_open(mount: VmcoreMount) -> None:
+def test_what_the_host_would_open(mount: Mount) -> None:
     """FIFOs, sockets and devices of a dump are none of the host's."""
     kinds = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
     for name in core_dump.SPECIAL:
@@ -209,22 +211,22 @@ def test_what_the_host_would_open(mount: VmcoreMount) -> None:
 
 @pytest.mark.parametrize(("kind", "shown"), [(0, 0), (1, stat.S_IFREG), (4 | 1 << 31, stat.S_IFDIR)])
 def test_kinds_that_file_systems_tell(
-    kind: int, shown: int, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+    kind: int, shown: int, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or don't tell; above them there may be flags of the kernel's own."""
     entry = vmcore_files._ENTRY.pack(5, kind, 4) + b"name"
-    monkeypatch.setattr(mount._core_files, "readdir", lambda _path: [*vmcore_files._entries(entry, 0)])
+    monkeypatch.setattr(core_files(mount).files, "readdir", lambda _path: [*vmcore_files._entries(entry, 0)])
     assert [found.kind for found in mount.readdir("/files/scratch")] == [shown]
 
 
-def test_long_directories(mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_directories(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sorted(entry.name for entry in mount.readdir("/files/proc"))
     monkeypatch.setattr(vmcore_files, "_LISTING", 1024)
     assert sorted(entry.name for entry in mount.readdir("/files/proc")) == whole
     assert len(whole) > 1024 // 24
 
 
-def test_open_files(mount: VmcoreMount) -> None:
+def test_open_files(mount: Mount) -> None:
     """All that can be asked by handle."""
     handle = mount.open(CLIENT, "/files/scratch/dir/note", os.O_RDONLY)
     directory = mount.opendir(CLIENT, "/files/scratch")
@@ -256,10 +258,10 @@ def test_open_files(mount: VmcoreMount) -> None:
 
 
 @contextmanager
-def replaced(mount: VmcoreMount, function: str, code: str) -> Iterator[None]:
+def replaced(mount: Mount, function: str, code: str) -> Iterator[None]:
     """A kernel one of whose functions is other code, in hex digits."""
-    machine = mount._guest.machine
-    at = machine.memory.translate(mount._guest.root, lookup(mount, function))
+    machine = core(mount).guest.machine
+    at = machine.memory.translate(core(mount).guest.root, lookup(mount, function))
     there = slice(at, at + len(code) // 2)
     before = machine.memory.ram[there]
 
@@ -274,8 +276,8 @@ def replaced(mount: VmcoreMount, function: str, code: str) -> Iterator[None]:
         put(before)
 
 
-def lookup(mount: VmcoreMount, name: str) -> int:
-    address = mount._engine.kernel.kallsyms.lookup_name(name)
+def lookup(mount: Mount, name: str) -> int:
+    address = core(mount).engine.kernel.kallsyms.lookup_name(name)
     assert address is not None
     return address
 
@@ -283,7 +285,7 @@ def lookup(mount: VmcoreMount, name: str) -> int:
 MOV, RET = "b8", "c3"
 
 
-def test_a_kernel_that_says_it_has_read_more(mount: VmcoreMount) -> None:
+def test_a_kernel_that_says_it_has_read_more(mount: Mount) -> None:
     """The front end has room for what it asked for."""
     handle = mount.open(CLIENT, "/files/scratch/numbers", os.O_RDONLY)
     for count in (17, 4096, 0x3F000, 0x7FFFFFFF):
@@ -301,7 +303,7 @@ def test_a_kernel_that_says_it_has_read_more(mount: VmcoreMount) -> None:
 
 
 def test_a_kernel_that_asks_to_be_scheduled_for_ever(
-    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+    shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its runs is short."""
     schedule = lookup(mount, "__schedule") - (lookup(mount, "int_sqrt") + 10) & 0xFFFFFFFF
@@ -319,7 +321,7 @@ ADD_TO_STOP = "48834610"
 
 
 @pytest.mark.parametrize("size", [1, 16])
-def test_a_directory_without_end(size: int, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_end(size: int, mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each call it gives some bytes, less than an entry or one."""
     monkeypatch.setattr(snapshot, "BUDGET", 0.5)
     with (
@@ -332,9 +334,9 @@ def test_a_directory_without_end(size: int, mount: VmcoreMount, monkeypatch: pyt
     assert "numbers" in {entry.name for entry in mount.readdir("/files/scratch")}
 
 
-def test_ftraces_pages_in_a_circle(dumped: Path, mount: VmcoreMount) -> None:
+def test_ftraces_pages_in_a_circle(dumped: Path, mount: Mount) -> None:
     """All of their records, again and again, would be more than the host's memory."""
-    memory, root = mount._guest.machine.memory, mount._guest.root
+    memory, root = core(mount).guest.machine.memory, core(mount).guest.root
     with dumped.open("rb") as file:
         info = vmcore.CoreFile(file.fileno()).vmcoreinfo
     kernel, _ = vmcore_image._kernel_in(memory.ram, info)
@@ -350,9 +352,9 @@ def test_ftraces_pages_in_a_circle(dumped: Path, mount: VmcoreMount) -> None:
     assert len(kernel.mcount) > 1000
 
 
-def memory(mount: VmcoreMount) -> bytes:
+def memory(mount: Mount) -> bytes:
     """The guest's, without the host's."""
-    return mount._guest.machine.memory.ram[:-HOST_SIZE]
+    return core(mount).guest.machine.memory.ram[:-HOST_SIZE]
 
 
 @pytest.mark.parametrize(
@@ -365,9 +367,7 @@ def memory(mount: VmcoreMount) -> bytes:
         ("do_exit 0", "EFAULT", "it ends its task"),
     ],
 )
-def test_what_can_not_run_has_not_been(
-    line: str, error: str, why: str, shell: Files, mount: VmcoreMount
-) -> None:
+def test_what_can_not_run_has_not_been(line: str, error: str, why: str, shell: Files, mount: Mount) -> None:
     """The call is refused with its reason, and memory is as it was; a lock that it took is free again."""
     shell.call('strlen "hello"')
     before = memory(mount)
@@ -387,27 +387,27 @@ def test_what_can_not_run_has_not_been(
     ],
 )
 def test_what_the_host_meets_is_taken_back(
-    raised: BaseException, seen: str, shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+    raised: BaseException, seen: str, shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell.call('strlen "hello"')
-    before, run = memory(mount), mount._guest.machine.run
+    before, run = memory(mount), core(mount).guest.machine.run
 
     def fails() -> None:
         run()
         raise raised
 
     with monkeypatch.context() as patch:
-        patch.setattr(mount._guest.machine, "run", fails)
+        patch.setattr(core(mount).guest.machine, "run", fails)
         with pytest.raises((KernelError, HardwareError, KeyboardInterrupt), match=seen):
-            mount._calls.call_function("__kmalloc", 64, 3520)
+            core(mount).calls.call_function("__kmalloc", 64, 3520)
     assert memory(mount) == before
 
 
 def test_probes_that_a_refused_call_hits_first(
-    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
+    shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What first hits patch stays: text is what was poked last, and further hits are counted."""
-    text, optimizer = mount._engine.machine.text, mount._engine.kprobes.optimizer
+    text, optimizer = core(mount).engine.machine.text, core(mount).engine.kprobes.optimizer
     assert optimizer is not None
     poked: dict[int, int] = {}
     poke = text._write
@@ -421,7 +421,7 @@ def test_probes_that_a_refused_call_hits_first(
     shell.write("/tracing/events/kprobes/enable", "1")
     with mount.lock:
         optimizer.work.flush()
-    msleep = mount._engine.kernel.kallsyms.lookup_name("msleep")
+    msleep = core(mount).engine.kernel.kallsyms.lookup_name("msleep")
     assert msleep is not None
     armed = text.current(msleep, 16)
     for count in (1, 2, 3):
@@ -474,8 +474,8 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 48 << 20 < read < 600 << 20
     # What was read of it is what is mounted, whatever becomes of the file.
     os.truncate(tmp_path / "core", 0)
-    mount = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
-    assert 0 < guest.time <= mount._engine.machine.clock.now_ns() < guest.time + 10**9
+    mount = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
+    assert 0 < guest.time <= core(mount).engine.machine.clock.now_ns() < guest.time + 10**9
     assert "int_sqrt" in Files(mount, CLIENT).read("/available_filter_functions").splitlines()
     shell = Files(mount, CLIENT)
     shell.write("/.control/machine/call", "int_sqrt 81\n")
@@ -567,7 +567,7 @@ def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
     guest, kernel = started_core(str(dumped))
-    mount = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    mount = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     mount.close()
     for asked in (lambda: mount.getattr("/files"), lambda: mount.readdir("/files")):
         with pytest.raises(KernelError) as refused:
@@ -575,13 +575,11 @@ def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.value.errno == errno.EIO
 
 
-def test_a_call_ends_with_its_client(
-    shell: Files, mount: VmcoreMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_ends_with_its_client(shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was never there; the budget is longer than a test may take."""
     shell.call('strlen "hello"')
     before, asked = memory(mount), list[int]()
-    monkeypatch.setattr(mount._guest.machine._watchdog, "budget", 1000.0)
+    monkeypatch.setattr(core(mount).guest.machine._watchdog, "budget", 1000.0)
 
     def is_dying(thread: int) -> bool:
         asked.append(thread)

@@ -14,9 +14,9 @@ from emulated_kernel.guests.linux.guest.file_times import FileTimes
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.initramfs import BUFFER
 from emulated_kernel.guests.linux.kernel_offsets import TIMEKEEPER
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
 
@@ -26,13 +26,13 @@ REALTIME, MONOTONIC, RAW, BOOTTIME = 0, 1, 4, 7
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[NativeMount]:
+def mount() -> Iterator[Mount]:
     found = debian_kernel.mount()
     yield found
     found.close()
 
 
-def test_each_change_has_a_time_of_its_own(mount: NativeMount) -> None:
+def test_each_change_has_a_time_of_its_own(mount: Mount) -> None:
     """Thousands of requests fit into a tick of the guest's, and time passes on the host between two."""
     seen = []
     for number in range(200):
@@ -48,7 +48,7 @@ def test_each_change_has_a_time_of_its_own(mount: NativeMount) -> None:
     assert seen == sorted(set(seen))
 
 
-def test_what_was_there_at_the_boot_is_of_then(mount: NativeMount) -> None:
+def test_what_was_there_at_the_boot_is_of_then(mount: Mount) -> None:
     """The snapshot may be old: the guest has seen nothing of the time since."""
     for path in ("/dev", "/dev/null", "/scratch"):
         found = mount.getattr(path)
@@ -56,7 +56,7 @@ def test_what_was_there_at_the_boot_is_of_then(mount: NativeMount) -> None:
             assert 0 <= time_ns() - time < 3600 * 10**9
 
 
-def test_what_is_written_or_read_later_is_newer(mount: NativeMount) -> None:
+def test_what_is_written_or_read_later_is_newer(mount: Mount) -> None:
     shell = Files(mount, SHELL)
     mount.release(mount.create(SHELL, "/scratch/source", 0o644, os.O_WRONLY))
     made = mount.getattr("/scratch/source")
@@ -70,7 +70,7 @@ def test_what_is_written_or_read_later_is_newer(mount: NativeMount) -> None:
     assert (changed.mtime_ns, changed.ctime_ns > written.ctime_ns) == (written.mtime_ns, True)
 
 
-def test_times_that_are_set_are_the_files(mount: NativeMount) -> None:
+def test_times_that_are_set_are_the_files(mount: Mount) -> None:
     path = "/scratch/dated"
     mount.release(mount.create(SHELL, path, 0o644, os.O_WRONLY))
     for atime, mtime in ((0, 1), (1_700_000_000_123_456_789, 1_704_110_400_000_000_000), (-5, 7)):

@@ -11,15 +11,16 @@ import pytest
 
 from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.guests.linux.guest.page_reporting import MANY, PageReporting
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from stress.linux.churn import COMPLAINT
 from tests.guests.builtin.conftest import ScriptedWatch
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import guest_of
 from tests.guests.linux.probing import MODES, engine
 from tests.guests.linux.rewind import PAGE, Rewind
 
@@ -34,11 +35,11 @@ def watch() -> ScriptedWatch:
 
 
 @pytest.fixture(params=KPROBES)
-def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[NativeMount]:
+def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[Mount]:
     if request.param == KERNEL_KPROBES:
         found = debian_kernel.mount(watch)
     else:
-        found = ProbedMount(engine(MODES["ftrace"]), watch, Owner(0, 0), is_tracefs=False)
+        found = probed_mount(engine(MODES["ftrace"]), watch, Owner(0, 0), is_tracefs=False)
     yield found
     found.close()
 
@@ -46,9 +47,9 @@ def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[Nati
 class Guest:
     """A mount, its files as a shell sees them, and how much of its RAM isn't the snapshot's."""
 
-    def __init__(self, mount: NativeMount, watch: ScriptedWatch) -> None:
+    def __init__(self, mount: Mount, watch: ScriptedWatch) -> None:
         self.mount, self.watch, self.shell = mount, watch, Files(mount, SHELL)
-        self._written = Rewind(mount._tasks.machine.memory.ram, bool)
+        self._written = Rewind(guest_of(mount).tasks.machine.memory.ram, bool)
 
     def resident(self) -> int:
         """Bytes."""
@@ -82,11 +83,11 @@ class Guest:
             self.watch.pending_exits.append(pid)
             del self.watch.comms[pid]
         self.shell.read("/scratch/common")
-        self.mount._tasks.idle(1_000_000)
+        guest_of(self.mount).tasks.idle(1_000_000)
         self.shell.read("/kprobes/list")
 
 
-def test_tasks_that_ended(mount: NativeMount, watch: ScriptedWatch) -> None:
+def test_tasks_that_ended(mount: Mount, watch: ScriptedWatch) -> None:
     """Again and again: what one round has freed the next one takes, and a probe sees all of it."""
     guest, kept = Guest(mount, watch), random.Random(1).randbytes(1 << 20)
     guest.put(SHELL, "kept", kept)
@@ -107,7 +108,7 @@ def test_tasks_that_ended(mount: NativeMount, watch: ScriptedWatch) -> None:
     assert not COMPLAINT.findall(guest.shell.read("/machine/dmesg"))
 
 
-def test_a_file_that_is_removed(mount: NativeMount, watch: ScriptedWatch) -> None:
+def test_a_file_that_is_removed(mount: Mount, watch: ScriptedWatch) -> None:
     guest, dice, size = Guest(mount, watch), random.Random(2), 12 << 20
     small = {f"small{number}": dice.randbytes(dice.randrange(20_000)) for number in range(30)}
     guest.put(SHELL, "warm", b"")

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -23,7 +23,7 @@ TEXT = "".join(LINES)
 
 
 def test_others_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    mount = ProbedMount(engine(PLAIN), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = probed_mount(engine(PLAIN), ProcessWatch(), Owner(0, 0), is_tracefs=False)
     writer, other = (Files(mount, Client(pid, 0, 0)) for pid in (1000, 1001))
     seen: list[int] = []
 

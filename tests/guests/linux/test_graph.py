@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
@@ -34,7 +34,7 @@ def mounted(profile: Profile = PROFILES[DEFAULT]) -> tuple[LinuxEngine, Files]:
     guest = engine(profile)
     # Its own calls on control files are in no tree.
     return guest, Files(
-        ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
+        probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
     )
 
 

@@ -11,10 +11,11 @@ from functools import cache
 from typing import Any
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.oracle.inside import CLIENT, read, write
 
@@ -42,7 +43,7 @@ def recorded(*, compiled: bool) -> tuple[LinuxEngine, list[tuple[Any, ...]], Cou
     profile = replace(PROFILES[DEFAULT], compiled=compiled, optimizer=False)
     engine = LinuxEngine(*debian_kernel.with_kernel(), profile)
     # Calls on control files would be hits as well, and how long those take is the host's.
-    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
     for definition in DEFINITIONS:
         assert not write(mount, "/kprobe_events", definition, os.O_APPEND), definition
     assert not write(mount, "/tracing/events/kprobes/enable", "1")
@@ -64,7 +65,7 @@ def counting(address: int, handler: Callable[[Any], object], taken: Counter[int]
     return count
 
 
-def workload(engine: LinuxEngine, mount: ProbedMount) -> None:
+def workload(engine: LinuxEngine, mount: Mount) -> None:
     handle = mount.create(CLIENT, "/scratch/file", 0o600, os.O_RDWR)
     for size in range(1, 40):
         mount.write(CLIENT, handle, bytes(size), 0)

@@ -12,30 +12,32 @@ import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing import kernel_calls
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
 from tests.guests.linux.made_module import made_module
+from tests.guests.linux.parts import calls_of, guest_of
 
 CLIENT = Client(4242, 0, 0)
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[ProbedMount]:
+def mount() -> Iterator[Mount]:
     engine = LinuxEngine(*debian_kernel.with_kernel())
     modules = debian_kernel.modules(engine.tasks.release)
-    made = ProbedMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
+    made = probed_mount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def shell(mount: ProbedMount) -> Files:
+def shell(mount: Mount) -> Files:
     return Files(mount, CLIENT)
 
 
@@ -47,9 +49,9 @@ def test_results(shell: Files) -> None:
     assert shell.call("jiffies") == "EINVAL jiffies: jiffies is not a function\n"
 
 
-def test_it_may_sleep(shell: Files, mount: ProbedMount) -> None:
+def test_it_may_sleep(shell: Files, mount: Mount) -> None:
     """For grace periods and for time, which passes."""
-    pc = mount._engine.tasks.machine.pc
+    pc = calls_of(mount).engine.tasks.machine.pc
     before = pc.tsc
     assert shell.call("msleep 1500").startswith("msleep = ")
     assert 1.5e9 < (pc.tsc - before) / 2.6 < 1.6e9
@@ -75,9 +77,9 @@ def test_one_that_faults(shell: Files) -> None:
     assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
 
 
-def test_one_that_sleeps_for_long(shell: Files, mount: ProbedMount) -> None:
+def test_one_that_sleeps_for_long(shell: Files, mount: Mount) -> None:
     """Nobody waits longer than a minute of the guest's for it; its page is free when it has ended."""
-    pages = mount._engine.machine.memory.host_pages
+    pages = calls_of(mount).engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
     used = pages.used
     jiffies = 100 * 250
@@ -91,12 +93,12 @@ def test_one_that_sleeps_for_long(shell: Files, mount: ProbedMount) -> None:
     assert pages.used == used
 
 
-def test_one_that_is_killed_later(shell: Files, mount: ProbedMount) -> None:
-    pages = mount._engine.machine.memory.host_pages
+def test_one_that_is_killed_later(shell: Files, mount: Mount) -> None:
+    pages = calls_of(mount).engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
     used = pages.used
     assert shell.call("schedule_timeout_uninterruptible 0x7fffffffffffffff").startswith("ETIMEDOUT ")
-    calls = mount._engine.kernel_calls
+    calls = calls_of(mount).engine.kernel_calls
     (late,) = calls._mailboxes
     with mount.lock:
         calls.exiting(calls._head(late)[kernel_calls._TASK // 8])
@@ -104,8 +106,8 @@ def test_one_that_is_killed_later(shell: Files, mount: ProbedMount) -> None:
     assert pages.used == used
 
 
-def test_nothing_is_left(shell: Files, mount: ProbedMount) -> None:
-    pages = mount._engine.machine.memory.host_pages
+def test_nothing_is_left(shell: Files, mount: Mount) -> None:
+    pages = calls_of(mount).engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
     before = [*pages.extents()]
     for number in range(50):
@@ -116,7 +118,7 @@ def test_nothing_is_left(shell: Files, mount: ProbedMount) -> None:
 def test_modules(shell: Files, tmp_path: Path) -> None:
     """The kernel's own, by name or path; not one that probes by itself."""
     log = shell.read("/machine/dmesg")
-    files = debian_kernel.modules(shell.mount._tasks.release)
+    files = debian_kernel.modules(guest_of(shell.mount).tasks.release)
     ((name, content),) = files.read("dm_mod")
     for path, data in (
         ("dm.ko", content),
@@ -150,7 +152,7 @@ def test_modules(shell: Files, tmp_path: Path) -> None:
 
 
 def test_modules_are_their_writers(
-    shell: Files, mount: ProbedMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shell: Files, mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load is a system call of who writes, whoever made the last one; one that sleeps ends its task."""
     callers: list[LinuxTask] = []
@@ -159,7 +161,7 @@ def test_modules_are_their_writers(
         callers.append(task)
         raise Blocked
 
-    monkeypatch.setattr(mount._syscalls, "load_module", sleeps)
+    monkeypatch.setattr(guest_of(mount).syscalls, "load_module", sleeps)
     (tmp_path / "made.ko").write_bytes(made_module(["_printk"]))
     for pid in (4250, 4251):
         writer = Files(mount, Client(pid, 0, 0))
@@ -186,7 +188,7 @@ def test_modules_are_their_writers(
     ],
 )
 def test_modules_that_probe(
-    wanted: list[str], defined: list[str], used: str | None, mount: ProbedMount, tmp_path: Path
+    wanted: list[str], defined: list[str], used: str | None, mount: Mount, tmp_path: Path
 ) -> None:
     """What they ask the kernel for counts, not what stands in them."""
     path = tmp_path / "made.ko"

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import guest_of
 from tests.oracle.inside import read, write
 
 SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
@@ -49,13 +50,13 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 
 @pytest.fixture
-def mount(kernel: Kernel) -> Iterator[NativeMount]:
+def mount(kernel: Kernel) -> Iterator[Mount]:
     found = debian_kernel.mount(meta=kernel.meta, suite=kernel.suite)
     yield found
     found.close()
 
 
-def test_a_walk(kernel: Kernel, mount: NativeMount) -> None:
+def test_a_walk(kernel: Kernel, mount: Mount) -> None:
     shell, other = Files(mount, SHELL), Files(mount, OTHER)
     assert re.fullmatch(f"Linux version {kernel.release} .*\n", shell.read("/machine/version"))
     assert errno.errorcode[shell.errno("/kprobe_events", "p:x no_such_function")] == kernel.unknown_symbol
@@ -77,25 +78,25 @@ def test_a_walk(kernel: Kernel, mount: NativeMount) -> None:
     assert shell.read("/kprobes/list") == ""
 
 
-def test_free_pages_are_the_kernel_s(mount: NativeMount) -> None:
+def test_free_pages_are_the_kernel_s(mount: Mount) -> None:
     """As its own file counts them, but for those that the end of that read took."""
-    lines = mount._syscalls.read_all("/proc/buddyinfo").decode().splitlines()
+    lines = guest_of(mount).syscalls.read_all("/proc/buddyinfo").decode().splitlines()
     counted = [sum(map(int, column)) for column in zip(*(line.split()[4:] for line in lines), strict=True)]
-    found = Counter(size for _, size in mount._free_pages._blocks())
+    found = Counter(size for _, size in guest_of(mount).free_pages._blocks())
     assert [found[4096 << order] for order in range(2, len(counted))] == counted[2:]
     assert sum(counted[2:]) > 20
 
 
-def test_entries_of_functions(kernel: Kernel, mount: NativeMount) -> None:
+def test_entries_of_functions(kernel: Kernel, mount: Mount) -> None:
     """A probe stands behind the pad that indirect calls may lead to, with our engine as with its own."""
     engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
-    ours = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     found = [_placed(tree) for tree in (ours, mount)]
     ours.close()
     assert found[0] == found[1]
 
 
-def _placed(mount: NativeMount) -> tuple[list[str], list[str]]:
+def _placed(mount: Mount) -> tuple[list[str], list[str]]:
     """What is refused of probes about a function's entry, and where the others stand."""
     texts = ("p:a vfs_read", "p:b vfs_read+4", "p:c vfs_read+5", "r:d vfs_read", "p:e vfs_write+1")
     refused = [write(mount, "/kprobe_events", text, os.O_APPEND) for text in texts]
@@ -105,7 +106,7 @@ def _placed(mount: NativeMount) -> tuple[list[str], list[str]]:
     return refused, places
 
 
-def test_instances_and_attributes(mount: NativeMount) -> None:
+def test_instances_and_attributes(mount: Mount) -> None:
     shell = Files(mount, SHELL)
     mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
     assert mount.getattr("/tracing/instances/mine/trace").mode & stat.S_IFREG

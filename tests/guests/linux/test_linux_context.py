@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.linux_context import _shadow_stacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.btf import Btf
@@ -55,7 +55,7 @@ def test_return_probes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = {"task_struct.kretprobe_instances": 64}
     monkeypatch.setattr(kernel.btf, "offset", lambda path: offset(path) + moved.get(path, 0))
     engine = LinuxEngine(tasks, kernel)
-    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     assert not write(mount, "/kprobe_events", "r:out do_sys_openat2 $retval", os.O_APPEND)
     assert not write(mount, "/tracing/events/kprobes/enable", "1")
     with engine.lock:

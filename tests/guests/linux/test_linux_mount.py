@@ -15,12 +15,13 @@ import pytest
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
 from emulated_kernel.guests.linux.guest import clients, syscalls
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import guest_of
 
 SHELL, OTHER, STRANGER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 1000, 1000)
 
@@ -54,14 +55,14 @@ def host() -> Host:
 
 
 @pytest.fixture
-def mount(host: Host) -> Iterator[NativeMount]:
+def mount(host: Host) -> Iterator[Mount]:
     found = debian_kernel.mount(host)
     yield found
     found.close()
 
 
 @pytest.fixture
-def shell(mount: NativeMount) -> Files:
+def shell(mount: Mount) -> Files:
     return Files(mount, SHELL)
 
 
@@ -119,7 +120,7 @@ def test_flags_of_a_file_whose_reader_sleeps(shell: Files, monkeypatch: pytest.M
         mount.read(OTHER, pipe, 4096, 0)
     mount.set_status_flags(pipe, os.O_NONBLOCK)
     with monkeypatch.context() as patch:
-        patch.setattr(mount._syscalls, "set_status_flags", lambda *_: changed.append(1))
+        patch.setattr(guest_of(mount).syscalls, "set_status_flags", lambda *_: changed.append(1))
         with pytest.raises(WouldBlock):
             mount.read(OTHER, pipe, 4096, 0)
     assert changed == []
@@ -368,7 +369,7 @@ def test_modules_of_that_kernel(shell: Files) -> None:
 
 def test_a_module_that_is_refused_leaves_nothing_behind(shell: Files, tmp_path: Path) -> None:
     """Neither what it needs, nor a file, nor a descriptor."""
-    tasks = shell.mount._tasks
+    tasks = guest_of(shell.mount).tasks
     guest = LinuxSyscalls(tasks)
     *_, (_, module) = debian_kernel.modules(tasks.release).read("dm-zero")
     path = tmp_path / "dm zero.ko"
@@ -413,7 +414,7 @@ def test_a_dead_guest_answers_eio_and_says_why(shell: Files) -> None:
     mount = shell.mount
     assert not mount.is_dead()
     assert "Linux version 6." in shell.read("/machine/dmesg")
-    tasks = mount._tasks
+    tasks = guest_of(mount).tasks
     with pytest.raises(GuestFault):
         tasks.exit(tasks.init)
     assert mount.is_dead()
@@ -425,14 +426,14 @@ def test_a_dead_guest_answers_eio_and_says_why(shell: Files) -> None:
 
 @pytest.mark.parametrize("count", [40_000, 1 << 20, 1 << 62])
 def test_a_kernel_that_says_it_has_given_more(
-    count: int, mount: NativeMount, monkeypatch: pytest.MonkeyPatch
+    count: int, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A damaged one says anything; the front end has room for what it asked for."""
     handle = mount.create(SHELL, "/scratch/file", 0o600, os.O_RDWR)
     assert mount.write(SHELL, handle, b"some text", 0) == 9
     mount.symlink(SHELL, "/scratch/link", "file")
     with monkeypatch.context() as patch:
-        patch.setattr(mount._syscalls, "_call", lambda *_arguments, **_options: count)
+        patch.setattr(guest_of(mount).syscalls, "_call", lambda *_arguments, **_options: count)
         for ask in (
             lambda: mount.read(SHELL, handle, 4, 0),
             lambda: mount.readlink(SHELL, "/scratch/link"),

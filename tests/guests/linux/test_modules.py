@@ -13,17 +13,19 @@ import pytest
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, TRACEFS
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
-from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreMount
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import core_dump, debian_kernel
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import calls_of, guest_of
 from tests.ledger import ledger_mismatches
 from tests.sample import share
 
@@ -44,22 +46,22 @@ EACH, SOME = (
 
 
 @pytest.fixture(scope="module")
-def mount(request: pytest.FixtureRequest) -> Iterator[ProbedMount]:
+def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
     suite = request.param
     engine = LinuxEngine(*debian_kernel.with_kernel(suite=suite))
     modules = debian_kernel.modules(engine.tasks.release, suite=suite)
-    made = ProbedMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
+    made = probed_mount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def engine(mount: ProbedMount) -> LinuxEngine:
-    return mount._engine
+def engine(mount: Mount) -> LinuxEngine:
+    return calls_of(mount).engine
 
 
 @pytest.fixture
-def shell(mount: ProbedMount, engine: LinuxEngine) -> Iterator[Files]:
+def shell(mount: Mount, engine: LinuxEngine) -> Iterator[Files]:
     """No module is there at the end, no probe, and the text is the kernel's own."""
     shell = Files(mount, CLIENT)
     yield shell
@@ -78,7 +80,7 @@ def shell(mount: ProbedMount, engine: LinuxEngine) -> Iterator[Files]:
 
 def guests(shell: Files, path: str) -> list[str]:
     """A file of the kernel's own."""
-    return shell.mount._syscalls.read_all(path).decode().splitlines()
+    return guest_of(shell.mount).syscalls.read_all(path).decode().splitlines()
 
 
 def of_modules(lines: list[str]) -> list[str]:
@@ -130,7 +132,7 @@ def test_functions_are_called_and_probed(shell: Files, engine: LinuxEngine) -> N
         shell.write("/kprobe_events", f"{event} {NLS}:{place}", os.O_WRONLY | os.O_APPEND)
     shell.write(f"{EVENTS}/enable", "1")
     shell.write(f"{EVENTS}/within/trigger", "stacktrace\n")
-    shell.mount._tasks.idle(1_000_000)
+    guest_of(shell.mount).tasks.idle(1_000_000)
     for _ in range(3):
         assert shell.call(CALL) == f"{NLS}:uni2char = 0x1 (1)\n"
     shell.write(f"{EVENTS}/within/trigger", "!stacktrace\n")
@@ -256,7 +258,7 @@ WHO_AND_WHEN = re.compile(r"^.*?-(?=\d+ )| +\d+\.\d{6}:|entry=\S+$|^ID: \d+$", r
 
 def update(shell: Files, domain: str) -> None:
     """An entry of one of sunrpc's caches."""
-    syscalls, init = shell.mount._syscalls, shell.mount._tasks.init
+    syscalls, init = guest_of(shell.mount).syscalls, guest_of(shell.mount).tasks.init
     channel = syscalls.open(init, f"{PROC}/net/rpc/auth.unix.ip/channel", os.O_RDWR)
     syscalls.write(init, channel, f"nfsd 127.0.0.1 9999999999 {domain}\n".encode(), None)
     syscalls.close(init, channel)
@@ -357,7 +359,7 @@ def test_histograms_that_refer_to_its_events(shell: Files) -> None:
         update(shell, "someone")
         shell.write(switch, f"{refers}{action}\n")
         assert try_unload(shell, "sunrpc") == (None, [])
-        shell.mount._tasks.idle(10_000)
+        guest_of(shell.mount).tasks.idle(10_000)
         assert "onmatch(sunrpc.cache_entry_update)" in shell.read(switch)
         assert shell.errno(switch, f"{refers}:other=common_cpu\n") == errno.EINVAL
         shell.mount.release(shell.mount.open(CLIENT, switch, os.O_WRONLY | os.O_TRUNC))
@@ -384,10 +386,10 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
     files = Files(running, CLIENT)
     files.write("/machine/modules", f"load {NLS}\n")
     known = of_modules(files.read("/machine/kallsyms").splitlines())
-    core_dump.dump_of(running._tasks, tmp_path / "core", has_info=True)
+    core_dump.dump_of(guest_of(running).tasks, tmp_path / "core", has_info=True)
     running.close()
     guest, kernel = started_core(str(tmp_path / "core"))
-    core = VmcoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    core = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     dump = Files(core, CLIENT)
     try:
         assert of_modules(dump.read("/machine/kallsyms").splitlines()) == known

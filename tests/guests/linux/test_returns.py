@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
@@ -32,7 +32,7 @@ def functions(engine: LinuxEngine, seed: int) -> list[str]:
 def hooked(profile: Profile, seed: int) -> tuple[list[object], dict[str, list[str]], LinuxEngine]:
     """What the workload answers while they are hooked, and hits and misses by event."""
     guest = engine(profile)
-    mount = ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     for number, name in enumerate(functions(guest, seed)):
         write(mount, "/kprobe_events", f"r:hooked/r{number} {name} v=$retval", os.O_APPEND)
     assert not write(mount, "/tracing/events/hooked/enable", "1")
@@ -65,7 +65,7 @@ def test_nothing_is_left_where_a_task_has_its_calls() -> None:
     """The kernel's own rethooks would take it for theirs, when the task is long dead."""
     guest = engine(PROFILES[DEFAULT])
     place = guest.kernel.btf.offset("task_struct.rethooks")
-    mount = ProbedMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     # Of these one never returns.
     for name in ("do_exit", "do_group_exit", "vfs_write"):
         assert not write(mount, "/kprobe_events", f"r:hooked/{name} {name}", os.O_APPEND)

@@ -11,18 +11,19 @@ from types import FrameType
 import pytest
 
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import file, guest_of
 
 SHELL, OTHER = Client(4001, 0, 0), Client(4002, 0, 0)
 FILE = "/scratch/file"
-CALLS, STARTS = 109, 2
+CALLS, STARTS = 102, 2
 """At most so many calls of Python, and runs of the emulator; lower them when it takes less."""
 
 
@@ -45,8 +46,8 @@ class Host(ProcessWatch):
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[NativeMount]:
-    found = ProbedMount(
+def mount() -> Iterator[Mount]:
+    found = probed_mount(
         LinuxEngine(*debian_kernel.with_kernel()), ProcessWatch(), Owner(0, 0), is_tracefs=False
     )
     found.release(found.create(SHELL, FILE, 0o644, os.O_WRONLY))
@@ -54,17 +55,17 @@ def mount() -> Iterator[NativeMount]:
     found.close()
 
 
-def opened_and_read(mount: NativeMount, client: Client = SHELL) -> None:
+def opened_and_read(mount: Mount, client: Client = SHELL) -> None:
     """What `open(FILE)`, `read()` and `close()` ask for: the host's kernel knows the name."""
     handle = mount.open(client, FILE, os.O_RDONLY)
     mount.read(client, handle, 4096, 0)
     mount.release(handle)
 
 
-def test_how_much_it_takes(mount: NativeMount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_much_it_takes(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two rounds that follow each other the less: a tick of the guest's may come into one."""
     starts = 0
-    engine = mount._tasks.machine.engine
+    engine = guest_of(mount).tasks.machine.engine
     start = engine.start
 
     def counted(address: int) -> int:
@@ -156,7 +157,7 @@ def test_a_fork_comes_behind_the_close_in_front_of_it(traced: Files, host: Host)
 def test_no_descriptor_is_left(traced: Files) -> None:
     mount = traced.mount
     before = mount.open(SHELL, FILE, os.O_RDONLY)
-    number = mount._opened(before).fd
+    number = file(mount, before).fd
     mount.release(before)
     for path in (FILE, "/scratch/nothing", FILE):
         handle = None
@@ -164,5 +165,5 @@ def test_no_descriptor_is_left(traced: Files) -> None:
             handle = mount.open(SHELL, path, os.O_RDONLY)
         except KernelError:
             continue
-        assert mount._opened(handle).fd == number
+        assert file(mount, handle).fd == number
         mount.release(handle)

@@ -15,14 +15,15 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import BUFFER
-from emulated_kernel.guests.linux.mounts.native_mount import NativeMount
-from emulated_kernel.guests.linux.mounts.probed_mount import ProbedMount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
+from tests.guests.linux.parts import guest_of
 from tests.oracle.inside import CLIENT, read, write
 from tests.sample import share
 
@@ -42,20 +43,20 @@ def engine() -> LinuxEngine:
 
 
 @pytest.fixture(scope="module")
-def ours(engine: LinuxEngine) -> Iterator[ProbedMount]:
-    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+def ours(engine: LinuxEngine) -> Iterator[Mount]:
+    mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     yield mount
     mount.close()
 
 
 @pytest.fixture(scope="module")
-def linux() -> Iterator[NativeMount]:
+def linux() -> Iterator[Mount]:
     mount = debian_kernel.mount()
     yield mount
     mount.close()
 
 
-def switch(mount: NativeMount, event: str, *, on: bool) -> None:
+def switch(mount: Mount, event: str, *, on: bool) -> None:
     assert not write(mount, f"/tracing/events/{event}/enable", str(int(on))), event
 
 
@@ -63,11 +64,11 @@ LISTED = ("available_filter_functions", "printk_formats")
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_lists_are_those_of_its_own_tracefs(name: str, linux: NativeMount, ours: ProbedMount) -> None:
+def test_lists_are_those_of_its_own_tracefs(name: str, linux: Mount, ours: Mount) -> None:
     assert read(ours, f"/tracing/{name}") == read(linux, f"/tracing/{name}")
 
 
-def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: NativeMount, ours: ProbedMount) -> None:
+def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours: Mount) -> None:
     """None is of the call that stands for all numbers without one."""
     calls = [
         {name for name in read(mount, "/tracing/available_events").split() if name.startswith("syscalls:")}
@@ -77,7 +78,7 @@ def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: NativeMount,
     assert len(calls[0]) > 500
 
 
-def test_sites_of_dropped_functions_are_nobody_s(linux: NativeMount, ours: ProbedMount) -> None:
+def test_sites_of_dropped_functions_are_nobody_s(linux: Mount, ours: Mount) -> None:
     """Linux leaves them in their place, where a number finds them, but no name."""
     names = read(ours, "/tracing/available_filter_functions").splitlines()
     number = next(at for at, name in enumerate(names, 1) if name.startswith("__ftrace_invalid_address__"))
@@ -99,7 +100,7 @@ def families(tasks: LinuxTasks) -> None:
     tasks.exit(child)
 
 
-def recorded(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
+def recorded(mount: Mount, tasks: LinuxTasks) -> list[str]:
     """Lines without times, of the tasks that are born and die there."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     for event in EVENTS:
@@ -111,12 +112,10 @@ def recorded(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     return [WHO_AND_WHEN.sub("", line) for line in lines if re.search(r"\b410[01]\b", line)]
 
 
-def test_records_are_those_of_its_own_tracefs(
-    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
-) -> None:
+def test_records_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     """With interrupts and preemption as they were there, and in the same order."""
     found = recorded(ours, engine.tasks)
-    assert found == recorded(linux, linux._tasks)
+    assert found == recorded(linux, guest_of(linux).tasks)
     assert {line.split(": ")[0].split()[-1] for line in found} >= {
         event.split("/")[1] for event in EVENTS[:4]
     }
@@ -129,7 +128,7 @@ ON_THE_WAY = "kprobes", "sched/sched_process_exec", "task/task_rename", "mmap/vm
 ADDRESS = re.compile(r"0x7f[0-9a-f]+")
 
 
-def executed(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
+def executed(mount: Mount, tasks: LinuxTasks) -> list[str]:
     """Lines without times of an execve() that a task makes thrice, with probes on what the host looks at."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     assert not write(mount, "/tracing/kprobe_events", PROBES)
@@ -137,7 +136,7 @@ def executed(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
         switch(mount, event, on=True)
     task = tasks.fork(tasks.init, 4103)
     for number in range(3):
-        mount._clients._executions.execute(task, f"/usr/bin/program{number}", f"program{number}")
+        guest_of(mount).clients._executions.execute(task, f"/usr/bin/program{number}", f"program{number}")
     tasks.call(task, MMAP, 0, 4096, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, (1 << 64) - 1, 0)
     tasks.exit(task)
     for event in ON_THE_WAY:
@@ -147,11 +146,9 @@ def executed(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     return [ADDRESS.sub("ADDRESS", WHO_AND_WHEN.sub("", line)) for line in lines if "-4103 " in line]
 
 
-def test_executions_are_those_of_its_own_tracefs(
-    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
-) -> None:
+def test_executions_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     found = executed(ours, engine.tasks)
-    assert found == executed(linux, linux._tasks)
+    assert found == executed(linux, guest_of(linux).tasks)
     assert [sum(f" {name}: " in line for line in found) for name in ("opens", "shares", "made")] == [3, 3, 3]
     assert [line.partition("filename=")[2] for line in found if "sched_process_exec" in line] == [
         f"/usr/bin/program{number} pid=4103 old_pid=4103" for number in range(3)
@@ -160,7 +157,7 @@ def test_executions_are_those_of_its_own_tracefs(
     assert [line.partition(": ")[2].partition(" total_vm=0x")[0] for line in areas] == ["addr=ADDRESS err=0"]
 
 
-def faults(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
+def faults(mount: Mount, tasks: LinuxTasks) -> list[str]:
     """Page faults of a child that is forked and writes to its memory, without times."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     switch(mount, "exceptions/page_fault_user", on=True)
@@ -172,14 +169,12 @@ def faults(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     return [WHO_AND_WHEN.sub("", line) for line in lines if re.search(r"\b4200\b", line)]
 
 
-def test_page_faults_are_those_of_its_own_tracefs(
-    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
-) -> None:
+def test_page_faults_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     """Their regfunc has the kernel take another way into its handler, which it leaves again."""
     key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
     assert key is not None
     found = faults(ours, engine.tasks)
-    assert found == faults(linux, linux._tasks)
+    assert found == faults(linux, guest_of(linux).tasks)
     assert any(f"address={BUFFER:#x}" in line for line in found)
     # Both events count on the one key; a regfunc that fails is the answer.
     assert not write(ours, "/tracing/events/exceptions/enable", "1")
@@ -188,9 +183,7 @@ def test_page_faults_are_those_of_its_own_tracefs(
     assert engine.machine.memory.read_u32(key) == 0
 
 
-def test_a_regfunc_that_refuses(
-    ours: ProbedMount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_regfunc_that_refuses(ours: Mount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is switched then."""
     monkeypatch.setattr(engine.kernel_calls, "call_at", lambda _address: (1 << 64) - errno.ENOMEM)
     event = "/tracing/events/mmap_lock/mmap_lock_released/enable"
@@ -204,9 +197,7 @@ def test_a_regfunc_that_refuses(
     assert not engine.tasks.machine.death
 
 
-def test_events_with_a_regfunc_that_nobody_can_call(
-    ours: ProbedMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_with_a_regfunc_that_nobody_can_call(ours: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel's work queues aren't known there are none; all others are there."""
     tasks, kernel = debian_kernel.with_kernel()
 
@@ -218,7 +209,7 @@ def test_events_with_a_regfunc_that_nobody_can_call(
     with pytest.raises(KernelError) as refusal:
         _ = engine.kernel_calls
     assert refusal.value.errno == errno.ENOEXEC
-    mount = ProbedMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     listed, whole = (set(read(each, "/tracing/available_events").split()) for each in (mount, ours))
     mount.close()
     plain = {f"{event.system}:{event.name}" for event in kernel.events if event.is_plain}
@@ -231,7 +222,7 @@ SYSCALLS = ("sys_enter_getpid", "sys_exit_getpid", "sys_enter_kill", "sys_exit_k
 GETPID, KILL, GETPPID, GETUID = 39, 62, 110, 102
 
 
-def calls(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
+def calls(mount: Mount, tasks: LinuxTasks) -> list[str]:
     """Lines of system calls made by a task that was there and by one that is forked meanwhile."""
     before = tasks.fork(tasks.init, 4200)
     write(mount, "/tracing/trace", "", os.O_TRUNC)
@@ -251,11 +242,11 @@ def calls(mount: NativeMount, tasks: LinuxTasks) -> list[str]:
     return [re.sub(r" +\d+\.\d{6}:", "", line) for line in lines if re.search(r"-420[01]\b", line)]
 
 
-def test_system_calls_are_those_of_its_own_tracefs(
-    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
-) -> None:
+def test_system_calls_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     found = calls(ours, engine.tasks)
-    assert [WHO.sub("", line) for line in found] == [WHO.sub("", line) for line in calls(linux, linux._tasks)]
+    assert [WHO.sub("", line) for line in found] == [
+        WHO.sub("", line) for line in calls(linux, guest_of(linux).tasks)
+    ]
     assert sum("sys_kill(pid: 98967f, sig: 5)" in line for line in found) == 2
     assert sum("sys_kill -> 0xfffffffffffffffd" in line for line in found) == 2
     assert sum("NR 102 (" in line for line in found) == 2
@@ -266,7 +257,7 @@ def test_system_calls_are_those_of_its_own_tracefs(
 FOLLOWED = ("raw_syscalls", "sched/sched_switch", "sched/sched_waking", "sched/sched_process_exit")
 
 
-def followed(mount: NativeMount, tasks: LinuxTasks, listed: str) -> list[str]:
+def followed(mount: Mount, tasks: LinuxTasks, listed: str) -> list[str]:
     """Lines of a task on a list of pids, of one that it forks, and of one that this forks."""
     parent = tasks.fork(tasks.init, 4300)
     write(mount, "/tracing/trace", "", os.O_TRUNC)
@@ -293,16 +284,16 @@ def followed(mount: NativeMount, tasks: LinuxTasks, listed: str) -> list[str]:
 
 
 def test_forks_are_followed_from_their_first_instruction_on(
-    linux: NativeMount, ours: ProbedMount, engine: LinuxEngine
+    linux: Mount, ours: Mount, engine: LinuxEngine
 ) -> None:
     """A task that is left out can still be seen to wake up another one."""
     for listed, calls_seen in (("set_event_notrace_pid", 0), ("set_event_pid", 3)):
         found = followed(ours, engine.tasks, listed)
-        assert [WHO.sub("", line) for line in found] == followed(linux, linux._tasks, listed)
+        assert [WHO.sub("", line) for line in found] == followed(linux, guest_of(linux).tasks, listed)
         assert sum("NR 102 (" in line for line in found) == calls_seen
 
 
-def test_formats_are_those_of_its_own_tracefs(linux: NativeMount, ours: ProbedMount) -> None:
+def test_formats_are_those_of_its_own_tracefs(linux: Mount, ours: Mount) -> None:
     events = read(ours, "/tracing/available_events").split()
     assert len(events) > 250
     for event in share(events, 3, 8):
@@ -325,7 +316,7 @@ def test_print_formats_are_understood(engine: LinuxEngine) -> None:
     assert len(events) > 600
 
 
-def test_all_at_once(ours: ProbedMount, engine: LinuxEngine) -> None:
+def test_all_at_once(ours: Mount, engine: LinuxEngine) -> None:
     """The kernel goes on as before, and has its text back but for what all records go through, for good."""
     assert not write(ours, "/tracing/events/enable", "1")
     families(engine.tasks)
@@ -341,7 +332,7 @@ def test_all_at_once(ours: ProbedMount, engine: LinuxEngine) -> None:
     assert "BUG" not in log
 
 
-def test_filters_and_triggers_know_their_fields(ours: ProbedMount, engine: LinuxEngine) -> None:
+def test_filters_and_triggers_know_their_fields(ours: Mount, engine: LinuxEngine) -> None:
     event = "/tracing/events/sched/sched_process_exit"
     write(ours, "/tracing/trace", "", os.O_TRUNC)
     assert not write(ours, f"{event}/filter", "pid == 4101")
@@ -362,7 +353,7 @@ def test_functions_that_we_take_over_arent_probed(engine: LinuxEngine, function:
     assert refused.value.errno == errno.EINVAL
 
 
-def test_the_deepest_stack(ours: ProbedMount, engine: LinuxEngine) -> None:
+def test_the_deepest_stack(ours: Mount, engine: LinuxEngine) -> None:
     """A chain of callers from the system call on, each of which takes some of the stack."""
     assert not write(ours, "/tracing/stack_trace_filter", "vfs_* shmem_*")
     assert not write(ours, "/sysctl/kernel/stack_tracer_enabled", "1")

@@ -7,13 +7,13 @@ import os
 
 import pytest
 
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import PER_TASK, accounted
 from tests.kprobes.test_functions import _session as session
@@ -21,7 +21,7 @@ from tests.kprobes.test_functions import _session as session
 PIPE = "/tracing/trace_pipe"
 
 
-def sleepers(mount: GuestMount, number: int) -> tuple[int, list[Client]]:
+def sleepers(mount: Mount, number: int) -> tuple[int, list[Client]]:
     """Processes that wait in the middle of vfs_read."""
     clients = [Client(700 + n, 0, 0) for n in range(number)]
     pipe = mount.open(clients[0], PIPE, os.O_RDONLY)

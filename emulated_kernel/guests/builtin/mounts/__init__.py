@@ -1,4 +1,4 @@
-"""Requests made by a client's task inside the guest, and the guest's own file systems, scratch/ and dev/.
+"""Mounts of kprobefs's own kernel: its part in the use of control files, and its scratch/ and dev/.
 
-GuestMount takes the control lock for each request; a Scratch is called with it held.
+ScratchFs and ControlFs take the control lock; BuiltinCalls and ClientCalls need it.
 """

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 from emulated_kernel.guests.builtin.guest import Guest
-from emulated_kernel.guests.builtin.mounts.path_walk import OPENS
+from emulated_kernel.guests.builtin.mounts.path_walk import OPENS, walks_at_end
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, HostfsHandler
 from emulated_kernel.guests.builtin.runner.syscalls import HostLookup
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
+from emulated_kernel.vfs.core.client import Client, Stat
+
+OnFile = Callable[[Client, str, None, Collection[str]], object]
+"""Repeats a client's call on a descriptor of a file that is open by this path, if it is so named."""
 
 
 def unless_deadlock(error: KernelError) -> None:
-    """What the guest refuses, or is too broken for, is no matter of a file of ours.
+    """Ignore an error of the guest, which is no matter of a control file.
 
     Raises: KernelError EDEADLK (from a probe's handler).
     """
@@ -32,11 +37,11 @@ class ClientCalls:
         self._syscalls = guest.syscalls
 
     def task(self, client: Client) -> GuestTask:
-        """Raises: KernelError (the guest has no room for it, or is dead)."""
+        """Return the client's task. Raises: KernelError (the guest has no room for it, or is dead)."""
         return self._guest.processes.task_of(client.pid, client.uid, client.gid)
 
     def task_for_control(self, client: Client) -> GuestTask | None:
-        """The client's task; None where the guest is so broken that it can't have one."""
+        """Return the client's task; None if the guest is so broken that it can't have one."""
         try:
             return self._guest.processes.task_of(client.pid, client.uid, client.gid)
         except KernelError as error:
@@ -53,14 +58,14 @@ class ClientCalls:
         *,
         exists: bool = True,
     ) -> int:
-        """The client's own system call, by its task. Raises: KernelError (the guest's answer)."""
+        """Make the client's own system call, by its task. Raises: KernelError (the guest's answer)."""
         task = self.task(client)
         self._syscalls.set_umask(task, client.umask)
         lookup = HostLookup.EXISTS if exists else HostLookup.MISSING
         return self._syscalls.of_client(task, call, walks, lookup, hostfs)
 
     def on_descriptor(self, client: Client, call: ClientCall, fd: int) -> None:
-        """The client's own call on a descriptor, which is `fd` in the guest. Raises: as as_called()."""
+        """Make the client's own call on a descriptor, which is `fd` in the guest. Raises: as as_called()."""
         task = self.task(client)
         with self._syscalls.numbered(task, call.fd, fd):
             self._syscalls.of_client(task, call)
@@ -68,7 +73,7 @@ class ClientCalls:
     def open(
         self, client: Client, task: GuestTask, path: str, flags: int, serve: HostfsHandler
     ) -> tuple[int, int | None]:
-        """open(2) of a file of ours in the guest: its descriptor there, and what the process calls it."""
+        """Open a control file in the guest; return its descriptor there, and what the process calls it."""
         call = self._guest.client_call(client.pid, client.uid)
         if call is None or call.name not in OPENS:
             return self._syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve), None
@@ -76,3 +81,35 @@ class ClientCalls:
         with self._syscalls.numbered(task, number):
             fd = self.as_called(client, call, [path], serve)
             return (fd if number is None else self._syscalls.real_fd(task)), number
+
+    def looked_up(self, client: Client, path: str, found: Stat | None, on_file: OnFile) -> None:
+        """Repeat a client's call that ends with the lookup of `path`.
+
+        What comes of it is the guest's affair: the host has its own answer.
+        """
+        call = self._guest.client_call(client.pid, client.uid)
+        if call is None:
+            return
+        with suppress(KernelError):
+            if call.fd is not None:
+                on_file(client, path, None, ATTRIBUTE_CALLS)
+            elif (walks := walks_at_end(call, path, found)) is not None:
+                self.as_called(client, call, walks, exists=found is not None)
+
+    def chdir(self, client: Client, path: str) -> None:
+        """Repeat a client's change of its working directory, if it says so; the guest can't refuse."""
+        call = self._guest.client_call(client.pid, client.uid)
+        if call is None or call.name not in ("chdir", "fchdir"):
+            return
+        with suppress(KernelError):
+            if call.name == "chdir":
+                self.as_called(client, call, [path])
+            else:
+                self._syscalls.with_path(self.task(client), "chdir", path)
+
+    def listed(self, client: Client, fd: int | None) -> None:
+        """Repeat a client's getdents64(2) on a directory, which is `fd` in the guest."""
+        call = self._guest.client_call(client.pid, client.uid)
+        if call is not None and call.name == "getdents64" and fd is not None:
+            with suppress(KernelError):
+                self.on_descriptor(client, call, fd)

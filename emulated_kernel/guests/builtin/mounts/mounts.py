@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from emulated_kernel.guests.builtin.guest import Guest
-from emulated_kernel.guests.builtin.mounts.guest_mount import GuestMount
+from emulated_kernel.guests.builtin.mounts.builtin_calls import BuiltinCalls
+from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
+from emulated_kernel.guests.builtin.mounts.scratch_fs import ScratchFs
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.limits import Limits
+from emulated_kernel.vfs.control_fs import ControlFs
 from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.filesystem import FileSystem
+from emulated_kernel.vfs.mount import Mount
+
+GUESTS_OWN = ("/scratch", "/dev")
+"""Directories whose files are the guest's own."""
+LASTING = ("kprobes", "machine", "scratch", "tracing")
+"""Directories of the root that are there whichever kernel is booted."""
+
+
+def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, FileSystem]:
+    """Return prefix -> file system, for a mount that shows `files`, and what they show of the guest's own."""
+    clients = ClientCalls(guest)
+    names = files.root.names()
+    table: dict[str, FileSystem] = {"/": ControlFs(files, lock, BuiltinCalls(guest, clients))}
+    for number, top in enumerate(GUESTS_OWN, start=1):
+        # None is there if tracefs is the root.
+        if top[1:] in names:
+            table[top] = ScratchFs(guest, clients, top, number, lock)
+    return table
 
 
 class Mounts:
@@ -17,23 +39,25 @@ class Mounts:
         self._guest = guest
         self._lock = lock
         self._limits = limits
-        self._mounts: list[GuestMount] = []
+        self._mounts: list[Mount] = []
         text.before_first_change.append(self._open_in_guest)
 
-    def add(self, files: NodeTree) -> GuestMount:
-        """A new one that shows `files`."""
+    def add(self, files: NodeTree) -> Mount:
+        """Return a new one that shows `files`."""
         self._lock.assert_held()
-        mount = GuestMount(files, self._guest, self._lock, self._limits)
+        table = mount_table(files, self._guest, self._lock)
+        # No clients_own: calls of clients that end in a lookup must be seen, so each lookup is asked for.
+        mount = Mount(table, limits=self._limits, lasting=LASTING)
         self._mounts.append(mount)
         return mount
 
-    def adopt_mount(self, mount: GuestMount, files: NodeTree) -> None:
-        """A mount of the kernel that this one succeeds shows `files`, of this kernel, from now on."""
+    def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
+        """Let a mount of the kernel that this one succeeds show `files`, of this kernel, from now on."""
         self._lock.assert_held()
-        mount.serve(files, self._guest)
+        mount.replace(mount_table(files, self._guest, self._lock))
         self._mounts.append(mount)
 
     def _open_in_guest(self) -> None:
-        """Text is about to change: what the mounts have open is opened in the guest too."""
+        """Open in the guest what the mounts have open: its text is about to change."""
         for mount in self._mounts:
             mount.open_in_guest()

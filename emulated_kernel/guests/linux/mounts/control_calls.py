@@ -1,4 +1,4 @@
-"""ControlCalls: clients' calls on files of ours as system calls of their tasks in a distribution's kernel.
+"""LinuxControlCalls: clients' calls on control files, as system calls of tasks in a distribution's kernel.
 
 In the guest's root are directories and files whose operations are code of the host's: what is looked up in
 one of those directories is one of the two again, as our tree has it, and what is done with a file comes back
@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from errno import EINTR, EIO
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
-from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, LinuxTasks, Service
+from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, Service
 from emulated_kernel.guests.linux.initramfs import TRACEFS
-from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
-from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError, WouldBlock
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.vfs.control_fs import ControlDirectory, ControlFile, GuestCalls, PendingWrite
 from emulated_kernel.vfs.core.chunked_write import RunOnce
+from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory
-from emulated_kernel.vfs.core.node_tree import NodeTree
 
 log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10
@@ -100,74 +98,96 @@ _TOPS = {
 _MASK = (1 << 64) - 1
 
 
-@dataclass(eq=False)
-class GuestFileHandle:
-    """The guest's share in an open file of ours."""
+class LinuxControlCalls(GuestCalls):
+    """See GuestCalls. While the guest's text is patched; else nobody would see a call, and none is made.
 
-    path: str
-    flags: int
-    fd: int | None = None
-    """None where it has none: it wasn't watched at the open, was dead, or had no room."""
-    task: LinuxTask | None = None
-    """Whose call was the last one on it."""
-
-
-class ControlCalls:
-    """While the guest's text is patched; else nobody would see a call, and none is made.
-
-    Needs the control lock. What the guest refuses is no matter of a file of ours: only WouldBlock is raised.
+    The host answers all the same while the client's task is the current one, whatever becomes of the guest.
     """
+
+    sees_lookups = False
 
     def __init__(
         self,
-        tasks: LinuxTasks,
-        machine: ProbedLinux,
-        kernel: LinuxKernel,
-        files: NodeTree,
+        guest: LinuxGuest,
+        engine: LinuxEngine,
         *,
         is_tracefs: bool,
         is_refused: bool = False,
     ) -> None:
-        """`files`: ours. `is_tracefs`: their root is the guest's tracefs. `is_refused`: no call is made."""
-        self._tasks = tasks
-        self._machine = machine
-        self._memory = machine.memory
-        self._kernel = kernel
-        self._syscalls = LinuxSyscalls(tasks)
-        self._files = files
+        """`is_tracefs`: the root of our files is the guest's tracefs. `is_refused`: no call is made."""
+        self.guest = guest
+        self._tasks = guest.tasks
+        self.engine = engine
+        self._machine = engine.machine
+        self._memory = engine.machine.memory
+        self._kernel = engine.kernel
+        self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
         """Of a file and of a directory."""
         self._is_ready = False
         self._is_refused = is_refused
-        self.released: list[GuestFileHandle] = []
-        """What is to be closed in the guest."""
-        self._asleep: WeakKeyDictionary[LinuxTask, int] = WeakKeyDictionary()
-        """Handles of the files for which tasks wait in their calls."""
+        self._asleep: WeakKeyDictionary[LinuxTask, ControlFile] = WeakKeyDictionary()
+        """Task that waits in a call -> its file."""
         self._arguments: dict[int, tuple[int, int]] = {}
         """The first two of a call that waits, by its task's address."""
+
+    @property
+    def is_dead(self) -> bool:
+        """See GuestCalls."""
+        return self.guest.is_dead
 
     @property
     def is_watched(self) -> bool:
         """Whether a system call could be noticed."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
-    # What files of ours do
+    @contextmanager
+    def request(self, client: Client) -> Iterator[LinuxTask | None]:
+        """See GuestCalls.
 
-    def open(self, task: LinuxTask | None, part: GuestFileHandle, once: RunOnce[Any]) -> None:
-        """open(2); `part` has a descriptor afterwards if the guest has its share."""
-        part.task = task
-        if task is not None and self._can_call(task):
-            part.fd = self._called(
-                partial(self._opened, task, part, self._service(task, once, partial(self._goes_on, part)))
-            )
+        It yields the client's task, which is the current one; None if there can't be one.
+        """
+        guest = self.guest
+        if guest.is_closed:
+            guest.check_open()
+        # It may let the guest run: whoever is the current task afterwards.
+        if guest.begins is not None:
+            guest.begins()
+        task = None
+        try:
+            if not self._tasks.machine.death:
+                with suppress(KernelError, GuestFault):
+                    if self.is_watched:
+                        guest.closes.flush()
+                    guest.control_closes.flush()
+                    task = guest.clients.task_of(client)
+                    self._tasks.schedule_in(task)
+            yield task
+        finally:
+            for tell in guest.ended:
+                tell()
+            guest.see_free_pages()
 
-    def _opened(self, task: LinuxTask, part: GuestFileHandle, service: Service) -> int:
-        flags = part.flags & ~(os.O_CREAT | os.O_EXCL)
-        return self._syscalls.open(task, self._root + part.path, flags, service=service)
+    # What control files do
 
-    def open_unseen(self, parts: Iterable[GuestFileHandle]) -> None:
-        """The guest is about to be watched: it takes part in what is open from now on."""
+    def open(self, client: Client, file: ControlFile) -> None:
+        """See GuestCalls."""
+        tree = self.fs.tree
+        with self.request(client) as task:
+            once = RunOnce(lambda: tree.open(file.path, file.flags, client))
+            file.task = task
+            if task is not None and self._can_call(task):
+                service = self._service(task, once, partial(self._goes_on, file))
+                file.fd = self._called(partial(self._opened, task, file, file.flags, service))
+            file.inner = once()
+
+    def _opened(self, task: LinuxTask, file: ControlFile, flags: int, service: Service) -> int:
+        flags &= ~(os.O_CREAT | os.O_EXCL)
+        return self._syscalls.open(task, self._root + file.path, flags, service=service)
+
+    def open_unseen(self, files: Collection[ControlFile]) -> None:
+        """See GuestCalls. The task that is the current one is so again afterwards."""
         # A module that arrives has its probes armed by a callback: what is open goes unseen.
         if self._tasks.machine.death or self._tasks.machine.is_running:
             return
@@ -175,89 +195,95 @@ class ControlCalls:
         init = self._tasks.init
         with suppress(KernelError, GuestFault, Blocked):
             self._prepare()
-            for part in parts:
-                if part.fd is None and self._is_ready:
-                    service = self._service(init, RunOnce(lambda: None), partial(self._goes_on, part))
-                    part.fd = self._opened(init, replace(part, flags=part.flags & ~os.O_TRUNC), service)
+            for file in files:
+                if file.fd is None and self._is_ready:
+                    service = self._service(init, RunOnce(lambda: None), partial(self._goes_on, file))
+                    file.fd = self._opened(init, file, file.flags & ~os.O_TRUNC, service)
             if standing is not None:
                 self._tasks.schedule_in(standing)
 
-    def list_directory(self, task: LinuxTask | None, path: str) -> None:
-        """The client opens a directory and closes it."""
-        if task is None or not self._can_call(task):
+    def opendir(self, client: Client, directory: ControlDirectory) -> None:
+        """See GuestCalls. The guest opens and closes it."""
+        if not self.is_watched:
             return
-        with suppress(KernelError, GuestFault, Blocked):
-            fd = self._syscalls.open(task, self._root + path or "/", os.O_RDONLY | os.O_DIRECTORY)
-            self._syscalls.close(task, fd)
+        with self.request(client) as task:
+            if task is None or not self._can_call(task):
+                return
+            path = self._root + directory.path or "/"
+            with suppress(KernelError, GuestFault, Blocked):
+                fd = self._syscalls.open(task, path, os.O_RDONLY | os.O_DIRECTORY)
+                self._syscalls.close(task, fd)
 
-    def read(
-        self, task: LinuxTask | None, part: GuestFileHandle, handle: int, size: int, once: RunOnce[bytes]
-    ) -> None:
-        """read(2) of READ_SIZE at most. Raises: WouldBlock (as `once`; the task sleeps then)."""
+    def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
+        """See GuestCalls: READ_SIZE at most. Raises: WouldBlock (the task sleeps then)."""
+        with self.request(client) as task:
+            size = min(size, READ_SIZE)
+            once = RunOnce(lambda: file.inner.read(size, offset))
 
-        def begin(sleeping: LinuxTask) -> int:
-            return self._syscalls.begin_read(
-                sleeping, part.fd or 0, size, None, may_block=False,
-                service=self._service(sleeping, once, self._gets_or_returns),
-            )  # fmt: skip
+            def begin(sleeping: LinuxTask) -> int:
+                return self._syscalls.begin_read(
+                    sleeping, file.fd or 0, size, None, may_block=False,
+                    service=self._service(sleeping, once, self._gets_or_returns),
+                )  # fmt: skip
 
-        self._transfer(task, part, handle, once, begin)
+            self._transfer(task, file, once, begin)
+            return once()
 
-    def write(
-        self, task: LinuxTask | None, part: GuestFileHandle, handle: int, data: bytes, once: RunOnce[int]
-    ) -> None:
-        """write(2). Raises: WouldBlock, as read()."""
+    def write(self, write: PendingWrite) -> int:
+        """See GuestCalls. Each step is a request. Raises: WouldBlock, as read()."""
+        with self.request(write.client) as task:
+            if write.plan is None:
+                write.plan = RunOnce(write.by_piece)
+            once = cast("RunOnce[int]", write.plan)
 
-        def begin(sleeping: LinuxTask) -> int:
-            service = self._service(sleeping, once, self._gets_or_returns)
-            return self._syscalls.write(sleeping, part.fd or 0, data, None, service)
+            def begin(sleeping: LinuxTask) -> int:
+                service = self._service(sleeping, once, self._gets_or_returns)
+                return self._syscalls.write(sleeping, write.file.fd or 0, write.data, None, service)
 
-        self._transfer(task, part, handle, once, begin)
+            # What reads files of the host makes other calls by the client's task.
+            if not write.is_prepared:
+                self._transfer(task, write.file, once, begin)
+            return once()
 
     def _transfer(
         self,
         task: LinuxTask | None,
-        part: GuestFileHandle,
-        handle: int,
+        file: ControlFile,
         once: RunOnce[Any],
         begin: Callable[[LinuxTask], int],
     ) -> None:
-        part.task = task or part.task
-        if task is not None and task.waits and self._asleep.get(task) == handle:
+        file.task = task or file.task
+        if task is not None and task.waits and self._asleep.get(task) is file:
             # The same call, which is asked for again.
             task.service = self._service(task, once, self._gets_or_returns)
             begin = self._tasks.wait_for_result
-        elif task is None or part.fd is None or not self._can_call(task):
+        elif task is None or file.fd is None or not self._can_call(task):
             return
         self._asleep.pop(task, None)
         try:
             self._called(partial(begin, task))
         except WouldBlock:
-            self._asleep[task] = handle
+            self._asleep[task] = file
             raise
 
-    def is_waited_for(self, handle: int) -> bool:
-        """Whether a task waits in a call on that file."""
-        return handle in self._asleep.values()
+    def give_up(self, client: Client, file: ControlFile, error: int) -> None:
+        """See GuestCalls."""
+        if not any(each is file for each in self._asleep.values()):
+            return
+        with self.request(client) as task:
+            if task is not None and task.waits and self._asleep.get(task) is file:
+                del self._asleep[task]
+                task.service = lambda: partial(self._returns, task, -error)
+                self._called(partial(self._tasks.wait_for_result, task))
 
-    def give_up(self, task: LinuxTask | None, handle: int, error: int) -> None:
-        """The client doesn't wait any more: its call returns this errno."""
-        if task is not None and task.waits and self._asleep.get(task) == handle:
-            del self._asleep[task]
-            task.service = lambda: partial(self._returns, task, -error)
-            self._called(partial(self._tasks.wait_for_result, task))
+    def release(self, file: ControlFile | ControlDirectory) -> None:
+        """See GuestCalls. The guest does so before the next request, by who has used it last."""
+        if isinstance(file, ControlFile):
+            self.guest.control_closes.defer(file)
 
-    def release(self, part: GuestFileHandle) -> None:
-        """The last descriptor was closed; the guest does so in front of the next request."""
-        if part.fd is not None:
-            self.released.append(part)
-
-    def close_released(self) -> None:
-        """By who has used them last."""
-        while self.released:
-            part = self.released.pop(0)
-            with suppress(KernelError, GuestFault):
-                self._syscalls.close(part.task or self._tasks.init, part.fd or 0)
+    def close(self) -> None:
+        """See GuestCalls."""
+        self.guest.close()
 
     def _can_call(self, task: LinuxTask) -> bool:
         return self._is_ready and self.is_watched and task.alive and not task.pending
@@ -273,7 +299,7 @@ class ControlCalls:
     def _service(
         self, task: LinuxTask, once: RunOnce[Any], answer: Callable[[LinuxTask, Any], None]
     ) -> Service:
-        """Does it; then `answer` puts into the registers what it gave, or its errno is the call's."""
+        """Return what does it; `answer` puts its result into the registers, or an errno ends the call."""
 
         def serve() -> Callable[[], None]:
             try:
@@ -288,15 +314,15 @@ class ControlCalls:
 
         return serve
 
-    def _goes_on(self, part: GuestFileHandle, task: LinuxTask, _result: object) -> None:
-        """A file is open."""
+    def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
+        """Let the call go on with an open file."""
         regs = self._machine.regs
         regs.di, regs.si = self._arguments.pop(task.address)
-        is_stream = part.path.rpartition("/")[2] in _STREAMS
+        is_stream = file.path.rpartition("/")[2] in _STREAMS
         regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
 
     def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
-        """Data go to the task's buffer, as from any file; a number is what its call returns."""
+        """Copy data to the task's buffer, as from any file; a number is what its call returns."""
         if not isinstance(result, bytes) or not result:
             self._returns(task, result or 0)
             return
@@ -328,13 +354,13 @@ class ControlCalls:
             self._return(-EINTR)
 
     def _looks_up(self, regs: Any) -> None:
-        """The kernel has looked for a name, and found none: there is what our tree has."""
+        """Give the kernel what our tree has: it has looked for a name, and found none."""
         regs.ip = self._code + _LOOKUP_ENDS
         if regs.ax:
             return
         dentry = regs.bx
         with suppress(KernelError, MemoryFault):
-            node = self._files.lookup(self._path(dentry).removeprefix(self._root))
+            node = self.fs.tree.lookup(self._path(dentry).removeprefix(self._root))
             inode = self._inodes[isinstance(node, Directory)]
             count = inode + self._offsets["inode.i_count"]
             uses = int.from_bytes(self._memory.read(count, 4), "little")
@@ -344,7 +370,7 @@ class ControlCalls:
             regs.ip = self._code + _LOOKED_UP + 1
 
     def _path(self, dentry: int) -> str:
-        """Raises: MemoryFault."""
+        """Return the path of a dentry. Raises: MemoryFault."""
         word = self._memory.read_word
         offset = self._offsets
         names = list[bytes]()
@@ -374,7 +400,7 @@ class ControlCalls:
         self._is_refused = False
 
     def _make(self) -> None:
-        """Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault."""
+        """Make them. Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault."""
         kernel = self._kernel
         machine = self._machine
         symbols = {name: kernel.required(name) for name in _SYMBOLS}

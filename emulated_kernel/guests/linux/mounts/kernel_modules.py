@@ -23,7 +23,7 @@ class KernelModules:
         self._files = files
 
     def prepared(self, data: bytes, refused: Collection[str] = ()) -> Callable[[LinuxTask, str], None]:
-        """What a write will do in its writer's task; files are read before, without the control lock.
+        """Return what a write will do in its writer's task; files are read now, without the control lock.
 
         Takes what /proc/modules shows. `refused`: functions that no module may use, which would be EPERM.
         Raises: KernelError EINVAL, ENOENT, ENOEXEC, others of a file.

@@ -1,0 +1,268 @@
+"""BuiltinCalls: what clients do with control files, as system calls of their tasks in kprobefs's own kernel.
+
+A file is opened, read and written by the guest's own system calls, whose file operations come back to the
+file. While nothing in the guest's text is patched nobody could see those calls, and none is made. When the
+guest is dead none is made either: whoever asks why it died has to get an answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls, unless_deadlock
+from emulated_kernel.guests.builtin.runner.guest_runner import DeferToGuest, GuestTask
+from emulated_kernel.util.abi import HostfsOp
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.control_fs import ControlDirectory, ControlFile, GuestCalls, PendingWrite
+from emulated_kernel.vfs.core.chunked_write import RunOnce
+from emulated_kernel.vfs.core.client import Client, Stat
+from emulated_kernel.vfs.core.open_file import OpenFile
+
+
+class BuiltinCalls(GuestCalls):
+    """See GuestCalls. A request begins with `ClientCalls.task` or `ClientCalls.task_for_control`."""
+
+    def __init__(self, guest: Guest, clients: ClientCalls) -> None:
+        self._guest = guest
+        self._clients = clients
+        self._patched = guest.patched
+        self._runner = guest.runner
+
+    @property
+    def is_dead(self) -> bool:
+        """See GuestCalls."""
+        return self._runner.is_dead
+
+    @property
+    def sees_lookups(self) -> bool:
+        """See GuestCalls. As Guest.is_watched, without a call of it where nothing is patched."""
+        return bool(self._patched) and not self._runner.is_dead
+
+    def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
+        """See GuestCalls."""
+        self._clients.looked_up(client, path, found, self.on_file)
+
+    def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
+        """See GuestCalls."""
+        call = self._guest.client_call(client.pid, client.uid)
+        if call is None or call.fd is None or call.name not in names:
+            return
+        if file is None:
+            open_files = self.fs.files()
+            file = next((found for found in open_files if found.path == path and found.fd is not None), None)
+        if file is not None and file.fd is not None:
+            self._clients.on_descriptor(client, call, file.fd)
+
+    def tell(
+        self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
+    ) -> None:
+        """See GuestCalls; the guest has nothing to do there."""
+        call = self._guest.client_call(client.pid, client.uid)
+        if call is None:
+            return
+        with suppress(KernelError):
+            if call.name in names and len(call.paths) == 1 + len(more):
+                exists = call.name not in ("mknod", "mknodat")
+                self._clients.as_called(client, call, [path, *more], exists=exists)
+            else:
+                self.on_file(client, path, None, by_fd)
+
+    def chdir(self, client: Client, path: str) -> None:
+        """See GuestCalls."""
+        self._clients.chdir(client, path)
+
+    # Open files
+
+    def open(self, client: Client, file: ControlFile) -> None:
+        """See GuestCalls."""
+        task = None if self._runner.is_dead else self._clients.task_for_control(client)
+        if task is None or not self.sees_lookups:
+            file.inner = self.fs.tree.open(file.path, file.flags, client)
+        else:
+            self._open_with(client, task, file)
+
+    def _open_with(self, client: Client, task: GuestTask, file: ControlFile) -> None:
+        """Open it by the guest's call, too."""
+        tree = self.fs.tree
+        path = file.path
+        flags = file.flags
+        opened = RunOnce(lambda: tree.open(path, flags, client))
+
+        def execute() -> int:
+            opened()
+            return 0
+
+        def serve(op: int, _buffer: int, _count: int) -> int:
+            if op != HostfsOp.OPEN:
+                return 0
+            # What a definitions file holds goes with O_TRUNC, and its directories in the guest.
+            if flags & os.O_TRUNC and tree.runs_guest(path):
+                raise DeferToGuest(execute)
+            opened()
+            return 0
+
+        fd = None
+        number = None
+        try:
+            fd, number = self._clients.open(client, task, path, flags, serve)
+        except KernelError as error:
+            unless_deadlock(error)
+        file.inner = opened.answer if opened.is_done else opened()
+        file.fd = fd
+        file.number = number
+
+    def open_unseen(self, files: Collection[ControlFile]) -> None:
+        """See GuestCalls.
+
+        If the guest has no room for a file, it takes no part in it: that must not keep a probe from being
+        armed.
+        """
+        if self._runner.is_dead or self._runner.is_busy:
+            return
+        with suppress(KernelError):
+            for file in files:
+                if file.fd is None:
+                    file.fd = self._guest.open_file(file.path, file.flags)
+
+    def opendir(self, client: Client, directory: ControlDirectory) -> None:
+        """See GuestCalls. A guest without room for it keeps nobody from listing."""
+        if self._runner.is_dead:
+            return
+        task = self._clients.task_for_control(client)
+        if task is None or not self.sees_lookups:
+            return
+        flags = os.O_RDONLY | os.O_DIRECTORY
+        with suppress(KernelError):
+            directory.fd, directory.number = self._clients.open(
+                client, task, directory.path, flags, lambda _op, _buffer, _count: 0
+            )
+
+    def listed(self, client: Client, directory: ControlDirectory) -> None:
+        """See GuestCalls."""
+        self._clients.listed(client, directory.fd)
+
+    def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
+        """See GuestCalls. Raises: WouldBlock (the task sleeps in its call then)."""
+        inner = file.inner
+        if file.fd is None or not self.sees_lookups:
+            return inner.read(size, offset)
+        produce = RunOnce(lambda: inner.read(size, offset))
+        task = self._clients.task_for_control(client)
+        if task is not None:
+            try:
+                number = self._number(client, file)
+                data = self._guest.read_file(task, file.fd, size, produce, number)
+                if produce.is_done:
+                    return data
+            except KernelError as error:
+                unless_deadlock(error)
+        return produce()
+
+    def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
+        """See GuestCalls. Linux: no vfs_read is in the way of a splice, so the guest has no part in it."""
+        del client
+        return file.inner.read_page(size)
+
+    def _number(self, client: Client, file: ControlFile) -> int | None:
+        """Return what the client that reads or writes calls its descriptor."""
+        call = self._guest.client_call(client.pid, client.uid)
+        return file.number if call is None or call.fd is None else call.fd
+
+    def write(self, write: PendingWrite) -> int:
+        """See GuestCalls.
+
+        Whether the guest takes part is decided at the first step, for the whole write(2).
+        """
+        if write.plan is None:
+            write.plan = self._plan(write)
+        return write.plan()
+
+    def _plan(self, write: PendingWrite) -> Callable[[], int]:
+        inner = write.inner
+        fd = write.file.fd
+        if fd is None or not self.sees_lookups or inner.node.replaces_kernel:
+            if inner.node.notes_writer and not self._runner.is_dead:
+                self._enter(write.client)
+            return write.by_piece
+        consume = RunOnce(write.by_piece)
+        return partial(self._write, write, fd, self._in_guest(inner, consume), consume)
+
+    def _write(self, write: PendingWrite, fd: int, served: Callable[[], int], consume: RunOnce[int]) -> int:
+        task = self._clients.task_for_control(write.client)
+        if task is not None:
+            try:
+                number = self._number(write.client, write.file)
+                taken = self._guest.write_file(task, fd, write.data, served, write.kept, number)
+                if consume.is_done:
+                    return taken
+            except KernelError as error:
+                unless_deadlock(error)
+        return consume()
+
+    def _enter(self, client: Client) -> None:
+        """Make the client's task the one that runs, if the guest can."""
+        task = self._clients.task_for_control(client)
+        try:
+            if task is not None:
+                self._guest.enter(task)
+        except KernelError as error:
+            unless_deadlock(error)
+
+    @staticmethod
+    def _in_guest(inner: OpenFile, consume: Callable[[], int]) -> Callable[[], int]:
+        """Return what the guest's vfs_write comes back for."""
+
+        def elsewhere() -> int:
+            raise DeferToGuest(consume)
+
+        return elsewhere if inner.node.runs_guest else consume
+
+    def give_up(self, client: Client, file: ControlFile, error: int) -> None:
+        """See GuestCalls."""
+        if file.fd is not None:
+            with suppress(KernelError):
+                self._guest.give_up(self._guest.processes.known(client.pid), error)
+
+    def release(self, file: ControlFile | ControlDirectory) -> None:
+        """See GuestCalls."""
+        if file.fd is not None and not self._runner.is_dead:
+            with suppress(KernelError):
+                self._guest.close_file(file.fd, file.number)
+
+    # Names
+
+    def change(
+        self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
+    ) -> None:
+        """See GuestCalls; the guest's system call comes back for it."""
+        if not self.sees_lookups:
+            act()
+            return
+        changed = RunOnce(act)
+
+        def execute() -> int:
+            changed()
+            return 0
+
+        def serve(_op: int, _buffer: int, _count: int) -> int:
+            raise DeferToGuest(execute)
+
+        try:
+            task = self._clients.task(client)
+            call = self._guest.client_call(client.pid, client.uid)
+            if call is not None and call.name in names:
+                self._clients.as_called(client, call, [path], serve, exists=not args)
+            else:
+                self._guest.syscalls.with_path(task, names[0], path, *args, hostfs=serve)
+        except KernelError as error:
+            unless_deadlock(error)
+        changed()
+
+    def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
+        """See GuestCalls."""
+        self.tell(client, path, ("truncate",))
+        act()

@@ -1,0 +1,478 @@
+"""ScratchFs: the guest's own file systems, such as scratch/; a request is a system call of a task."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
+
+from emulated_kernel.guests.builtin.guest import Guest
+from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
+from emulated_kernel.guests.builtin.mounts.path_walk import OPENS
+from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
+from emulated_kernel.guests.builtin.runner.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
+from emulated_kernel.guests.common.client_call import ClientCall
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
+from emulated_kernel.vfs.core.client import GONE, INO_SPACES, Client, DirEntry, Stat, still_there
+from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
+
+UTIME_NOW = UTIME_OMIT + 1
+"""A file's time becomes the present."""
+
+
+class ScratchFile(FileDescription):
+    """An open file of the guest, or a directory that is open in it."""
+
+    __slots__ = ("fd", "number", "position")
+
+    fs: ScratchFs
+
+    def __init__(self, fs: ScratchFs, fd: int, path: str, flags: int, number: int | None = None) -> None:
+        """Describe `fd`; `number` is what the process that opened the file calls it, if that is known."""
+        self.fs = fs
+        self.path = path
+        self.flags = flags
+        self.error = 0
+        self.handle = 0
+        self.fd = fd
+        self.number = number
+        self.position = 0
+        """Where its file position stands."""
+
+    def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileDescription."""
+        fs = self.fs
+        with fs.lock:
+            self.check()
+            if client is not None and fs.guest.is_watched:
+                with suppress(KernelError):
+                    fs.on_file(client(), self.path, self, ATTRIBUTE_CALLS)
+            return fs.look_fd(self.fd)
+
+    def read(self, client: Client, size: int, offset: int) -> bytes:
+        """Let the task read on where the client reads on, or says so; else from that offset (pread64)."""
+        with self.fs.lock:
+            if self.error:
+                raise self.gone()
+            return self.fs.read(client, self, size, offset)
+
+    def write(self, client: Client, data: bytes, offset: int) -> int:
+        """Let the task write on where the client writes on, or says so; else at that offset (pwrite64)."""
+        with self.fs.lock:
+            if self.error:
+                raise self.gone()
+            return self.fs.write(client, self, data, offset)
+
+    def fsync(self, client: Client) -> None:
+        """See FileDescription. What is in memory only is where it belongs."""
+        with self.fs.lock:
+            self.check()
+            self.fs.on_file(client, self.path, self, ("fsync", "fdatasync"))
+
+    def ftruncate(self, client: Client, size: int) -> None:
+        """See FileDescription."""
+        with self.fs.lock:
+            self.check()
+            self.fs.ftruncate(client, self, size)
+
+    def release(self) -> None:
+        """See FileDescription. Lock: takes."""
+        with self.fs.lock:
+            self.fs.opened.pop(self, None)
+            if not self.error:
+                self.fs.close_file(self)
+
+
+class ScratchDirectory(OpenDirectory):
+    """An open directory of the guest."""
+
+    __slots__ = ("file",)
+
+    fs: ScratchFs
+
+    def __init__(self, fs: ScratchFs, path: str) -> None:
+        super().__init__(fs, path)
+        self.file: ScratchFile | None = None
+        """Open in the guest; None if nobody could see it there."""
+
+    def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileDescription."""
+        fs = self.fs
+        with fs.lock:
+            if client is not None and fs.guest.is_watched:
+                with suppress(KernelError):
+                    fs.on_file(client(), self.path, None, ATTRIBUTE_CALLS)
+            return fs.look(still_there(self.path))
+
+    def listed(self, client: Client) -> None:
+        """See OpenDirectory."""
+        with self.fs.lock:
+            self.fs.calls.listed(client, self.file.fd if self.file is not None else None)
+
+    def release(self) -> None:
+        """See FileDescription. Lock: takes."""
+        with self.fs.lock:
+            self.fs.opened.pop(self, None)
+            if self.file is not None:
+                self.file.release()
+
+
+class ScratchFs(FileSystem):
+    """The guest's /scratch or /dev.
+
+    Attributes are asked for by the host kernel's path walks, which are no system calls: nobody sees the
+    answers made. What a process did, its task does: that very call where it is known, else what the request
+    stands for.
+    """
+
+    guest: Guest
+
+    def __init__(self, guest: Guest, calls: ClientCalls, top: str, number: int, lock: ControlLock) -> None:
+        """Show `top` of the guest. `number`: its own among the mount's file systems, 1 to INO_SPACES - 1."""
+        super().__init__(lock)
+        self._top = top
+        self._number = number
+        self.guest = guest
+        self.calls = calls
+        self._sys = guest.syscalls
+
+    def become(self, new: FileSystem) -> None:
+        """See FileSystem. Its files are gone with the guest before."""
+        assert isinstance(new, ScratchFs)
+        self.guest = new.guest
+        self.calls = new.calls
+        self._sys = new._sys
+        for opened in list(self.opened):
+            if isinstance(opened, ScratchDirectory):
+                opened.file = None
+            else:
+                opened.error = errno.ESTALE
+                del self.opened[opened]
+
+    def is_dead(self) -> bool:
+        """See FileSystem."""
+        with self.lock:
+            return self.guest.is_dead
+
+    def _task(self, client: Client) -> GuestTask:
+        self.guest.times.remember()
+        return self.guest.processes.task_of(client.pid, client.uid, client.gid)
+
+    # Names
+
+    def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileSystem."""
+        with self.lock:
+            if client is None or not self.guest.is_watched:
+                return self.look(path)
+            try:
+                found = self.look(path)
+            except KernelError:
+                self.calls.looked_up(client(), path, None, self.on_file)
+                raise
+            self.calls.looked_up(client(), path, found, self.on_file)
+            return found
+
+    def look(self, path: str) -> Stat:
+        """Return the attributes of a file. Lock: needs."""
+        return self._stat(self._sys.look(path))
+
+    def look_fd(self, fd: int) -> Stat:
+        """Return the attributes of an open file. Lock: needs."""
+        return self._stat(self._sys.look_fd(fd))
+
+    def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
+        """See FileSystem; what lies above the root is the mount's affair."""
+        del client
+        above = path if path == self._top else path.rpartition("/")[0]
+        with self.lock:
+            return [
+                *(
+                    DirEntry(name, stat.S_IFDIR, self.look(at).ino)
+                    for name, at in ((".", path), ("..", above))
+                ),
+                *(
+                    DirEntry(entry.name, _shown_kind(entry.kind), self._ino(entry.ino))
+                    for entry in self._sys.look_entries(path)
+                ),
+            ]
+
+    def readlink(self, client: Client, path: str) -> str:
+        """See FileSystem. A path walk asks for it, too."""
+        with self.lock:
+            self._as_called(client, ("readlink", "readlinkat"), path)
+            return self._sys.look_link(path)
+
+    def chdir(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.calls.chdir(client, path)
+
+    # Open files
+
+    def open(self, client: Client, path: str, flags: int) -> ScratchFile:
+        """See FileSystem."""
+        with self.lock:
+            return self._open(client, path, flags)
+
+    def create(self, client: Client, path: str, mode: int, flags: int) -> ScratchFile:
+        """See FileSystem."""
+        with self.lock:
+            return self._open(client, path, flags | os.O_CREAT, mode)
+
+    def opendir(self, client: Client, path: str) -> ScratchDirectory:
+        """See FileSystem. A guest without room for it keeps nobody from listing."""
+        with self.lock:
+            directory = ScratchDirectory(self, path)
+            if not self.guest.is_dead:
+                task = self.calls.task_for_control(client)
+                with suppress(KernelError):
+                    if task is not None and self.guest.is_watched:
+                        directory.file = self._open(client, path, os.O_RDONLY | os.O_DIRECTORY)
+            self.opened[directory] = None
+            return directory
+
+    def _open(self, client: Client, path: str, flags: int, mode: int = 0) -> ScratchFile:
+        """Have the guest open a file, or a directory if O_DIRECTORY is among the flags."""
+        call = self.guest.client_call(client.pid, client.uid)
+        task = self._task(client)
+        if call is None or call.name not in OPENS:
+            if flags & os.O_CREAT:
+                self._sys.set_umask(task, 0)
+            file = ScratchFile(self, self._sys.open(task, path, flags, mode), path, flags)
+            self.opened[file] = None
+            return file
+        number = self.guest.processes.next_fd(client.pid)
+        self._sys.set_umask(task, client.umask)
+        with self._sys.numbered(task, number):
+            fd = self._sys.of_client(task, call, [path])
+            real = fd if number is None else self._sys.real_fd(task)
+        file = ScratchFile(self, real, path, flags, number)
+        self.opened[file] = None
+        return file
+
+    def read(self, client: Client, file: ScratchFile, size: int, offset: int) -> bytes:
+        """See ScratchFile. Lock: needs."""
+        task = self._task(client)
+        call = self.guest.client_call(client.pid, client.uid)
+        if call is not None and call.fd is not None:
+            with self._sys.numbered(task, call.fd, file.fd):
+                self._follow(task, call, "read", file, offset)
+                return self._read(task, file, call.fd, size, offset, call.name == "pread64")
+        return self._read(task, file, file.fd, size, offset)
+
+    def _read(
+        self, task: GuestTask, file: ScratchFile, fd: int, size: int, offset: int, by_offset: bool = False
+    ) -> bytes:
+        if by_offset or offset != file.position:
+            return self._sys.read(task, fd, size, offset)
+        data = self._sys.read(task, fd, size)
+        file.position += len(data)
+        return data
+
+    def write(self, client: Client, file: ScratchFile, data: bytes, offset: int) -> int:
+        """See ScratchFile. Lock: needs."""
+        task = self._task(client)
+        call = self.guest.client_call(client.pid, client.uid)
+        if call is not None and call.fd is not None:
+            with self._sys.numbered(task, call.fd, file.fd):
+                self._follow(task, call, "write", file, offset)
+                return self._write(task, file, call.fd, data, offset, call.name == "pwrite64")
+        return self._write(task, file, file.fd, data, offset)
+
+    def _write(
+        self, task: GuestTask, file: ScratchFile, fd: int, data: bytes, offset: int, by_offset: bool = False
+    ) -> int:
+        if by_offset or offset != file.position:
+            return self._sys.write(task, fd, data, offset)
+        count = self._sys.write(task, fd, data)
+        file.position += count
+        return count
+
+    def _follow(self, task: GuestTask, call: ClientCall, name: str, file: ScratchFile, offset: int) -> None:
+        """FUSE doesn't tell of an lseek(2): it is seen by where the next read or write starts."""
+        if call.name != name or offset == file.position:
+            return
+        if not (name == "write" and file.flags & os.O_APPEND):
+            try:
+                self._sys.seek(task, call.fd or 0, offset)
+            except KernelError:
+                # The read or write says what is wrong with the offset.
+                return
+        file.position = offset
+
+    def close_file(self, file: ScratchFile) -> None:
+        """Close it in the guest. Lock: needs."""
+        if not self.guest.is_dead:
+            self.guest.close_file(file.fd, file.number)
+
+    def on_file(
+        self, client: Client, path: str, file: ScratchFile | None, names: Collection[str]
+    ) -> int | None:
+        """Make the client's call on a descriptor, if it is one of `names`; return its result."""
+        call = self.guest.client_call(client.pid, client.uid)
+        if call is None or call.fd is None or call.name not in names:
+            return None
+        file = file or self._opened_as(path, call.fd)
+        if file is None:
+            return None
+        task = self._task(client)
+        with self._sys.numbered(task, call.fd, file.fd):
+            result = self._sys.of_client(task, self._in_guest_time(call))
+        if call.name == "lseek":
+            file.position = result
+        return result
+
+    def _opened_as(self, path: str, number: int) -> ScratchFile | None:
+        """Return an open file that has this name now; if it can be, the one that a process calls `number`."""
+        try:
+            ino = self._sys.look(path).ino
+            files = [opened for opened in self.opened if isinstance(opened, ScratchFile)]
+            same = [found for found in files if self._sys.look_fd(found.fd).ino == ino]
+        except KernelError:
+            return None
+        return next((found for found in same if found.number == number), same[0] if same else None)
+
+    def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
+        """Do the call that the client waits in, if it is one of these."""
+        call = self.guest.client_call(client.pid, client.uid)
+        named = [text for _at, text in call.paths if text] if call is not None else []
+        if call is None or call.name not in names or len(named) != len(walks):
+            return False
+        task = self._task(client)
+        self._sys.set_umask(task, client.umask)
+        self._sys.of_client(task, self._in_guest_time(call), walks)
+        return True
+
+    def _in_guest_time(self, call: ClientCall) -> ClientCall:
+        """Return a call whose times are the guest's: utimensat(2) has the host's."""
+        times = call.data.get(2)
+        if call.name != "utimensat" or not times:
+            return call
+        words = list(struct.unpack("<4q", times))
+        for at in (0, 2):
+            if words[at + 1] not in (UTIME_NOW, UTIME_OMIT):
+                words[at : at + 2] = divmod(
+                    self.guest.times.to_guest(words[at] * 10**9 + words[at + 1]), 10**9
+                )
+        args = (*call.args[:3], call.args[3] & AT_SYMLINK_NOFOLLOW)
+        return replace(call, args=args, data={**call.data, 2: struct.pack("<4q", *words)})
+
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if not self._as_called(client, ("truncate",), path):
+                self._sys.truncate(self._task(client), path, size)
+
+    def ftruncate(self, client: Client, file: ScratchFile, size: int) -> None:
+        if self.on_file(client, file.path, file, ("ftruncate",)) is None:
+            self._sys.ftruncate(self._task(client), file.fd, size)
+
+    def mkdir(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if not self._as_called(client, ("mkdir", "mkdirat"), path):
+                self._make(client, "mkdir", path, mode)
+
+    def mknod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem. The host's kernel opens a FIFO or a socket by itself."""
+        if is_device(mode):
+            raise KernelError(errno.EPERM, path)
+        with self.lock:
+            if not self._as_called(client, ("mknod", "mknodat"), path):
+                self._make(client, "mknod", path, mode, 0)
+
+    def _make(self, client: Client, name: str, path: str, *args: int) -> None:
+        """Make a file; the mode has lost already what the client's umask takes."""
+        task = self._task(client)
+        self._sys.set_umask(task, 0)
+        self._sys.with_path(task, name, path, *args)
+
+    def rmdir(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if not self._as_called(client, ("rmdir", "unlinkat"), path):
+                self._sys.with_path(self._task(client), "rmdir", path)
+            self._moved(path, GONE)
+
+    def unlink(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if not self._as_called(client, ("unlink", "unlinkat"), path):
+                self._sys.with_path(self._task(client), "unlink", path)
+
+    def rename(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if not self._as_called(client, ("rename", "renameat2"), old, new):
+                self._sys.with_paths(self._task(client), "rename", old, new)
+            self._moved(old, new)
+
+    def link(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if not self._as_called(client, ("link", "linkat"), old, new):
+                self._sys.with_paths(self._task(client), "link", old, new)
+
+    def symlink(self, client: Client, path: str, target: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if not self._as_called(client, ("symlink", "symlinkat"), path):
+                self._sys.with_paths(self._task(client), "symlink", target, path)
+
+    def chmod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if self.on_file(client, path, None, ("fchmod",)) is None and not self._as_called(
+                client, ("chmod", "fchmodat"), path
+            ):
+                self._sys.with_path(self._task(client), "chmod", path, mode)
+
+    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if self.on_file(client, path, None, ("fchown",)) is None and not self._as_called(
+                client, ("chown", "lchown", "fchownat"), path
+            ):
+                self._sys.with_path(self._task(client), "lchown", path, uid & 0xFFFFFFFF, gid & 0xFFFFFFFF)
+
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """See FileSystem."""
+        with self.lock:
+            if self.on_file(client, path, None, ("utimensat",)) is None and not self._as_called(
+                client, ("utimensat",), path
+            ):
+                to_guest = self.guest.times.to_guest
+                atime, mtime = (None if time is None else to_guest(time) for time in (atime_ns, mtime_ns))
+                self._sys.utimens(self._task(client), path, atime, mtime)
+
+    def _ino(self, number: int) -> int:
+        return number * INO_SPACES + self._number
+
+    def _stat(self, guest: GuestStat) -> Stat:
+        wall = self.guest.times.to_wall
+        kind = stat.S_IFMT(guest.mode)
+        return Stat(
+            ino=self._ino(guest.ino),
+            mode=_shown_kind(kind) | stat.S_IMODE(guest.mode),
+            nlink=guest.nlink,
+            uid=guest.uid,
+            gid=guest.gid,
+            size=guest.size,
+            atime_ns=wall(guest.atime_ns),
+            mtime_ns=wall(guest.mtime_ns),
+            ctime_ns=wall(guest.ctime_ns),
+            blocks=guest.blocks,
+            rdev=0 if kind == stat.S_IFCHR else guest.rdev,
+        )
+
+
+def _shown_kind(kind: int) -> int:
+    """Show a device as a file: with its own type the host would ask a driver of its own for it."""
+    return stat.S_IFREG if kind == stat.S_IFCHR else kind

@@ -1,0 +1,346 @@
+"""GuestFs: the files of a distribution's kernel; a request is a system call of the client's task."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from emulated_kernel.guests.linux.guest.syscalls import AT_REMOVEDIR, AT_SYMLINK_NOFOLLOW
+from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask
+from emulated_kernel.guests.linux.initramfs import TMPFS, TRACEFS
+from emulated_kernel.guests.linux.mounts.guest_paths import PATHS
+from emulated_kernel.guests.linux.mounts.linux_guest import POLLED, LinuxGuest, Request
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import GONE, INO_SPACES, STATUS_FLAGS, Client, DirEntry, Stat, StatFs
+from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
+
+_KEPT = 500
+"""Attributes that are remembered as they are shown."""
+
+
+class GuestFile(FileDescription):
+    """An open file of the guest; `flags` are as the guest has them."""
+
+    __slots__ = ("fd", "position", "seekable", "status", "task")
+
+    fs: GuestFs
+
+    def __init__(self, fs: GuestFs, path: str, flags: int, fd: int, task: LinuxTask, seekable: bool) -> None:
+        self.fs = fs
+        self.path = path
+        self.flags = flags
+        self.error = 0
+        self.handle = 0
+        self.fd: int = fd
+        self.task: LinuxTask | None = task
+        """Whose call was the last one on it."""
+        self.seekable = seekable
+        self.position = 0
+        self.status = flags & STATUS_FLAGS
+        """As the client has them."""
+
+    @property
+    def stream(self) -> bool:
+        """See FileDescription."""
+        return not self.seekable
+
+    def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileDescription."""
+        del client
+        guest = self.fs.guest
+        with guest.running:
+            return self.fs.known(guest.syscalls.fstat(self.fd))
+
+    def set_status_flags(self, flags: int) -> None:
+        """See FileDescription; the guest's file has them from the next read or write on."""
+        self.status = flags & STATUS_FLAGS
+
+    def read(self, client: Client, size: int, offset: int) -> bytes:
+        """See FileDescription. Raises: WouldBlock (the call sleeps in the guest)."""
+        guest = self.fs.guest
+        syscalls = guest.syscalls
+        with Request(guest, client) as task:
+            self.task = task
+            jumped = self.seekable and offset != self.position
+            may_block = not self.status & os.O_NONBLOCK
+            at = offset if jumped else None
+            if may_block and guest.clients.is_shared(task) and not syscalls.poll(self.fd, select.POLLIN):
+                raise WouldBlock
+
+            def begin() -> int:
+                if self.flags & STATUS_FLAGS != self.status:
+                    self._follow_flags(task)
+                return syscalls.begin_read(task, self.fd, size, at, may_block=may_block)
+
+            count = guest.slept(client, task, begin)
+            data = syscalls.read_data(task, count, size)
+            if not jumped:
+                self.position += count
+            return data
+
+    def _follow_flags(self, task: LinuxTask) -> None:
+        """Give the guest's file those of the client's."""
+        self.fs.guest.syscalls.set_status_flags(task, self.fd, self.status)
+        self.flags = self.flags & ~STATUS_FLAGS | self.status
+
+    def write(self, client: Client, data: bytes, offset: int) -> int:
+        """See FileDescription. Raises: WouldBlock (as read). Lock: takes."""
+        guest = self.fs.guest
+        syscalls = guest.syscalls
+        with Request(guest, client) as task:
+            self.task = task
+            appends = self.status & os.O_APPEND
+            jumped = self.seekable and not appends and offset != self.position
+
+            def begin() -> int:
+                if self.flags & STATUS_FLAGS != self.status:
+                    self._follow_flags(task)
+                return syscalls.write(task, self.fd, data, offset if jumped else None)
+
+            count = guest.slept(client, task, begin)
+            if appends:
+                # After the end, wherever that was: the offset is what the host takes for it.
+                self.position = syscalls.fstat(self.fd).size
+            elif not jumped:
+                self.position += count
+            return count
+
+    def wait(self, timeout: float) -> None:
+        """See FileDescription."""
+        self.fs.guest.wait(timeout)
+
+    def give_up(self, client: Client, error: int) -> None:
+        """See FileDescription; the task that sleeps in the call is killed."""
+        del error
+        self.fs.guest.give_up(client)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it hasn't been released."""
+        return self in self.fs.opened
+
+    def mask(self) -> int:
+        """Return its readiness. Lock: needs."""
+        return self.fs.guest.syscalls.poll(self.fd, POLLED)
+
+    def poll(self, notify: Callable[[], None] | None) -> int:
+        """See FileDescription."""
+        guest = self.fs.guest
+        with guest.running:
+            mask = self.mask()
+            if notify is not None:
+                guest.pollers[self] = mask, notify
+            return mask
+
+    def fsync(self, client: Client) -> None:
+        """Do nothing: what is in memory only is where it belongs."""
+
+    def ftruncate(self, client: Client, size: int) -> None:
+        """See FileDescription."""
+        guest = self.fs.guest
+        with Request(guest, client) as task:
+            guest.syscalls.ftruncate(task, self.fd, size)
+
+    def release(self) -> None:
+        """See FileDescription; the guest closes it before its next request. Lock: leaves."""
+        if self in self.fs.opened:
+            del self.fs.opened[self]
+            self.fs.guest.pollers.pop(self, None)
+            self.fs.guest.closes.defer(self)
+
+
+class GuestFs(FileSystem):
+    """Directories and files of a guest, at one or more prefixes of a mount."""
+
+    guest: LinuxGuest
+    clients_own = ("scratch",)
+    """No lookup there is anything to the guest, unlike in kprobefs's own kernel."""
+
+    def __init__(self, guest: LinuxGuest, paths: Mapping[str, str], number: int = 1) -> None:
+        """`paths`: prefix -> where that is in the guest.
+
+        `number`: its own among the file systems of the mount, 1 to INO_SPACES - 1.
+        """
+        super().__init__(guest.lock)
+        self.guest = guest
+        self._paths = paths
+        self._number = number
+        self._place: Callable[[str], str] = lru_cache(PATHS)(self._find)
+        """Where a file of the mount is in the guest."""
+        self.known: Callable[[Stat], Stat] = lru_cache(_KEPT)(self._shown)
+        """The guest's attributes of a file as they are shown."""
+
+    def _find(self, path: str) -> str:
+        prefix = path
+        while prefix not in self._paths:
+            prefix = prefix.rpartition("/")[0] or "/"
+        return (self._paths[prefix] + path[len(prefix.rstrip("/")) :]).rstrip("/")
+
+    def request(self, client: Client | None) -> Request:
+        """See FileSystem. It yields the client's task."""
+        assert client is not None
+        return Request(self.guest, client)
+
+    # Names
+
+    def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileSystem."""
+        del client
+        with self.guest.running:
+            return self.known(self.guest.syscalls.lstat(self._place(path)))
+
+    def _shown(self, found: Stat) -> Stat:
+        """Show root's files as the mounting user's, and devices as files: the host would ask a driver."""
+        kind = stat.S_IFMT(found.mode)
+        shown = self.guest.times.shown
+        return Stat(
+            found.ino * INO_SPACES + self._number,
+            stat.S_IMODE(found.mode) | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
+            found.nlink,
+            found.uid or self.guest.owner.uid,
+            found.gid or self.guest.owner.gid,
+            found.size,
+            shown(found.atime_ns),
+            shown(found.mtime_ns),
+            shown(found.ctime_ns),
+            found.blocks,
+        )
+
+    def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
+        """See FileSystem; in the order of their names."""
+        del client
+        with self.guest.running:
+            entries = self.guest.syscalls.listdir(self._place(path))
+        entries.sort(key=lambda entry: (entry.name not in (".", ".."), entry.name))
+        return [entry._replace(ino=entry.ino * INO_SPACES + self._number) for entry in entries]
+
+    def readlink(self, client: Client, path: str) -> str:
+        """See FileSystem."""
+        del client
+        with self.guest.running:
+            return self.guest.syscalls.readlink(self._place(path))
+
+    def open(self, client: Client, path: str, flags: int) -> FileDescription:
+        """See FileSystem."""
+        return self._open(client, path, flags & ~os.O_CREAT, 0)
+
+    def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
+        """See FileSystem."""
+        return self._open(client, path, flags | os.O_CREAT, mode)
+
+    def _open(self, client: Client, path: str, flags: int, mode: int) -> GuestFile:
+        guest = self.guest
+        with Request(guest, client, True) as task:
+            taken = guest.closes.taken
+            guest.closes.taken = None
+            closed = taken.fd if taken is not None else None
+            # Nothing here waits in open(2), but a FIFO in scratch/.
+            try:
+                fd = guest.syscalls.open(task, self._place(path), flags, mode, closed=closed)
+            except Blocked:
+                raise guest.unasked(client) from None
+            file = GuestFile(self, path, flags, fd, task, guest.syscalls.is_seekable(fd))
+            self.opened[file] = None
+            return file
+
+    def opendir(self, client: Client, path: str) -> OpenDirectory:
+        """See FileSystem. The guest opens and closes it; the mount lists it."""
+        syscalls = self.guest.syscalls
+        with self.request(client) as task:
+            syscalls.close(task, syscalls.open(task, self._place(path), os.O_RDONLY | os.O_DIRECTORY))
+        return super().opendir(client, path)
+
+    def statfs(self, path: str) -> StatFs:
+        """See FileSystem. Only scratch/ has something to count; nobody is asked for the rest."""
+        at = self._place(path)
+        if at != TMPFS and not at.startswith(f"{TMPFS}/"):
+            return StatFs()
+        with self.guest.running:
+            return self.guest.syscalls.statfs(at)
+
+    # Changes
+
+    def _change(self, client: Client, name: str, path: str, *arguments: int) -> None:
+        """Make a system call of the client's on a path."""
+        with self.request(client) as task:
+            self.guest.syscalls.on_path(task, name, self._place(path), *arguments)
+
+    def mkdir(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem; in instances/ it makes a trace array."""
+        self._change(client, "mkdirat", path, mode)
+
+    def rmdir(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        with self.request(client) as task:
+            self.guest.syscalls.on_path(task, "unlinkat", self._place(path), AT_REMOVEDIR)
+            self._moved(path, GONE)
+
+    def unlink(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        self._change(client, "unlinkat", path, 0)
+
+    def rename(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem."""
+        with self.request(client) as task:
+            self.guest.syscalls.on_paths(task, "renameat", self._place(old), self._place(new))
+            self._moved(old, new)
+
+    def link(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem."""
+        with self.request(client) as task:
+            self.guest.syscalls.on_paths(task, "linkat", self._place(old), self._place(new), 0)
+
+    def symlink(self, client: Client, path: str, target: str) -> None:
+        """See FileSystem."""
+        with self.request(client) as task:
+            self.guest.syscalls.symlink(task, self._place(path), target)
+
+    def mknod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        if is_device(mode):
+            raise KernelError(errno.EPERM, path)
+        self._change(client, "mknodat", path, mode, 0)
+
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        """See FileSystem."""
+        with self.request(client) as task:
+            self.guest.syscalls.truncate(task, self._place(path), size)
+
+    def chmod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        self._change(client, "fchmodat", path, mode)
+
+    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
+        """See FileSystem. The mounting user's files are root's."""
+        owner = self.guest.owner
+        uid = 0 if uid == owner.uid else uid
+        gid = 0 if gid == owner.gid else gid
+        words = uid & 0xFFFFFFFF, gid & 0xFFFFFFFF
+        self._change(client, "fchownat", path, *words, AT_SYMLINK_NOFOLLOW)
+
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """See FileSystem."""
+        kept = self.guest.times.kept
+        times = (None if time is None else kept(time) for time in (atime_ns, mtime_ns))
+        with self.request(client) as task:
+            self.guest.syscalls.utimens(task, self._place(path), *times)
+
+    def needs_closes(self, path: str) -> bool:
+        """See FileSystem. Lock: leaves."""
+        return self._place(path).startswith(f"{TRACEFS}/instances/")
+
+    # The end
+
+    def is_dead(self) -> bool:
+        """See FileSystem."""
+        with self.lock:
+            return self.guest.is_dead
+
+    def close(self) -> None:
+        """See FileSystem."""
+        super().close()
+        self.guest.close()

@@ -1,0 +1,106 @@
+"""VmcoreFs: the files of a dump as a file system; nothing can be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from emulated_kernel.guests.linux.vmcore.vmcore_files import VmcoreFiles
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
+
+FILES = "/files"
+Request = Callable[[Client | None], AbstractContextManager[None]]
+"""What anything that runs the guest is done in, for a client if one waits for it."""
+
+
+class VmcoreFile(FileDescription):
+    """An open file of the dump; each read opens it again in the guest."""
+
+    __slots__ = ()
+
+    fs: VmcoreFs
+
+    def read(self, client: Client, size: int, offset: int) -> bytes:
+        """See FileDescription."""
+        with self.fs.request(client):
+            return self.fs.files.read(self.fs.inside(self.path), size, offset)
+
+    def write(self, client: Client, data: bytes, offset: int) -> int:
+        """Raise EBADF: it is open for reading."""
+        del client, data, offset
+        raise KernelError(errno.EBADF, self.path)
+
+    def fsync(self, client: Client) -> None:
+        """Do nothing: nothing of it is unwritten."""
+
+
+class VmcoreFs(FileSystem):
+    """The files below /files. Each look at one runs the guest, so that it begins a request."""
+
+    is_read_only = True
+
+    def __init__(self, files: VmcoreFiles, request: Request, owner: Owner, lock: ControlLock) -> None:
+        super().__init__(lock)
+        self.files = files
+        self._request = request
+        self._owner = owner
+
+    def request(self, client: Client | None) -> AbstractContextManager[None]:
+        """See FileSystem."""
+        return self._request(client)
+
+    @staticmethod
+    def inside(path: str) -> str:
+        """Return where a file of the mount is in the dump."""
+        return path.removeprefix(FILES) or "/"
+
+    def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileSystem. Root's files are the mounting user's."""
+        with self.request(client() if client else None):
+            found = self.files.lstat(self.inside(path))
+        return found._replace(
+            ino=found.ino * INO_SPACES + 1,
+            mode=stat.S_IMODE(found.mode) & ~0o222 | _shown_kind(stat.S_IFMT(found.mode)),
+            uid=found.uid or self._owner.uid,
+            gid=found.gid or self._owner.gid,
+        )
+
+    def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
+        """See FileSystem."""
+        with self.request(client):
+            found = self.files.readdir(self.inside(path))
+        # Of some the file system says no kind, which says nothing wrong.
+        return [
+            entry._replace(ino=entry.ino * INO_SPACES + 1, kind=entry.kind and _shown_kind(entry.kind))
+            for entry in found
+        ]
+
+    def readlink(self, client: Client, path: str) -> str:
+        """See FileSystem."""
+        with self.request(client):
+            return self.files.readlink(self.inside(path))
+
+    def open(self, client: Client, path: str, flags: int) -> VmcoreFile:
+        """See FileSystem. Raises: KernelError EROFS."""
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            raise KernelError(errno.EROFS, path)
+        with self.request(client):
+            self.files.read(self.inside(path), 0, 0)
+        file = VmcoreFile(self, path, flags)
+        self.opened[file] = None
+        return file
+
+
+def _shown_kind(kind: int) -> int:
+    """Return the S_IFMT bits that the mount shows for those in the dump.
+
+    Hazard: all but directories, links and files the host opens itself, and waits at a FIFO.
+    """
+    return kind if kind in (stat.S_IFDIR, stat.S_IFLNK) else stat.S_IFREG

@@ -1,0 +1,574 @@
+"""ControlFs: kprobefs's own files as a file system, and GuestCalls: how a kind of guest takes part in it.
+
+A client's system call on a control file is answered by the host. As soon as a probe could notice that call,
+it is also made in the guest, by the client's task there. How that is done differs by the kind of guest.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from types import TracebackType
+from typing import Any, Self
+
+from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.changes import ChangeWatcher
+from emulated_kernel.vfs.core.chunked_write import ChunkedWrite, retry_yielding_lock
+from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, still_there
+from emulated_kernel.vfs.core.node import Directory
+from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece
+from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
+
+ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
+"""Calls that ask the host's kernel for the attributes of an open file."""
+_ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
+"""The limits are set below."""
+
+
+class ControlFile(FileDescription):
+    """An open control file, and the guest's descriptor for it."""
+
+    __slots__ = ("client", "fd", "inner", "number", "task")
+
+    fs: ControlFs
+
+    def __init__(self, fs: ControlFs, path: str, flags: int, client: Client) -> None:
+        self.fs = fs
+        self.path = path
+        self.flags = flags
+        self.error = 0
+        self.handle = 0
+        self.client = client
+        """Who has opened it."""
+        self.inner: OpenFile
+        """Its content; GuestCalls.open sets it."""
+        self.fd: int | None = None
+        """None if the guest has no part in it: it wasn't watched at the open, was dead, or had no room."""
+        self.number: int | None = None
+        """The descriptor as the process knows it that opened the file, if that is known."""
+        self.task: Any = None
+        """The guest's task whose call was the last one on it; only GuestCalls uses it."""
+
+    @property
+    def stream(self) -> bool:
+        """See FileDescription."""
+        return self.inner.stream
+
+    @property
+    def reads_host(self) -> bool:
+        """See FileDescription."""
+        return self.inner.node.reads_host and self.inner.writable
+
+    def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileDescription."""
+        fs = self.fs
+        with fs.lock:
+            self.check()
+            if client is not None and fs.calls.sees_lookups:
+                with suppress(KernelError):
+                    fs.calls.on_file(client(), self.path, self, ATTRIBUTE_CALLS)
+            return fs.tree.stat(self.inner.node)
+
+    def read(self, client: Client, size: int, offset: int) -> bytes:
+        """See FileDescription."""
+        with self.fs.lock:
+            if self.error:
+                raise self.gone()
+            return self.fs.calls.read(client, self, size, offset)
+
+    def read_page(self, client: Client, size: int, offset: int) -> bytes:
+        """See FileDescription."""
+        del offset
+        with self.fs.lock:
+            self.check()
+            return self.fs.calls.read_page(client, self, size)
+
+    def write(self, client: Client, data: bytes, offset: int) -> int:
+        """See FileDescription. Files of the host are read before, without the lock."""
+        if self.error:
+            raise self.gone()
+        inner = self.inner
+        prepared = inner.prepare(client, data) if inner.node.reads_host else None
+        with PendingWrite(client, self, inner, data, offset, prepared) as write:
+            return retry_yielding_lock(self.fs.lock, write.step)
+
+    def poll(self, notify: Callable[[], None] | None) -> int:
+        """See FileDescription."""
+        with self.fs.lock:
+            self.check()
+            return self.inner.poll(notify)
+
+    def wait(self, timeout: float) -> None:
+        """See FileDescription."""
+        self.inner.wait(timeout)
+
+    def give_up(self, client: Client, error: int) -> None:
+        """See FileDescription."""
+        with self.fs.lock:
+            self.check()
+            self.fs.calls.give_up(client, self, error)
+
+    def ftruncate(self, client: Client, size: int) -> None:
+        """Do nothing, whatever the size."""
+        del size
+        with self.fs.lock:
+            self.check()
+            with suppress(KernelError):
+                self.fs.calls.on_file(client, self.path, self, ("ftruncate",))
+
+    def set_status_flags(self, flags: int) -> None:
+        """See FileDescription."""
+        self.inner.set_status_flags(flags)
+
+    def release(self) -> None:
+        """See FileDescription. Lock: takes."""
+        fs = self.fs
+        with fs.lock:
+            if self.error:
+                return
+            del fs.opened[self]
+            fs.tree.release(self.inner)
+            if fs.watcher is not None:
+                fs.watcher.released(self.handle)
+            if self.fd is not None:
+                fs.calls.release(self)
+
+
+class ControlDirectory(OpenDirectory):
+    """An open directory of control files, and the guest's descriptor for it, as ControlFile."""
+
+    __slots__ = ("fd", "number")
+
+    fs: ControlFs
+
+    def __init__(self, fs: ControlFs, path: str) -> None:
+        super().__init__(fs, path)
+        self.fd: int | None = None
+        self.number: int | None = None
+
+    def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileDescription."""
+        fs = self.fs
+        with fs.lock:
+            if client is not None and fs.calls.sees_lookups:
+                with suppress(KernelError):
+                    fs.calls.on_file(client(), self.path, None, ATTRIBUTE_CALLS)
+            return fs.tree.getattr(still_there(self.path))
+
+    def listed(self, client: Client) -> None:
+        """See OpenDirectory."""
+        with self.fs.lock:
+            self.fs.calls.listed(client, self)
+
+    def release(self) -> None:
+        """See FileDescription. Lock: takes."""
+        with self.fs.lock:
+            self.fs.opened.pop(self, None)
+            if self.fd is not None and not self.error:
+                self.fs.calls.release(self)
+
+
+class PendingWrite:
+    """One write(2) to a control file, which is done piece by piece; between two of them others have the lock.
+
+    To be entered, and then asked by step() until that returns: retry_yielding_lock() does.
+    """
+
+    __slots__ = ("_prepared", "by_piece", "client", "data", "file", "inner", "kept", "plan")
+
+    def __init__(
+        self,
+        client: Client,
+        file: ControlFile,
+        inner: OpenFile,
+        data: bytes,
+        offset: int,
+        prepared: Callable[[], int] | None,
+    ) -> None:
+        """`inner`: what it began with. A reboot between two pieces gives the file another one.
+
+        `prepared`: what a file that reads files of the host has made of the data.
+        """
+        self.client = client
+        self.file = file
+        self.inner = inner
+        self.data = data
+        self._prepared = prepared
+        self.by_piece = ChunkedWrite(inner, data, offset, self._write)
+        """Writes one more piece, without the guest; returns what all have taken.
+
+        Raises: YieldLock, KernelError.
+        """
+        self.plan: Callable[[], int] | None = None
+        """What a step does in the guest, too; for GuestCalls.write, which is asked again for each piece."""
+        self.kept = ExitStack()
+        """What the guest's call needs until the write has ended."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the file has read files of the host for it."""
+        return self._prepared is not None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kept.__exit__(kind, error, traceback)
+
+    def step(self) -> int:
+        """Write one more piece.
+
+        Lock: takes. Raises: YieldLock (there are more), WouldBlock, KernelError ESTALE, EIO.
+        """
+        file = self.file
+        with file.fs.lock:
+            if file.error:
+                raise file.gone()
+            if file.inner is not self.inner:
+                raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
+            return file.fs.calls.write(self)
+
+    def _write(self, piece: Piece, offset: int) -> int:
+        """Write a piece, and tell the watcher from before it: the piece may boot another kernel."""
+        file = self.file
+        watcher = file.fs.watcher
+        data, is_part = piece
+        try:
+            taken = self.inner.write(data, offset, self._prepared, is_part=is_part)
+        except KernelError:
+            if watcher is not None:
+                watcher.written(file.handle, file.path, data, failed=True, is_part=is_part)
+            raise
+        if watcher is not None:
+            watcher.written(file.handle, file.path, data[:taken], failed=False, is_part=is_part)
+        return taken
+
+
+class GuestCalls:
+    """How a guest takes part in what clients do with control files; this class: not at all.
+
+    All needs the control lock, which ControlFs takes. What the guest refuses, or is too broken for, is no
+    matter of a control file: only WouldBlock and YieldLock are raised beside what the file itself raises.
+
+    A strategy decides in each method whether a request begins, for they differ: by which of them the guest's
+    clock ticks shows in its traces.
+    """
+
+    fs: ControlFs
+    """Whose files they are; ControlFs sets it."""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the guest can't run any more."""
+        return False
+
+    @property
+    def sees_lookups(self) -> bool:
+        """Whether looked_up() and on_file() have anything to do for a client that asks for attributes."""
+        return False
+
+    def request(self, client: Client) -> AbstractContextManager[object]:
+        """Return what a request of the client's runs in. The methods below use it."""
+        del client
+        return nullcontext()
+
+    def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
+        """Repeat the client's call, if it ends with the lookup of `path`; None: nothing is there."""
+
+    def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
+        """Repeat the client's call, if it is one of `names`, on the guest's descriptor of a file.
+
+        Without `file` it is that of a file which is open by this path.
+        """
+
+    def tell(
+        self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
+    ) -> None:
+        """Repeat the client's call, if it is one of `names`, on a path; `more`: its other paths.
+
+        `by_fd`: calls on a descriptor that ask for the same.
+        """
+
+    def chdir(self, client: Client, path: str) -> None:
+        """Repeat the client's change of its working directory."""
+
+    def open(self, client: Client, file: ControlFile) -> None:
+        """Open the file: set `inner`, and `fd` and `number` if the guest takes part."""
+        with self.request(client):
+            file.inner = file.fs.tree.open(file.path, file.flags, client)
+
+    def open_unseen(self, files: Collection[ControlFile]) -> None:
+        """Open in the guest what is open, since it is about to be watched."""
+
+    def opendir(self, client: Client, directory: ControlDirectory) -> None:
+        """Open a directory in the guest."""
+
+    def listed(self, client: Client, directory: ControlDirectory) -> None:
+        """Repeat the client's getdents64(2)."""
+
+    def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
+        """Read from `file.inner`."""
+        with self.request(client):
+            return file.inner.read(size, offset)
+
+    def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
+        """Read a page from `file.inner`."""
+        with self.request(client):
+            return file.inner.read_page(size)
+
+    def write(self, write: PendingWrite) -> int:
+        """Do one step of a write: a piece, or the guest's call that asks for the piece."""
+        with self.request(write.client):
+            return write.by_piece()
+
+    def give_up(self, client: Client, file: ControlFile, error: int) -> None:
+        """End the call in which the client's task waits for the file, with this errno."""
+
+    def release(self, file: ControlFile | ControlDirectory) -> None:
+        """Close the guest's descriptor `file.fd`."""
+
+    def change(
+        self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
+    ) -> None:
+        """Make or remove a directory by `act`, which is one of the system calls `names` with `args`."""
+        del names, path, args
+        with self.request(client):
+            act()
+
+    def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
+        """Set the size of a file by `act`."""
+        del path
+        with self.request(client):
+            act()
+
+    def close(self) -> None:
+        """End with the mount."""
+
+
+class ControlFs(FileSystem):
+    """kprobefs's own files: a tree of nodes, which the host serves, with a guest's part in it."""
+
+    def __init__(
+        self, tree: NodeTree, lock: ControlLock | None = None, calls: GuestCalls | None = None
+    ) -> None:
+        """Show a tree. `calls`: the guest's part; none by default."""
+        super().__init__(lock)
+        self.tree = tree
+        self.calls = calls or GuestCalls()
+        self.calls.fs = self
+        self.watcher: ChangeWatcher | None = None
+
+    def files(self) -> list[ControlFile]:
+        """Return the open files, without directories, in the order of their opens."""
+        return [opened for opened in self.opened if isinstance(opened, ControlFile)]
+
+    # Names
+
+    def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileSystem."""
+        with self.lock:
+            if client is None or not self.calls.sees_lookups:
+                return self.tree.getattr(path)
+            try:
+                found = self.tree.getattr(path)
+            except KernelError:
+                self.calls.looked_up(client(), path, None)
+                raise
+            self.calls.looked_up(client(), path, found)
+            return found
+
+    def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
+        """See FileSystem."""
+        del client
+        with self.lock:
+            return self.tree.readdir(path)
+
+    def readlink(self, client: Client, path: str) -> str:
+        """See FileSystem."""
+        with self.lock:
+            return self.tree.readlink(client, path)
+
+    def open(self, client: Client, path: str, flags: int) -> ControlFile:
+        """See FileSystem."""
+        with self.lock:
+            file = ControlFile(self, path, flags, client)
+            self.calls.open(client, file)
+            self.opened[file] = None
+            if self.watcher is not None and flags & os.O_TRUNC:
+                self.watcher.truncated(path)
+            return file
+
+    def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
+        """Raise EACCES, or EEXIST."""
+        del client, mode, flags
+        with self.lock:
+            return self.tree.create(path)
+
+    def opendir(self, client: Client, path: str) -> ControlDirectory:
+        """See FileSystem."""
+        with self.lock:
+            directory = ControlDirectory(self, path)
+            self.calls.opendir(client, directory)
+            self.opened[directory] = None
+            return directory
+
+    def chdir(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.calls.chdir(client, path)
+
+    # Changes
+
+    def mkdir(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem; in instances/ it makes a trace array."""
+        with self.lock:
+            tree = self.tree
+            self.calls.change(
+                client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode
+            )
+            if self.watcher is not None:
+                self.watcher.made(path)
+
+    def rmdir(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            tree = self.tree
+            self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
+            self._moved(path, GONE)
+            if self.watcher is not None:
+                self.watcher.removed(path)
+
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        """Do nothing, whatever the size. Raises: KernelError EISDIR, EINVAL."""
+        with self.lock:
+            tree = self.tree
+            self.calls.truncate(client, path, lambda: tree.truncate(client, path, size))
+
+    def unlink(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.calls.tell(client, path, ("unlink", "unlinkat"))
+            self.tree.unlink(client, path)
+
+    def rename(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.calls.tell(client, old, ("rename", "renameat2"), (), new)
+            self.tree.rename(client, old, new)
+
+    def link(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.tree.link(client, old, new)
+
+    def symlink(self, client: Client, path: str, target: str) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.tree.symlink(client, path, target)
+
+    def mknod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        with self.lock:
+            # The guest would make it.
+            if not is_device(mode):
+                self.calls.tell(client, path, ("mknod", "mknodat"))
+            self.tree.mknod(client, path, mode)
+
+    def chmod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.calls.tell(client, path, ("chmod", "fchmodat"), ("fchmod",))
+            self.tree.chmod(client, path, mode)
+
+    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.calls.tell(client, path, ("chown", "lchown", "fchownat"), ("fchown",))
+            self.tree.chown(client, path, uid, gid)
+
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """See FileSystem."""
+        with self.lock:
+            self.calls.tell(client, path, ("utimensat",), ("utimensat",))
+            self.tree.utimens(client, path, atime_ns, mtime_ns)
+
+    # Policy
+
+    def needs_closes(self, path: str) -> bool:
+        """See FileSystem."""
+        with self.lock:
+            try:
+                above = self.tree.lookup(path.rpartition("/")[0])
+            except KernelError:
+                return False
+            return isinstance(above, Directory) and above.is_kept_by_open_files
+
+    def is_always_open(self, path: str) -> bool:
+        """See FileSystem."""
+        return path.startswith(_ALWAYS_OPEN)
+
+    # What the daemon needs
+
+    def open_in_guest(self) -> None:
+        """See FileSystem."""
+        self.lock.assert_held()
+        self.calls.open_unseen(self.files())
+
+    def become(self, new: FileSystem) -> None:
+        """See FileSystem. What a file has of the kernel before isn't released: it goes with that kernel."""
+        assert isinstance(new, ControlFs)
+        self.tree = new.tree
+        self.calls = new.calls
+        self.calls.fs = self
+        for opened in list(self.opened):
+            if isinstance(opened, ControlFile):
+                self._reopen(opened)
+            elif isinstance(opened, ControlDirectory):
+                opened.fd = None
+                opened.number = None
+
+    def _reopen(self, file: ControlFile) -> None:
+        try:
+            inner = self.tree.open(file.path, file.flags & ~(os.O_TRUNC | os.O_EXCL), file.client)
+        except KernelError:
+            file.error = errno.ESTALE
+            del self.opened[file]
+            return
+        inner.goes_on_from(file.inner)
+        file.inner = inner
+        file.fd = None
+        file.number = None
+
+    def watch(self, watcher: ChangeWatcher | None) -> None:
+        """See FileSystem."""
+        self.watcher = watcher
+
+    def is_between_parts(self) -> bool:
+        """See FileSystem."""
+        return any(file.inner.is_between_parts for file in self.files())
+
+    def is_dead(self) -> bool:
+        """See FileSystem."""
+        with self.lock:
+            return self.calls.is_dead
+
+    def close(self) -> None:
+        """See FileSystem. Who waits for a file is woken by its release."""
+        with self.lock:
+            files = self.files()
+            super().close()
+            for file in files:
+                # A line without an end is executed now.
+                with suppress(KernelError, GuestFault):
+                    self.tree.release(file.inner)
+            if self.watcher is not None:
+                self.watcher.closed()
+                self.watcher = None
+            self.calls.close()

@@ -1,0 +1,383 @@
+"""Mount: the files that a front end serves; a table of file systems, and a table of open files.
+
+The mount never holds the control lock. A write gives it up between two pieces, a release must not wait for
+it, and which bracket a request needs differs from one file system to the other. So each takes it by itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import posixpath
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from itertools import count
+from stat import S_IFMT
+from time import monotonic, sleep
+
+from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limit, Limits
+from emulated_kernel.vfs.core.changes import ChangeWatcher
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, still_there
+from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
+
+CLOSING = 0.05
+"""Seconds that a close(2) may be on its way while the next request is here already."""
+_KEPT = 500
+"""Paths whose file system is remembered; nobody has many in use at once."""
+
+
+class Mount:
+    """What a front end serves: each request that it may make, from any thread.
+
+    Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno. What a
+    method does is said in FileSystem and FileDescription, which have methods of the same names.
+
+    The two tables need no lock: single operations on a dictionary are atomic, and iterations go over copies.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, FileSystem],
+        *,
+        limits: Limits | None = None,
+        lasting: Collection[str] = (),
+    ) -> None:
+        """`table`: prefix -> file system; "/" is required. A prefix may be a single file.
+
+        `limits`: how many files may be open. Two that come at once may both get the last place.
+        `lasting`: directories of the root that are there as long as the mount, whichever kernel it shows.
+        """
+        self._table = dict(table)
+        self._root = self._table["/"]
+        self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))
+        self._limits = limits
+        self.lock: ControlLock = self._root.lock
+        """For front ends and tests; the mount itself doesn't take it."""
+        self.lasting = frozenset(lasting)
+        self.clients_own = frozenset[str]().union(*(fs.clients_own for fs in self._file_systems))
+        self._below: dict[str, list[str]] = {}
+        """Path of a directory -> prefixes directly in it."""
+        for prefix in self._table:
+            if prefix != "/":
+                self._below.setdefault(posixpath.dirname(prefix), []).append(prefix)
+        self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_KEPT)(self._find)
+        """The file system that a path belongs to."""
+        self._roots: dict[str, DirEntry] = {}
+        """Prefix -> its entry in the directory above; kept for the time after the guest has died."""
+        self._handles: dict[int, FileDescription] = {}
+        self._numbers = count(1)
+        self._pollers: dict[int, Callable[[], None]] = {}
+        """Handle -> who is to be notified next."""
+        self._closed = False
+
+    def _find(self, path: str) -> FileSystem:
+        while path not in self._table:
+            path = path.rpartition("/")[0] or "/"
+        return self._table[path]
+
+    # Names
+
+    def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
+        """See FileSystem."""
+        return self.filesystem_at(path).getattr(path, client)
+
+    def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
+        """See FileSystem. What is mounted in the directory is listed with the number of what it hides."""
+        entries = self.filesystem_at(path).readdir(path, client)
+        if path != "/" and path in self._table:
+            with suppress(KernelError):
+                above = self.getattr(posixpath.dirname(path)).ino
+                entries = [entry._replace(ino=above) if entry.name == ".." else entry for entry in entries]
+        prefixes = self._below.get(path)
+        if prefixes is not None:
+            mounted = {entry.name: entry for prefix in prefixes if (entry := self._root_entry(prefix))}
+            entries = [mounted.pop(entry.name, entry) for entry in entries]
+            entries += mounted.values()
+        return entries
+
+    def _root_entry(self, prefix: str) -> DirEntry | None:
+        """Return the entry of what is mounted at `prefix`; None if the guest died before it was asked.
+
+        It asks for no client: none has made a call for it.
+        """
+        # Those of another kernel, should one take the place of this one meanwhile, aren't written into.
+        roots = self._roots
+        entry = roots.get(prefix)
+        if entry is None:
+            with suppress(KernelError):
+                found = self.getattr(prefix)
+                entry = DirEntry(posixpath.basename(prefix), S_IFMT(found.mode), found.ino)
+                roots[prefix] = entry
+        return entry
+
+    def readlink(self, client: Client, path: str) -> str:
+        """See FileSystem."""
+        return self.filesystem_at(path).readlink(client, path)
+
+    def chdir(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).chdir(client, path)
+
+    def statfs(self, path: str) -> StatFs:
+        """See FileSystem."""
+        return self.filesystem_at(path).statfs(path)
+
+    # Changes
+
+    def mkdir(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).mkdir(client, path, mode)
+
+    def rmdir(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        fs = self.filesystem_at(path)
+        is_large = fs.needs_closes(path)
+        if is_large:
+            self._await_closes(fs, f"{path}/")
+        fs.rmdir(client, path)
+        if is_large:
+            # Its files refer to each other: five take 40 MB until the next full collection.
+            gc.collect()
+
+    @staticmethod
+    def _await_closes(fs: FileSystem, prefix: str) -> None:
+        """Wait until files that a client has just closed are closed: close(2) doesn't wait for its request.
+
+        What stays open makes rmdir(2) fail, as on Linux. Lock: leaves, for it sleeps.
+        """
+        end = monotonic() + CLOSING
+        while any(opened.path.startswith(prefix) and not opened.is_directory for opened in list(fs.opened)):
+            if monotonic() > end:
+                return
+            sleep(CLOSING / 50)
+
+    def unlink(self, client: Client, path: str) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).unlink(client, path)
+
+    def rename(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem. Raises: KernelError EXDEV, EROFS (between two file systems)."""
+        self._across(old, new).rename(client, old, new)
+
+    def link(self, client: Client, old: str, new: str) -> None:
+        """See FileSystem. Raises: KernelError EXDEV, EROFS (between two file systems)."""
+        self._across(old, new).link(client, old, new)
+
+    def _across(self, old: str, new: str) -> FileSystem:
+        """Return the file system that answers for a call with two names."""
+        source = self.filesystem_at(old)
+        target = self.filesystem_at(new)
+        if source is not target:
+            if source.is_read_only or target.is_read_only:
+                raise KernelError(errno.EROFS, new)
+            if source.guest is None or source.guest is not target.guest:
+                raise KernelError(errno.EXDEV, "the names are in different file systems")
+        return source
+
+    def symlink(self, client: Client, path: str, target: str) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).symlink(client, path, target)
+
+    def mknod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).mknod(client, path, mode)
+
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).truncate(client, path, size)
+
+    def chmod(self, client: Client, path: str, mode: int) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).chmod(client, path, mode)
+
+    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).chown(client, path, uid, gid)
+
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """See FileSystem."""
+        self.filesystem_at(path).utimens(client, path, atime_ns, mtime_ns)
+
+    # Handles
+
+    def open(self, client: Client, path: str, flags: int) -> int:
+        """Open a file; return the handle for the methods below.
+
+        Raises: KernelError ENFILE, as FileSystem.open.
+        """
+        fs = self.filesystem_at(path)
+        if self._limits is not None:
+            self._check_room(self._limits, fs, path)
+        return self._add(fs.open(client, path, flags))
+
+    def create(self, client: Client, path: str, mode: int, flags: int) -> int:
+        """Make a regular file and open it, as open()."""
+        fs = self.filesystem_at(path)
+        if self._limits is not None:
+            self._check_room(self._limits, fs, path)
+        return self._add(fs.create(client, path, mode, flags))
+
+    def opendir(self, client: Client, path: str) -> int:
+        """Open a directory; return the handle for getdents()."""
+        fs = self.filesystem_at(path)
+        if self._limits is not None:
+            self._check_room(self._limits, fs, path)
+        return self._add(fs.opendir(client, path))
+
+    def _check_room(self, limits: Limits, fs: FileSystem, path: str) -> None:
+        try:
+            limits.check(Limit.OPEN_FILES, len(self._handles))
+        except KernelError:
+            # Whoever raises the limit gets in.
+            if not fs.is_always_open(path):
+                raise
+
+    def _add(self, opened: FileDescription) -> int:
+        if self._closed:
+            opened.release()
+            raise KernelError(errno.EIO, "the mount has ended")
+        handle = opened.handle = next(self._numbers)
+        self._handles[handle] = opened
+        if self._limits is not None:
+            self._limits.open_files = len(self._handles)
+        return handle
+
+    def _opened(self, handle: int) -> FileDescription:
+        """Return the description of a handle. Raises: KernelError EBADF, ESTALE, EIO."""
+        try:
+            opened = self._handles[handle]
+        except KeyError:
+            raise self._no_handle(handle) from None
+        if opened.error:
+            raise opened.gone()
+        return opened
+
+    def _no_handle(self, handle: int) -> KernelError:
+        if self._closed:
+            return KernelError(errno.EIO, "the mount has ended")
+        return KernelError(errno.EBADF, f"no handle {handle}")
+
+    def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
+        """Return the attributes of an open file or directory, whose name may be gone."""
+        return self._opened(handle).getattr(client)
+
+    def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
+        """Return the entries of an open directory from number `start` on; 0 makes a snapshot of all."""
+        directory = self._opened(handle)
+        if not isinstance(directory, OpenDirectory):
+            raise KernelError(errno.ENOTDIR, f"handle {handle}")
+        if start == 0 or directory.entries is None:
+            directory.entries = self.readdir(still_there(directory.path), client)
+        directory.listed(client)
+        return directory.entries[start:]
+
+    def is_stream(self, handle: int) -> bool:
+        """Return whether lseek(2) on the handle has to answer ESPIPE."""
+        return self._opened(handle).stream
+
+    def reads_host(self, handle: int) -> bool:
+        """Return whether a write to it reads files of the host, and takes as long as they do."""
+        return self._opened(handle).reads_host
+
+    def set_status_flags(self, handle: int, flags: int) -> None:
+        """See FileDescription."""
+        self._opened(handle).set_status_flags(flags)
+
+    def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        """See FileDescription."""
+        try:
+            opened = self._handles[handle]
+        except KeyError:
+            raise self._no_handle(handle) from None
+        return opened.read(client, size, offset)
+
+    def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        """See FileDescription."""
+        return self._opened(handle).read_page(client, size, offset)
+
+    def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
+        """See FileDescription."""
+        try:
+            opened = self._handles[handle]
+        except KeyError:
+            raise self._no_handle(handle) from None
+        return opened.write(client, data, offset)
+
+    def wait(self, handle: int, timeout: float) -> None:
+        """See FileDescription."""
+        self._opened(handle).wait(timeout)
+
+    def give_up(self, client: Client, handle: int, error: int) -> None:
+        """See FileDescription."""
+        self._opened(handle).give_up(client, error)
+
+    def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
+        """See FileDescription."""
+        opened = self._opened(handle)
+        if notify is not None:
+            self._pollers[handle] = notify
+        return opened.poll(notify)
+
+    def fsync(self, client: Client, handle: int) -> None:
+        """See FileDescription."""
+        self._opened(handle).fsync(client)
+
+    def ftruncate(self, client: Client, handle: int, size: int) -> None:
+        """See FileDescription."""
+        self._opened(handle).ftruncate(client, size)
+
+    def release(self, handle: int) -> None:
+        """Forget a handle; nothing happens if there is none."""
+        opened = self._handles.pop(handle, None)
+        self._pollers.pop(handle, None)
+        if self._limits is not None:
+            self._limits.open_files = len(self._handles)
+        if opened is not None:
+            opened.release()
+
+    # What the daemon needs. The lock is held, except for is_dead and close.
+
+    def watch(self, watcher: ChangeWatcher | None) -> None:
+        """Tell `watcher` from now on what clients change in control files."""
+        for fs in self._file_systems:
+            fs.watch(watcher)
+
+    def is_between_parts(self) -> bool:
+        """Return whether a file waits for the next part of a long write(2)."""
+        self.lock.assert_held()
+        return any(fs.is_between_parts() for fs in self._file_systems)
+
+    def open_in_guest(self) -> None:
+        """Open in the guest what is open: its text is about to change, and its calls could be noticed."""
+        for fs in self._file_systems:
+            fs.open_in_guest()
+
+    def replace(self, table: Mapping[str, FileSystem]) -> None:
+        """Show the files of another kernel, with the same lock and file systems at the same prefixes.
+
+        Files that are open go on as the new kernel's of the same path; those of the old guest are ESTALE.
+        """
+        self.lock.assert_held()
+        for old, new in dict.fromkeys((self._table[prefix], new) for prefix, new in table.items()):
+            old.become(new)
+        self._roots = {}
+        self.open_in_guest()
+        pollers = list(self._pollers.values())
+        self._pollers.clear()
+        for notify in pollers:
+            notify()
+
+    def is_dead(self) -> bool:
+        """Return whether the guest can't run any more; waits for what every request waits for."""
+        return self._root.is_dead()
+
+    def close(self) -> None:
+        """End: wake every waiter, refuse further work."""
+        self._closed = True
+        # Before anything waits for the lock: who is woken finds no handle.
+        self._handles = {}
+        for fs in self._file_systems:
+            fs.close()

@@ -1,0 +1,52 @@
+"""What a mount of a distribution's kernel is made of."""
+
+from __future__ import annotations
+
+from emulated_kernel.guests.linux.mounts.control_calls import LinuxControlCalls
+from emulated_kernel.guests.linux.mounts.guest_fs import GuestFile, GuestFs
+from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
+from emulated_kernel.guests.linux.vmcore.vmcore_fs import FILES, VmcoreFs
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import VmcoreControlCalls
+from emulated_kernel.vfs.control_fs import ControlFs
+from emulated_kernel.vfs.mount import Mount
+
+
+def control(mount: Mount) -> ControlFs:
+    """Its control files."""
+    root = mount.filesystem_at("/")
+    assert isinstance(root, ControlFs)
+    return root
+
+
+def guest_of(mount: Mount) -> LinuxGuest:
+    """What its file systems share."""
+    root = mount.filesystem_at("/")
+    return root.guest if isinstance(root, GuestFs) else calls_of(mount).guest
+
+
+def calls_of(mount: Mount) -> LinuxControlCalls:
+    """The guest's part in the use of its control files."""
+    found = control(mount).calls
+    assert isinstance(found, LinuxControlCalls)
+    return found
+
+
+def file(mount: Mount, handle: int) -> GuestFile:
+    """An open file of the guest."""
+    found = mount._handles[handle]
+    assert isinstance(found, GuestFile)
+    return found
+
+
+def core(mount: Mount) -> VmcoreControlCalls:
+    """What runs a dump's functions."""
+    found = control(mount).calls
+    assert isinstance(found, VmcoreControlCalls)
+    return found
+
+
+def core_files(mount: Mount) -> VmcoreFs:
+    """A dump's files."""
+    found = mount.filesystem_at(FILES)
+    assert isinstance(found, VmcoreFs)
+    return found
