@@ -1,6 +1,7 @@
-"""From nothing to a kernel's first system call, of each architecture; target: 0.2 s.
+"""Boot time of the built-in kernel, up to its first system call, for each architecture; target: 0.2 s.
 
-Within one process that has imported everything: what a daemon takes beside the interpreter's own start.
+One process that has already imported everything boots all the kernels. The figures are thus the start-up
+time of a daemon without the interpreter's own start.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TARGET = 0.2
 
 
 def boot(arch: str) -> float:
-    """Seconds until the first system call of a task has returned."""
+    """Boot a kernel, and return the seconds until the first system call of a task has returned."""
     start = time.perf_counter()
     with Kernel(MachineConfig(arch=arch)) as kernel:
         with kernel.lock:
@@ -26,14 +27,14 @@ def boot(arch: str) -> float:
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=20)
     options = parser.parse_args()
     present = [arch for arch in ARCHITECTURES if (PREBUILT / arch / "vmlinux").exists()]
     for arch in present:
         boot(arch)
-    # In turns, so that a slow minute of the host falls on all of them.
+    # The architectures alternate, so that a slow minute of the host affects all of them.
     samples = [[boot(arch) for arch in present] for _ in range(options.runs)]
     figures = [
         Distribution(f"boot to first system call, {arch}", "s", tuple(run[index] for run in samples), TARGET)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: a pinned mount, distributions with their spread, a table or JSON."""
+"""Common parts of the benchmarks: a mount pinned to CPUs, distributions, and output as a table or JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-"""The program beside the interpreter that runs the benchmark."""
+"""The kprobefs program in the directory of the interpreter that runs the benchmark."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,17 @@ class Distribution:
     unit: str
     samples: tuple[float, ...]
     target: float | None = None
-    """The median that the project wants to stay under."""
+    """The greatest median that meets the project's goal."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.samples)
 
     def quantile(self, tenth: int) -> float:
-        """The `tenth` decile, 1 to 9, between the samples beside it; never outside of them by a rounding."""
+        """Return the decile number `tenth`, 1 to 9, interpolated between the two nearest samples.
+
+        Rounding never puts the result outside of the range of the samples.
+        """
         ordered = sorted(self.samples)
         whole, tenths = divmod(tenth * (len(ordered) - 1), 10)
         low, high = ordered[whole], ordered[min(whole + 1, len(ordered) - 1)]
@@ -53,14 +56,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Mount:
-    """A running kprobefs: where it is mounted and which process serves it."""
+    """A running mount: its directory, and the process ID of its daemon."""
 
     path: Path
     daemon: int
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks take."""
+    """Return a parser with the options that all benchmarks take."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--client-cpu", type=int, metavar="N", help="pin this process to CPU N")
@@ -69,7 +72,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def report(figures: Sequence[Distribution], as_json: bool) -> None:
-    """Print the figures; each one's ratio is to the first figure of the same unit."""
+    """Print the figures; a figure's ratio is its median divided by that of the first figure of its unit."""
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
         return
@@ -93,9 +96,9 @@ def _verdict(figure: Distribution) -> str:
 
 @contextmanager
 def mounted(options: argparse.Namespace, *of_mount: str) -> Iterator[Mount]:
-    """A mount of its own, client and daemon pinned as `options` say; unmounted at the end.
+    """Mount kprobefs for the length of the block, with client and daemon pinned as `options` say.
 
-    Crossing CPUs costs more than the work that is measured, so both share one CPU unless told otherwise.
+    By default both share one CPU, because a wake-up across CPUs costs more than the work that is measured.
     """
     holder = 'printf "%s\\n" "$KPROBEFS"; exec cat'
     client_cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
@@ -129,7 +132,7 @@ def _pin_threads(pid: int, cpu: int) -> None:
 
 
 def _daemon_below(pid: int) -> int:
-    """The process with /dev/fuse open among `pid` and its descendants."""
+    """Return the process that has /dev/fuse open, among `pid` and its descendants."""
     family = [pid]
     while family:
         candidate = family.pop()
@@ -137,12 +140,12 @@ def _daemon_below(pid: int) -> int:
             return candidate
         for children in Path(f"/proc/{candidate}/task").glob("*/children"):
             family.extend(int(child) for child in children.read_text().split())
-    raise SystemExit("kprobefs run did not mount: no process of it has /dev/fuse open")
+    raise SystemExit("kprobefs run: no mount was made; none of its processes has /dev/fuse open")
 
 
 def _serves_fuse(pid: int) -> bool:
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        # One of those that come and go may be gone.
+        # A descriptor can be closed between the listing and the readlink().
         with suppress(OSError):
             if os.readlink(fd) == "/dev/fuse":
                 return True

@@ -1,7 +1,8 @@
-"""Every benchmark in this tree and in another one of its history, by turns: what became slower.
+"""Comparison of all benchmarks between this tree and a checkout of another revision.
 
-The other tree is a checkout with an environment of its own: git worktree add DIR REVISION, and
-scripts/test --setup-only there. A figure is within noise where the medians of both trees overlap.
+The other checkout needs an environment of its own: run `git worktree add DIR REVISION`, and
+`scripts/test --setup-only` in DIR. The benchmarks of both trees alternate. A figure is within noise
+if the ranges of the medians of both trees overlap.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ BENCHMARKS = {
     "scratch": (),
     "vcpus": (),
 }
-"""What takes no image of others, with what keeps it below half a minute."""
+"""Benchmark that needs no distribution's kernel -> options that keep its run below half a minute."""
 
 Medians = dict[str, list[float]]
-"""Of each figure, by its name and unit: a median of each round."""
+"""Name and unit of a figure -> its median in each round."""
 
 
 class Compared(NamedTuple):
-    """A figure of both trees; medians of rounds."""
+    """A figure that both trees have, with the medians of its rounds in each tree."""
 
     name: str
     before: Sequence[float]
@@ -42,7 +43,7 @@ class Compared(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """What it is now to what it was; None where that was nothing."""
+        """The median in this tree divided by that of the other tree, or None if the latter is 0."""
         before = statistics.median(self.before)
         return statistics.median(self.now) / before if before else None
 
@@ -53,7 +54,7 @@ class Compared(NamedTuple):
         return "less" if max(self.now) < min(self.before) else "within noise"
 
     def line(self) -> str:
-        """For a table: medians, and from where to where they went."""
+        """Return the figure's line of the table: for each tree the median and the range, and the ratio."""
         ratio = "-" if self.ratio is None else f"{self.ratio:.2f}"
         return f"{self.name:46} {_spread(self.before)} {_spread(self.now)} {ratio:>6}  {self.verdict}"
 
@@ -63,14 +64,17 @@ def _spread(samples: Sequence[float]) -> str:
 
 
 def figures(tree: Path, name: str, options: Sequence[str]) -> Mapping[str, float]:
-    """Medians of one run of a benchmark in a tree. Raises: CalledProcessError."""
+    """Run a benchmark once in a tree, and return name and unit of each figure -> its median.
+
+    Raises: CalledProcessError.
+    """
     command = [str(tree / ".venv/bin/python"), f"benchmarks/{name}.py", "--json", *options]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     return {f"{each['name']}, {each['unit']}": each["median"] for each in json.loads(done.stdout)}
 
 
 def compared(other: Path, rounds: int, names: Sequence[str]) -> Iterator[Compared]:
-    """Each figure that both trees have; one that has another name there stands alone, and is left out."""
+    """Yield each figure that has the same name in both trees, after all rounds of its benchmark."""
     for name in names:
         before, now = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
         for _ in range(rounds):
@@ -83,14 +87,14 @@ def compared(other: Path, rounds: int, names: Sequence[str]) -> Iterator[Compare
 
 
 def main() -> None:
-    """Run, report."""
+    """Compare the benchmarks that the command line selects, and print a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("tree", type=Path, help="the other checkout, with its .venv")
     parser.add_argument("--rounds", type=int, default=3, help="runs in each tree (default: 3)")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
     options = parser.parse_args()
     if not (options.tree / ".venv/bin/python").exists():
-        parser.error(f"{options.tree} has no .venv: run its scripts/test --setup-only")
+        parser.error(f"{options.tree}: no .venv; run scripts/test --setup-only there")
     for figure in compared(options.tree.resolve(), options.rounds, options.only):
         print(figure.line(), flush=True)
 

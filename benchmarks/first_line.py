@@ -1,4 +1,4 @@
-"""From the start of `kprobefs run` to the first readable trace line; target: half a second."""
+"""Time from the start of `kprobefs run` to the first readable trace line; target: half a second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ grep -m 1 'reads: ' tracing/trace
 
 
 def first_line(*of_mount: str) -> float:
-    """Seconds until the line is read; unmounting is not counted."""
+    """Start kprobefs, and return the seconds until the trace line is read; unmounting is not counted."""
     start = time.perf_counter()
     command = [str(KPROBEFS), "run", *of_mount, "--", "sh", "-c", PROBE_AND_HIT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -26,16 +26,17 @@ def first_line(*of_mount: str) -> float:
         line = process.stdout.readline()
         took = time.perf_counter() - start
     if "reads: " not in line:
-        raise SystemExit(f"no trace line, but {line!r}")
+        raise SystemExit(f"kprobefs run: expected a trace line, not {line!r}")
     return took
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=10)
     options = parser.parse_args()
-    first_line()  # fills the page cache, as every run but a machine's first finds it
+    # Fill the page cache: only the first run after the host's boot would find it empty.
+    first_line()
     samples = tuple(first_line() for _ in range(options.runs))
     report([Distribution("start to first trace line", "s", samples, target=0.5)], options.json)
 

@@ -1,12 +1,12 @@
-"""CPU time of requests with each replacement of fusepy's and libfuse's inside turned off.
+"""CPU time of requests when one of kprobefs's replacements for parts of fusepy and libfuse is turned off.
 
-Each variant is a mount of its own. It shows kprobefs's own kernel, or (in scratch, of 128 KiB, and for a
-list) files that take no time. Client and daemons share a CPU and take turns. The table shows the ratio of a
-variant's CPU time to the same turn's with nothing turned off: above 1, a replacement gains. The second row
-is noise.
+Each variant has a mount of its own. It shows the built-in kernel. For scratch, reads of 128 KiB and lists of
+names, it shows files that take no time instead. Client and daemons share a CPU and take turns.
+The table shows the CPU time of a variant divided by that of the same turn with nothing turned off.
+If the ratio is above 1, the replacement is a gain. The second row shows the noise.
 """
 
-# It replaces parts of the program by others on purpose.
+# The variants replace parts of the program by others, which mypy would reject.
 # mypy: disable-error-code="assignment, attr-defined, misc, unused-ignore"
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _fuse: Any = libfuse.fuse
 
 
 class Files(Nothing):
-    """A mount of files that take no time, and of a directory of 5000 names."""
+    """Mount of files that take no time, and of a directory with 5000 names."""
 
     _entries = tuple(DirEntry(f"name{number}", stat.S_IFREG, number + 5) for number in range(5000))
 
@@ -59,7 +59,7 @@ class Files(Nothing):
 
 
 def _operations_without(*names: str) -> None:
-    """Pass the structures of these operations as fusepy does."""
+    """Pass the arguments of these operations as fusepy does, as pointers to structures."""
 
     class Operations(ctypes.Structure):
         _fields_ = [
@@ -156,12 +156,12 @@ def releases() -> None:
 
 
 def lasting_names() -> None:
-    """Let no name in the root last."""
+    """Let the kernel look up a name in the root again for each path."""
     Files.lasting = ()  # type: ignore[assignment]
 
 
 def clients_own_names() -> None:
-    """Let no name that only clients change last."""
+    """Let the kernel look up a name in scratch again for each path."""
     Files.clients_own = ()  # type: ignore[assignment]
 
 
@@ -242,11 +242,11 @@ WORK: dict[str, tuple[bool, Callable[[str, int], None], str, int]] = {
     "pread of 128 KiB": (False, lambda path, count: _pread(path, count, 1 << 17), "scratch/file", 200),
     "list of 5000 names": (False, _list, "scratch/directory", 2),
 }
-"""Name -> whether it is of kprobefs's own kernel, function, file, times a turn."""
+"""Name of the work -> whether it needs the built-in kernel, function, file, repetitions a turn."""
 
 
 def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> int:
-    """Serve a mount in a child; return its pid."""
+    """Serve a mount in a child process, and return its PID."""
     daemon = os.fork()
     if daemon:
         return daemon
@@ -264,7 +264,7 @@ def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> i
 
 
 def _turn(daemon: int, work: Callable[[str, int], None], path: str, count: int) -> float:
-    """Return the CPU time of client and daemon in microseconds: the least of three."""
+    """Return the CPU time of client and daemon for one repetition in microseconds, the least of three."""
     found = []
     for _ in range(3):
         before = cpu_time(daemon) + time.thread_time_ns() / 1000
@@ -314,7 +314,7 @@ def measure(name: str, turns: int) -> None:
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("work", nargs="*", choices=[[], *WORK], help="default: all")

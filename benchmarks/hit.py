@@ -1,7 +1,7 @@
-"""What a hit costs in each mode and with each kind of handler, net of the unprobed run.
+"""Time of a hit in each mode and with each kind of handler, less the time of the unprobed call.
 
-The guest calls int_sqrt(0) in a loop; the figures are nanoseconds a call more than without a probe. The same
-as `kprobefs bench hit`, which prints more beside it.
+The guest calls int_sqrt(0) in a loop. The figures are the nanoseconds that a probe adds to a call.
+`kprobefs bench hit` makes the same measurement and prints more details.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kprobefs.measure import bench
 
 
 def main() -> None:
-    """Run, report; the ratios are against the first row."""
+    """Run the benchmark, and print its figures with their ratios to the first row."""
     parser = arguments(__doc__)
     parser.add_argument("--hits", type=int, default=20000, help="hits a round")
     parser.add_argument("--rounds", type=int, default=9)

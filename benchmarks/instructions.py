@@ -1,8 +1,8 @@
-"""Guest instructions a second, beside the same functions in bare Unicorn; target: at least 0.9 of its speed.
+"""Guest instructions a second, compared with bare Unicorn; target: at least 0.9 of its speed.
 
-Bare: a copy of the machine's memory with its page tables in a Uc of Unicorn's own Python binding, without
-hooks, traps or budget. Both run the same instructions on the same data, in turns; a hook of the bare one
-counts them.
+Bare Unicorn is a Uc of Unicorn's own Python binding. It has a copy of the machine's memory with its page
+tables, but no hooks, traps or budget. Both run the same functions on the same data and take turns.
+A hook in the bare Uc counts the instructions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from emulated_kernel.machine.cpu.x86 import CR0_PAGED, CR4_PAE_PGE_SSE
 from emulated_kernel.util.abi import PAGE_SIZE
 
 TARGET = 1 / 0.9
-"""Of the time that bare Unicorn takes."""
+"""Greatest ratio of the machine's time to that of bare Unicorn."""
 _DATA_SIZE = 1 << 20
 _ARGUMENTS = (UC_X86_REG_RDI, UC_X86_REG_RSI, UC_X86_REG_RDX)
 _EFER, _LONG_MODE_NX = 0xC0000080, 0xD01
@@ -40,15 +40,15 @@ _EFER, _LONG_MODE_NX = 0xC0000080, 0xD01
 
 @dataclass(frozen=True)
 class Work:
-    """A function that needs nothing but its arguments."""
+    """A function of the guest that depends only on its arguments."""
 
     function: str
     arguments: tuple[int | str, ...]
-    """Numbers, and "data" and "out" for where its data are and its result goes."""
+    """Numbers; "data" stands for the address of the input, "out" for that of the result."""
 
 
 def works(kib: int) -> list[Work]:
-    """Hashes over so many KiB, and a sort that takes about as long."""
+    """Return hash functions over `kib` KiB, and a sort that takes about as long."""
     return [
         Work("crc32_le", (0, "data", kib << 10)),
         Work("sha256", ("data", kib << 8, "out")),
@@ -58,14 +58,14 @@ def works(kib: int) -> list[Work]:
 
 
 class Machines:
-    """A booted kernel, and the bare copy of it."""
+    """A booted kernel, and its copy in bare Unicorn."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._machine = machine = kernel.machine
         self._symbols = kernel.image.kallsyms
         self._data = machine.alloc_pages(_DATA_SIZE + PAGE_SIZE)
         machine.memory.write(self._data, bytes(range(256)) * (_DATA_SIZE >> 8))
-        # The binding has no types for the most part.
+        # Most of the binding has no type annotations.
         uc: Any = import_module("unicorn").Uc(UC_ARCH_X86, UC_MODE_64)
         self._uc = uc
         ram = machine.memory.ram
@@ -76,7 +76,7 @@ class Machines:
         uc.reg_write(UC_X86_REG_CR3, machine.memory.tables.root)
         uc.reg_write(UC_X86_REG_CR0, CR0_PAGED)
         uc.reg_write(UC_X86_REG_GS_BASE, machine.per_cpu_bases[0])
-        # Unicorn reads what stands before the address that it is to stop at: not at the start of a page.
+        # Unicorn reads memory before the address at which it stops, so that must not be the start of a page.
         self._return = machine.model.layout.host_text + 64
         self._return_at = machine.memory.translate(machine.calls.stack_top)
 
@@ -87,12 +87,12 @@ class Machines:
         return address, [places[value] if isinstance(value, str) else value for value in work.arguments]
 
     def run(self, work: Work) -> int:
-        """Call it in the kernel; the result."""
+        """Call the function in the kernel, and return its result."""
         address, values = self._call(work)
         return self._machine.call(address, *values)
 
     def run_bare(self, work: Work) -> int:
-        """Call it in the copy; the result."""
+        """Call the function in bare Unicorn, and return its result."""
         address, values = self._call(work)
         uc = self._uc
         uc.mem_write(self._return_at, self._return.to_bytes(8, "little"))
@@ -103,14 +103,14 @@ class Machines:
         return int(uc.reg_read(UC_X86_REG_RAX))
 
     def count(self, work: Work) -> int:
-        """Instructions of a call."""
+        """Return the number of instructions that a call executes."""
         done = 0
 
         def step(_uc: object, _address: int, _size: int, _data: object) -> None:
             nonlocal done
             done += 1
 
-        # Code that was translated without the hook doesn't call it, and the other way round.
+        # Translated code calls the hook only if the hook was there at the translation.
         self._uc.ctl_flush_tb()
         hook = self._uc.hook_add(UC_HOOK_CODE, step)
         self.run_bare(work)
@@ -120,14 +120,14 @@ class Machines:
 
 
 def seconds(run: Callable[[Work], int], work: Work) -> float:
-    """Of this thread's CPU time: who else runs on the host doesn't count."""
+    """Return the CPU time of this thread for a call, in seconds; other load of the host does not count."""
     start = time.thread_time()
     run(work)
     return time.thread_time() - start
 
 
 def measure(work: Work, machines: Machines, rounds: int) -> list[Distribution]:
-    """Both speeds, and our time in bare Unicorn's, round by round."""
+    """Measure both speeds, and for each round the ratio of the machine's time to that of bare Unicorn."""
     one, other = machines.run(work), machines.run_bare(work)
     if one != other:
         raise SystemExit(f"{work.function}: {one:#x} here, {other:#x} in bare Unicorn")
@@ -144,10 +144,10 @@ def measure(work: Work, machines: Machines, rounds: int) -> list[Distribution]:
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kib", type=int, default=128, help="work in a round, at most 1024")
+    parser.add_argument("--kib", type=int, default=128, help="size of a round's input, at most 1024")
     options = parser.parse_args()
     figures: list[Distribution] = []
     with Kernel() as kernel:

@@ -1,7 +1,8 @@
-"""open, read, close of a probe's `hits` by a pinned client, beside procfs; target: 60 us a round.
+"""Time of open, read and close of a probe's `hits` file, compared with procfs; target: 60 us a round.
 
-By its absolute path each round also asks the daemon for the five directories above it: nothing is cached.
-While a probe is armed each request is a system call of the emulated kernel too.
+The client is pinned to a CPU. With an absolute path, each round also looks up the five directories above the
+file, because lookups are not cached. While a probe is armed, each request is also a system call of the
+emulated kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from common import Distribution, arguments, mounted, report
 
 
 def rounds(path: Path, batches: int, size: int) -> tuple[float, ...]:
-    """Microseconds a round (open, one read, close), a mean for each batch of `size` rounds."""
+    """Return for each batch of `size` rounds the mean microseconds of a round (open, one read, close)."""
     return tuple(_batch(os.fspath(path), size) for _ in range(batches))
 
 
@@ -30,7 +31,7 @@ def _batch(path: str, size: int) -> float:
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--size", type=int, default=200, help="rounds a batch")

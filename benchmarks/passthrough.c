@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-// A FUSE file system in C that hands one file through: what benchmarks/scratch.py compares with.
-// usage: passthrough FILE DIRECTORY; FILE is seen as DIRECTORY/file until the mount is gone. Needs root.
+// A FUSE file system in C that passes one file through. benchmarks/scratch.py compares scratch/ with it.
+// usage: passthrough FILE DIRECTORY. FILE appears as DIRECTORY/file until the unmount. It needs root.
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fuse.h>

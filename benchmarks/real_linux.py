@@ -1,6 +1,7 @@
-"""Measure a distribution's kernel with kprobefs's kprobes; the targets are those of docs/guide/real-linux.md.
+"""Start-up, file and hit times and memory with a distribution's kernel, and kprobefs's kprobes in it.
 
-A hit makes a record with an argument: it is what the same calls of a function take longer with the probe.
+The targets are those of docs/guide/real-linux.md. A hit makes a record with one argument. Its time is the
+time of the same calls with the probe less that without it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from open_read_close import rounds
 FUNCTION = "int_sqrt"
 _ELEMENTS = 512
 _CALLS = 8
-"""Of sort() in a write; each compares some thousand times."""
+"""Calls of sort() in a write; each call makes some thousand comparisons."""
 
 
 def boot(image: str) -> float:
-    """Seconds that a mount takes whose kernel isn't in the cache, to where its command runs."""
+    """Mount a kernel with an empty boot cache, and return the seconds until the command has run."""
     with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as made:
         environment = {**os.environ, "XDG_CACHE_HOME": made}
         start = time.perf_counter()
@@ -34,7 +35,7 @@ def boot(image: str) -> float:
 
 
 def memory(mount: Mount) -> float:
-    """MiB that are the daemon's or mapped by it now."""
+    """Return the resident memory of the daemon in MiB."""
     status = Path(f"/proc/{mount.daemon}/status").read_text(encoding="utf-8")
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None
@@ -42,7 +43,7 @@ def memory(mount: Mount) -> float:
 
 
 def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
-    """Microseconds of open, read and close of a file in scratch/."""
+    """Return the microseconds of open, read and close of a file in scratch/, a mean for each batch."""
     place = mount.path / "scratch/file"
     place.write_text("hello\n", encoding="ascii")
     rounds(place, 1, size)
@@ -50,8 +51,9 @@ def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
 
 
 def hit(mount: Mount, batches: int) -> tuple[float, ...]:
-    """Microseconds of a hit: of the function that sort() compares by."""
-    call, enable = mount.path / "machine/call", mount.path / "tracing/events/kprobes/bench/enable"
+    """Return the microseconds of a hit in the function that sort() compares by, a mean for each batch."""
+    call = mount.path / "machine/call"
+    enable = mount.path / "tracing/events/kprobes/bench/enable"
     address = _address(mount, FUNCTION)
     place = _zeros(mount)
     line = f"sort {place:#x} {_ELEMENTS} 8 {address:#x} 0\n" * _CALLS
@@ -66,10 +68,12 @@ def hit(mount: Mount, batches: int) -> tuple[float, ...]:
     samples = []
     for _ in range(batches + 1):
         enable.write_text("0", encoding="ascii")
-        without, before = timed(), int(count.read_text(encoding="ascii"))
+        without = timed()
+        before = int(count.read_text(encoding="ascii"))
         enable.write_text("1", encoding="ascii")
-        samples.append((timed() - without) / (int(count.read_text(encoding="ascii")) - before) * 1e6)
-    # The first one makes the handler.
+        added = timed() - without
+        samples.append(added / (int(count.read_text(encoding="ascii")) - before) * 1e6)
+    # The first batch also compiles the handler.
     return tuple(samples[1:])
 
 
@@ -78,18 +82,18 @@ def _address(mount: Mount, name: str) -> int:
         address, _, symbol = line.split()[:3]
         if symbol == name:
             return int(address, 16)
-    raise SystemExit(f"{name} is no symbol there")
+    raise SystemExit(f"{name}: the kernel has no such symbol")
 
 
 def _zeros(mount: Mount) -> int:
-    """Memory that is sorted: nothing but zeros."""
+    """Allocate zeroed memory in the kernel for sort(), and return its address."""
     call = mount.path / "machine/call"
     call.write_text(f"__kmalloc {_ELEMENTS * 8} 0xdc0\n", encoding="ascii")
     return int(call.read_text(encoding="ascii").split()[2], 16)
 
 
 class Measured(NamedTuple):
-    """Of a mount: microseconds of its files and hits, MiB of its daemon."""
+    """Figures of a mount: microseconds of its files and hits, MiB of its daemon."""
 
     files: tuple[float, ...]
     hits: tuple[float, ...]
@@ -102,12 +106,16 @@ def _measured(options: argparse.Namespace, *of_mount: str) -> Measured:
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--image", default="host", help="a vmlinuz or Debian package (default: host)")
-    parser.add_argument("--runs", type=int, default=10, help="starts (default: 10)")
-    parser.add_argument("--boots", type=int, default=3, help="with an empty cache (default: 3)")
-    parser.add_argument("--batches", type=int, default=20, help="of files and hits (default: 20)")
+    parser.add_argument("--runs", type=int, default=10, help="number of starts (default: 10)")
+    parser.add_argument(
+        "--boots", type=int, default=3, help="number of starts with an empty cache (default: 3)"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=20, help="number of batches of files and hits (default: 20)"
+    )
     options = parser.parse_args()
     image = ("--image", options.image)
     first_line(*image)

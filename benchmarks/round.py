@@ -1,8 +1,9 @@
-"""Where open, read and close in scratch/ spend their time over a distribution's kernel: FUSE, Python, guest.
+"""CPU time of open, read and close in scratch/ over a distribution's kernel: FUSE, Python and guest.
 
-CPU time of a round: of both processes over a mount whose files are made up, through the same adapter; and of
-what Mount makes of the same requests, called from Python, of which the emulator's runs are a part.
-Beside them the whole, by its absolute path, and from its directory. Client and daemon share a CPU.
+The whole is measured with a real mount, once by the absolute path and once from the file's directory.
+The part of FUSE is measured with a mount whose methods do nothing, through the same adapter. For the part
+below FUSE, the benchmark calls the methods of Mount directly; the emulator's runs are a part of it.
+Client and daemon share a CPU, and the times of both count.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Nothing:
-    """A mount of one directory with one file, as far as a round asks."""
+    """Mount of one directory with one file; it implements only the methods that a round calls."""
 
-    lasting = clients_own = ("scratch",)
+    lasting = ("scratch",)
+    clients_own = ("scratch",)
 
     def __init__(self) -> None:
         self.lock = ControlLock()
@@ -48,7 +50,7 @@ class Nothing:
         return self._file if path.endswith("/file") else self._directory
 
     def chdir(self, _client: Client, _path: str) -> None:
-        """Anybody may."""
+        """Let every client enter the directory."""
 
     def open(self, _client: Client, _path: str, _flags: int) -> int:
         return 1
@@ -57,7 +59,7 @@ class Nothing:
         return False
 
     def set_status_flags(self, _handle: int, _flags: int) -> None:
-        """They are of no use."""
+        """Ignore the flags."""
 
     def read(self, _client: Client, _handle: int, _size: int, _offset: int) -> bytes:
         return _CONTENT
@@ -65,20 +67,23 @@ class Nothing:
     read_page = read
 
     def release(self, _handle: int) -> None:
-        """There is nothing to forget."""
+        """Do nothing, because an open file has no state."""
 
     def statfs(self, _path: str) -> StatFs:
         return StatFs()
 
 
 def cpu_time(pid: int) -> float:
-    """Microseconds of all threads of a process so far."""
+    """Return the CPU time of all threads of a process in microseconds."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1000
 
 
 def rounds(path: str, daemon: int, batches: int, size: int) -> tuple[float, ...]:
-    """CPU time of client and daemon together, a mean for each batch; one batch before isn't counted."""
+    """Return for each batch the mean CPU time of a round, client and daemon together, in microseconds.
+
+    A first batch warms up and is not counted.
+    """
     open_, read, close = os.open, os.read, os.close
     samples = []
     for _ in range(batches + 1):
@@ -92,14 +97,14 @@ def rounds(path: str, daemon: int, batches: int, size: int) -> tuple[float, ...]
 
 
 def by_path_and_name(directory: Path, daemon: int, batches: int, size: int) -> list[tuple[float, ...]]:
-    """By the absolute path, and from the file's directory."""
+    """Measure rounds by the absolute path, and then by the name from the file's directory."""
     by_path = rounds(os.fspath(directory / "file"), daemon, batches, size)
     with chdir(directory):
         return [by_path, rounds("file", daemon, batches, size)]
 
 
 def nothing_served(batches: int, size: int) -> list[tuple[float, ...]]:
-    """Of a mount in which nothing is done."""
+    """Measure rounds over a mount whose methods do nothing."""
     with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as place:
         daemon = os.fork()
         if not daemon:
@@ -121,7 +126,7 @@ def nothing_served(batches: int, size: int) -> list[tuple[float, ...]]:
 
 
 def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
-    """What the mount makes of the same requests, and how much of that is the emulator's."""
+    """Measure the same requests as calls of a mount's methods, and the emulator's runs within them."""
     linux = LinuxEngine(*started_with_kernel(image, 1))
     mount = probed_mount(linux, HostProcesses(), Owner(0, 0), is_tracefs=False)
     client = Client(os.getpid(), 0, 0)
@@ -134,7 +139,8 @@ def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
 
     whole = _timed(done, batches, size)
     engine = linux.tasks.machine.engine
-    run, spent = engine.start, 0
+    run = engine.start
+    spent = 0
 
     def timed(address: int) -> int:
         nonlocal spent
@@ -143,7 +149,7 @@ def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
         spent += time.thread_time_ns() - before
         return error
 
-    # With a clock around each: 0.3 us of it are counted.
+    # The two calls of the clock add 0.3 us to each run.
     engine.start = timed  # type: ignore[method-assign]
     inside = []
     for _ in range(batches):
@@ -165,14 +171,14 @@ def _timed(function: Callable[[], None], batches: int, size: int) -> tuple[float
 
 
 def whole(options: argparse.Namespace) -> list[tuple[float, ...]]:
-    """Of a real mount."""
+    """Measure rounds over a real mount."""
     with mounted(options, "--image", options.image) as mount:
         (mount.path / "scratch/file").write_bytes(_CONTENT)
         return by_path_and_name(mount.path / "scratch", mount.daemon, options.batches, options.size)
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--image", default="host", help="a vmlinuz or Debian package (default: host)")
     parser.add_argument("--batches", type=int, default=20)

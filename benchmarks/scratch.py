@@ -1,7 +1,8 @@
-"""Bytes a second through scratch/, beside a FUSE file system in C that hands a file in memory through.
+"""Bytes a second through scratch/, compared with a FUSE file system in C that passes one file through.
 
-passthrough.c speaks the FUSE protocol itself, so that it needs no library's headers; it needs gcc and root.
-Both are used by the same client with the same blocks, past the page cache, in turns.
+passthrough.c implements the FUSE protocol itself, so that it needs no headers of libfuse. It needs gcc and
+root, and its file is in memory. The same client accesses both with the same blocks, without the page cache,
+and alternates between them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BLOCK = 128 << 10
 
 @contextmanager
 def passthrough(cpu: int) -> Iterator[Path]:
-    """A file that is handed through, mounted for the length of a block; served on the client's CPU."""
+    """Mount passthrough.c for the length of the block, pinned to `cpu`, and yield its file."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         program, mount = Path(directory, "passthrough"), Path(directory, "mnt")
         subprocess.run(["gcc", "-O2", "-o", program, SOURCE], check=True)
@@ -31,7 +32,7 @@ def passthrough(cpu: int) -> Iterator[Path]:
         with subprocess.Popen([program, backing, mount], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             if process.stdout.readline() != "mounted\n":
-                raise SystemExit("passthrough did not mount: it needs root and /dev/fuse")
+                raise SystemExit("passthrough: cannot mount; run it as root, with /dev/fuse")
             try:
                 os.sched_setaffinity(process.pid, {cpu})
                 yield mount / "file"
@@ -40,7 +41,7 @@ def passthrough(cpu: int) -> Iterator[Path]:
 
 
 def write(file: Path, size: int) -> float:
-    """MB a second into a file, block by block."""
+    """Write `size` bytes to a file, block by block, and return MB a second."""
     block = bytes(range(256)) * (BLOCK >> 8)
     descriptor = os.open(file, os.O_WRONLY)
     start = time.perf_counter()
@@ -52,22 +53,22 @@ def write(file: Path, size: int) -> float:
 
 
 def read(file: Path, size: int) -> float:
-    """MB a second out of a file, block by block."""
+    """Read `size` bytes from a file, block by block, and return MB a second."""
     descriptor = os.open(file, os.O_RDONLY)
     start = time.perf_counter()
     done = sum(len(os.pread(descriptor, BLOCK, offset)) for offset in range(0, size, BLOCK))
     took = time.perf_counter() - start
     os.close(descriptor)
     if done != size:
-        raise SystemExit(f"{file}: {done} bytes, not {size}")
+        raise SystemExit(f"{file}: read {done} bytes, not {size}")
     return size / took / 1e6
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--mib", type=int, default=8, help="of a file")
+    parser.add_argument("--mib", type=int, default=8, help="size of the file (default: 8)")
     options = parser.parse_args()
     size = options.mib << 20
     samples: dict[str, list[float]] = {}

@@ -1,6 +1,7 @@
-"""Our rows of the tables in docs/reference/sources/, measured as `kprobefs bench hit` and `kinds` do, net.
+"""kprobefs's own rows of the tables in docs/reference/sources/.
 
-`--write` puts the medians into the pages. Run it on a machine that does nothing else.
+The times are measured as by `kprobefs bench hit` and `kinds`, less the time of the unprobed call.
+`--write` puts the medians into the pages. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ BY_MODE = [
 ]
 """The columns of the tables of 2007 and 2009."""
 Measure = Callable[[int, int], tuple[float, ...]]
-"""Nanoseconds, of (hits, rounds)."""
+"""Function from hits a round and number of rounds to the nanoseconds of a hit in each round."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One of ours, by what its line in a page begins with."""
+    """A row of a table, identified by the label at the start of its line in the page."""
 
     label: str
     unit: str
     cells: dict[str, Measure]
     has_ratio: bool = False
-    """A last cell says how many times the second one the first one is."""
+    """True if a last cell gives the ratio of the first cell to the second."""
 
     def line(self, medians: list[float]) -> str:
-        """The line of the page, of nanoseconds."""
+        """Return the line of the page, from medians in nanoseconds."""
         scale = 1000 if self.unit == "us" else 1
         cells = [_shown(median / scale) for median in medians]
         if self.has_ratio:
@@ -102,9 +103,9 @@ ROWS = (
 
 
 def fill(folder: Path, lines: dict[str, str]) -> None:
-    """Put other lines into the pages, by what they begin with.
+    """Replace the lines of the pages that begin with the labels; `lines` is label -> new line.
 
-    Raises: SystemExit where not exactly one line does.
+    Raises: SystemExit if a label has not exactly one line.
     """
     pages = {path: path.read_text().splitlines() for path in folder.glob("*.md")}
     for label, line in lines.items():
@@ -115,18 +116,20 @@ def fill(folder: Path, lines: dict[str, str]) -> None:
             if old.startswith(f"| {label} |")
         ]
         if len(found) != 1:
-            raise SystemExit(f"sources.py: {len(found)} rows {label!r} in {folder}, not one")
+            raise SystemExit(f"{folder}: expected one row {label!r}, found {len(found)}")
         [(path, number)] = found
         pages[path][number] = line
         path.write_text("\n".join(pages[path]) + "\n")
 
 
 def main() -> None:
-    """Run, report, and fill in the page if that is wanted."""
+    """Run the benchmark and print its figures; with `--write`, put them into the pages."""
     parser = arguments(__doc__)
     parser.add_argument("--hits", type=int, default=20000, help="hits a round")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", metavar="LABEL", choices=[row.label for row in ROWS], help="one row alone")
+    parser.add_argument(
+        "--only", metavar="LABEL", choices=[row.label for row in ROWS], help="measure only this row"
+    )
     parser.add_argument("--write", action="store_true", help="put the medians into the pages")
     parser.add_argument("--pages", type=Path, default=PAGES, help="(default: docs/reference/sources)")
     options = parser.parse_args()

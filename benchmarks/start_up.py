@@ -1,6 +1,6 @@
-"""How long commands take that people wait for, with and without bytecode caches; target: 0.3 and 0.5 s.
+"""Run time of --help, status and mount, with and without bytecode caches; target: 0.3 and 0.5 s.
 
-`mount` is from its start until it has returned, with the mount there.
+`mount` is timed until the command returns. The mount is usable then.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from common import Distribution, arguments, report
 
 PROGRAM = (sys.executable, "-m", "kprobefs")
 COMMANDS = ("--help", "status", "mount")
-CACHED_TARGET, UNCACHED_TARGET = 0.3, 0.5
+CACHED_TARGET = 0.3
+UNCACHED_TARGET = 0.5
 
 
 def seconds(command: str, directory: Path, environment: dict[str, str]) -> float:
-    """How long a command takes; a mount is gone again afterwards."""
+    """Run a command, and return the seconds that it takes; if it mounts, unmount again."""
     words = [command, str(directory)] if command == "mount" else [command]
     start = time.perf_counter()
-    # status may have a stale mount of somebody else to tell of.
+    # status fails if it finds a stale mount, which need not be the benchmark's.
+
     subprocess.run([*PROGRAM, *words], env=environment, stdout=subprocess.DEVNULL, check=command != "status")
     took = time.perf_counter() - start
     if command == "mount":
@@ -32,7 +34,7 @@ def seconds(command: str, directory: Path, environment: dict[str, str]) -> float
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
@@ -41,13 +43,14 @@ def main() -> None:
         (base / "mnt").mkdir()
         own = {"KPROBEFS_RUNTIME_DIRECTORY": made, "KPROBEFS_PROBES_PATH": ""}
         os.environ |= own
-        # Caches of this benchmark's own, which are there; and a place where none are and none are written.
+        # One directory has the benchmark's own bytecode caches; nothing is written to the other.
+
         cached = {**os.environ, "PYTHONPYCACHEPREFIX": f"{made}/cache"}
         uncached = {**os.environ, "PYTHONPYCACHEPREFIX": f"{made}/none", "PYTHONDONTWRITEBYTECODE": "1"}
         kinds = [(command, cached) for command in COMMANDS] + [(command, uncached) for command in COMMANDS]
         for command in COMMANDS:
             seconds(command, base / "mnt", cached)
-        # In turns, so that a slow minute of the host falls on all of them.
+        # The commands alternate, so that a slow minute of the host affects all of them.
         samples = [
             [seconds(command, base / "mnt", environment) for command, environment in kinds]
             for _ in range(options.runs)

@@ -1,6 +1,6 @@
-"""What a call with a recorded hit costs, its ring buffers in memory, and in a file as by --state.
+"""Time of a call with a recorded hit, with the ring buffers in memory and in a file as with --state.
 
-Of an optimized probe, in the CPU's time.
+The probe is optimized. The figures are CPU time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from emulated_kernel.util.config import MachineConfig
 from kprobefs.measure.bench import FUNCTION, caller
 
 WARM_UP = 2
-"""Rounds that aren't counted."""
+"""Number of first rounds that are not counted."""
 
 
 def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
-    """A kernel with an optimized probe that records, its buffers in a file of `directory`, or in memory."""
+    """Start a kernel with an optimized probe that records its hits, and return the kernel.
+
+    The ring buffers are in a file in `directory`, or in memory if that is None.
+    """
     kernel = stack.enter_context(Kernel(MachineConfig(run_budget=60)))
     if directory is not None:
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -35,7 +38,10 @@ def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
 
 
 def main() -> None:
-    """Rounds of all places in turn; the differences are to those without a file, round by round."""
+    """Run the benchmark with all directories in turn, and print its figures.
+
+    The differences are those to the ring buffers in memory, in the same round.
+    """
     parser = arguments(__doc__)
     parser.add_argument("places", metavar="DIR", nargs="*", default=[tempfile.gettempdir(), "/dev/shm"])
     parser.add_argument("--hits", type=int, default=20_000, help="hits a round")

@@ -1,6 +1,6 @@
-"""A switch from one CPU to the other, with all that follows it, of each architecture; target: 2 us.
+"""CPU time of a switch of the machine from one CPU to another, for each architecture; target: 2 us.
 
-In CPU time: nothing runs in the guest meanwhile.
+The guest executes no instructions between the switches.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ TARGET = 2.0
 
 
 def switch_us(kernel: Kernel, switches: int) -> float:
-    """Microseconds of one switch, over `switches`."""
-    machine, before = kernel.machine, thread_time()
+    """Switch `switches` times, and return the microseconds of one switch."""
+    machine = kernel.machine
+    before = thread_time()
     for _ in range(switches // 2):
         machine.switch_to(1)
         machine.switch_to(0)
@@ -25,7 +26,7 @@ def switch_us(kernel: Kernel, switches: int) -> float:
 
 
 def main() -> None:
-    """Run, report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--switches", type=int, default=10_000)

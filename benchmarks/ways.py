@@ -1,4 +1,4 @@
-"""What a request takes in Python: calls, files, and calls back up the layers.
+"""Number of Python calls, source files and upward calls through the layers that a request takes.
 
 A call is the entry into a Python function of the root packages. A generator counts once, however often it
 is resumed; a comprehension does not count. Files are the source files of the called functions. A call goes
@@ -185,7 +185,7 @@ class Shell:
 
 
 def count_ways(layers: Layers) -> dict[str, Count]:
-    """Go each way once, and return name -> figures."""
+    """Make each request once, and return name -> figures."""
     counting = Counting(layers)
     try:
         return _define_and_hit(counting) | _read(counting) | _disarm(counting, 1) | _disarm(counting, MANY)
@@ -268,7 +268,7 @@ def figures(ways: dict[str, Count]) -> list[Distribution]:
 
 
 def main() -> None:
-    """Count, and report."""
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--crossings", action="store_true", help="name each call upward, in the table")
     options = parser.parse_args()
