@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/reference/api.md from the docstrings of the public classes; with --check, only compare.
 
-The page is made from the source, not from imported objects: so it has annotations as they are written, and
-the docstrings of fields, which are strings after them.
+The page is made from the source, not from imported objects. It thus has the annotations as they are written,
+and the docstrings of fields, which are string expressions after the fields.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Source:
         raise LookupError(f"{name}: no class or annotated constant of this name")
 
     def imported(self, name: str) -> ast.ClassDef | ast.AnnAssign:
-        """Return what the module imports under this name."""
+        """Return the class or annotated constant that the module imports under this name."""
         for node in self.body:
             if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
                 module = str(node.module).removeprefix(f"{PACKAGE.name}.")
@@ -113,7 +113,7 @@ def fields(found: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
 
 
 def is_argument(node: ast.AnnAssign) -> bool:
-    """Whether a field of a dataclass is an argument of its constructor."""
+    """Return True if a field of a dataclass is an argument of its constructor."""
     name = ast.unparse(node.target)
     return not name.startswith("_") and name not in INTERNAL and "init=False" not in default(node)
 
@@ -151,12 +151,12 @@ def signature(node: ast.FunctionDef) -> str:
 
 
 def is_property(node: ast.FunctionDef) -> bool:
-    """Whether a method is read as an attribute."""
+    """Return True if a method is a property."""
     return any(ast.unparse(each).endswith("property") for each in node.decorator_list)
 
 
 def is_setter(node: ast.FunctionDef) -> bool:
-    """Whether a method assigns to a property."""
+    """Return True if a method is the setter of a property."""
     return any(ast.unparse(each).endswith(".setter") for each in node.decorator_list)
 
 
@@ -194,7 +194,7 @@ def members_of_group(
 
 
 def public(node: ast.FunctionDef) -> bool:
-    """Whether users call a method."""
+    """Return True if a method belongs to the public API."""
     return not node.name.startswith("_") and not is_setter(node)
 
 
@@ -268,7 +268,7 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or compare it with what is there."""
+    """Write the page, or compare it with the existing page; return the exit status."""
     text = page()
     if arguments == ["--check"]:
         if PAGE.is_file() and PAGE.read_text() == text:

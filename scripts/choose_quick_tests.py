@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = 50.0
-"""Seconds of all chosen tests in one process."""
+"""Total seconds of all chosen tests in one process."""
 IMPORT = 0.05
-"""Seconds that a module takes beside its tests."""
+"""Seconds that a module takes in addition to its tests."""
 
 
 def durations(report: Path) -> dict[str, tuple[float, int]]:
@@ -35,7 +35,7 @@ def durations(report: Path) -> dict[str, tuple[float, int]]:
 
 
 def module_of(name: str) -> str | None:
-    """Return the path of the module in the name of a test's class."""
+    """Return the path of a test's module from its `classname`, or None if there is no such file."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         path = Path(*parts[:length]).with_suffix(".py")
@@ -58,7 +58,7 @@ def chosen(found: dict[str, tuple[float, int]], budget: float) -> list[str]:
 def main() -> None:
     """Write tests/quick.txt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("report", type=Path, help="what --junitxml wrote")
+    parser.add_argument("report", type=Path, help="report of pytest --junitxml")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds (default: %(default)s)")
     options = parser.parse_args()
     found = durations(options.report)

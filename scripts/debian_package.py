@@ -1,4 +1,4 @@
-"""What scripts/package puts into the Debian package: a tree of files, and dpkg-deb's control files for it."""
+"""Contents of the Debian package that scripts/package builds: its tree of files and its control files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = "usr/lib/kprobefs"
 EXTRAS = ("", "completion")
 NOT_NEEDED = {"..", "__pycache__", "include"}
-"""Parts of paths in Python packages: commands of theirs, bytecode, headers of C."""
+"""Parts of paths that are left out of Python packages: their commands, bytecode, C headers."""
 LAUNCHER = """\
 #!/usr/bin/python3 -I
-# The program's own directory first: Debian's versions of what it needs are others.
+# The program's own directory comes first: Debian has other versions of its requirements.
 import site
 import sys
 
@@ -49,9 +49,9 @@ COMPLETION = {
     "zsh/site-functions/_kprobefs": "zsh/vendor-completions/_kprobefs",
     "fish/vendor_completions.d/kprobefs.fish": "fish/vendor_completions.d/kprobefs.fish",
 }
-"""Below share/: in the wheel, and in Debian."""
+"""Path below share/ in the wheel -> path below share/ in Debian."""
 DEFAULTS = """\
-# Options for the services of kprobefs, as of `kprobefs mount`: --layout tracefs --limit probes=1000
+# Options of `kprobefs mount` for the services of kprobefs, for example --layout tracefs --limit probes=1000
 KPROBEFS_OPTIONS=
 """
 CONTROL = """\
@@ -85,7 +85,7 @@ set -e
 if [ "$1" = remove ] && [ -d "$DPKG_ROOT/run/systemd/system" ]; then
     systemctl stop kprobefs.service 'kprobefs@*.service' || :
 fi
-# What an interpreter with other options has compiled is in no list of dpkg's.
+# dpkg's list of files lacks the bytecode that interpreters with other options have compiled.
 if [ "$1" = remove ]; then
     find "$DPKG_ROOT/{library}" -depth -name __pycache__ -type d -exec rm -rf {{}} + || :
 fi
@@ -96,13 +96,16 @@ set -e
 if [ "$1" = remove ] && [ -d "$DPKG_ROOT/run/systemd/system" ]; then
     systemctl daemon-reload || :
 fi
-# What services keep: StateDirectory=.
+# The StateDirectory= of the services.
 [ "$1" != purge ] || rm -rf "$DPKG_ROOT/var/lib/kprobefs"
 """
 
 
 def build(output: Path, *, is_quick: bool) -> Path:
-    """Build the package in directory `output`; its path. `is_quick`: not compiled, nor compressed."""
+    """Build the package in directory `output`, and return its path.
+
+    If `is_quick` is true, the Python files are not compiled and the package is not compressed.
+    """
     with tempfile.TemporaryDirectory() as work:
         tree = Path(work, "tree")
         tree.mkdir(mode=0o755)
@@ -119,20 +122,20 @@ def build(output: Path, *, is_quick: bool) -> Path:
             command = ["dpkg-deb", *options, "--build", tree, aside]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             (built,) = Path(aside).iterdir()
-            # A name that others look for stands for a whole package alone.
+            # The final name must never belong to an incomplete package.
             return built.replace(output / f"{name}.deb")
 
 
 def compile_library(tree: Path) -> None:
-    """Bytecode of what is in the package, so that no run of the program writes any."""
-    # The tree is a temporary one: what is compiled says where it will stand.
+    """Compile the Python files of the package, so that no run of the program writes bytecode."""
+    # The tree is temporary: -s and -p put the installed paths into the bytecode.
     options = ["-q", "-s", tree, "-p", "/", "--invalidation-mode", "unchecked-hash"]
-    # -I: PYTHONPYCACHEPREFIX would have it written elsewhere.
+    # -I ignores PYTHONPYCACHEPREFIX, which would have the bytecode written elsewhere.
     subprocess.run([sys.executable, "-I", "-m", "compileall", *options, tree / LIBRARY], check=True)
 
 
 def install_program(tree: Path, work: Path) -> None:
-    """What the wheel carries, each file where Debian has its kind."""
+    """Install the files of the wheel, with manual pages, completion and units in Debian's directories."""
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--wheel-dir", work]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], check=True)
     (wheel,) = work.glob("*.whl")
@@ -154,7 +157,10 @@ def install_program(tree: Path, work: Path) -> None:
 
 
 def install_requirements(tree: Path) -> list[str]:
-    """The packages of this environment that the program needs, with what they need; names and versions."""
+    """Install the program's requirements from this environment, and return their names and versions.
+
+    The requirements of requirements are included.
+    """
     found: dict[str, metadata.Distribution] = {}
     wanted = [("kprobefs", EXTRAS)]
     while wanted:
@@ -176,7 +182,7 @@ def install_requirements(tree: Path) -> list[str]:
 
 
 def install_launchers(tree: Path) -> None:
-    """The commands, and the service's options."""
+    """Install the commands, and the file with the options of the services."""
     for path, module in LAUNCHERS.items():
         put(tree / path, LAUNCHER.format(library=LIBRARY, module=module).encode(), 0o755)
     put(tree / "etc/default/kprobefs", DEFAULTS.encode())
@@ -184,7 +190,7 @@ def install_launchers(tree: Path) -> None:
 
 
 def install_documents(tree: Path) -> None:
-    """Licence and documents."""
+    """Install the licence, the changelog and the documentation."""
     place = tree / "usr/share/doc/kprobefs"
     put(place / "copyright", (ROOT / "LICENSE").read_bytes())
     put(place / "changelog.gz", packed((ROOT / "CHANGELOG.md").read_bytes()))
@@ -193,7 +199,7 @@ def install_documents(tree: Path) -> None:
 
 
 def write_control(tree: Path, vendored: list[str]) -> str:
-    """DEBIAN/ of a finished tree; the package's name with version and architecture."""
+    """Write DEBIAN/ of a finished tree, and return the package's name with version and architecture."""
     program = metadata.metadata("kprobefs")
     command = ["dpkg", "--print-architecture"]
     architecture = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -230,11 +236,11 @@ def put(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def packed(data: bytes) -> bytes:
-    """As gzip(1) -9n does."""
+    """Compress data as `gzip -9n` does, without a name and a time."""
     return gzip.compress(data, 9, mtime=0)
 
 
 if __name__ == "__main__":
-    # So that what is half done goes with it.
+    # Exit by an exception on SIGTERM, so that the temporary directories are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(build(Path(sys.argv[1]), is_quick="--quick" in sys.argv[2:]))

@@ -1,8 +1,8 @@
 # shellcheck shell=sh
-# The set-up that scripts/run and scripts/test share: distribution packages, .venv, /dev/fuse.
+# Set-up functions of scripts/run and scripts/test: distribution packages, .venv, /dev/fuse.
 #
-# Sourced with $root, the checkout's absolute path, set. Everything here may be run again at any
-# time: what is there already is left alone, so that the second run touches no network.
+# The sourcing script sets $root to the absolute path of the checkout. All functions can be run again
+# at any time. They keep existing installations, so that a second run needs no network.
 : "${root:?scripts/lib.sh needs the path of the checkout}"
 
 venv=$root/.venv
@@ -16,19 +16,19 @@ die() {
     exit 1
 }
 
-# Programs that tests use where they are: unmodified tools for tracefs, a terminal's picture, a clock that
-# is wrong, and what tells of bad shell.
+# Programs that tests use if they are installed: unmodified tracing tools, compilers, groff, a terminal
+# multiplexer, a wrong clock, a shell linter and gawk.
 test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc gcc-riscv64-linux-gnu groff tmux faketime \
 shellcheck gawk"
 
-# setup_python: makes $venv with the project and its tests; needs Python and a network, nothing else.
+# setup_python: makes $venv with the project and its test requirements. It needs only Python and a network.
 setup_python() {
     check_python
     venv_is_sound || make_venv
     install_project test
 }
 
-# setup run|test: afterwards $venv/bin/kprobefs works, and for "test" the test tools as well.
+# setup run|test: makes $venv/bin/kprobefs work; "test" also installs the test tools.
 setup() {
     venv_is_sound || venv_is_missing=1
     packages=$(missing_packages)
@@ -53,7 +53,7 @@ missing_packages() {
 
 has_library() { PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null | grep -qF "$1"; }
 
-# The name changed with the 64-bit time_t transition.
+# Prints the name of the libfuse package, which the 64-bit time_t transition changed.
 libfuse_package() (
     # shellcheck disable=SC1090
     [ ! -r "${OS_RELEASE:=/etc/os-release}" ] || . "$OS_RELEASE"
@@ -76,7 +76,7 @@ install_packages() {
     rm -f "$log"
 }
 
-# One try at each; without one its tests are skipped.
+# Tries once to install each test tool. If that fails, the tests of the tool are skipped.
 install_test_tools() (
     stamp=$venv/.test-tools
     [ "$(cat "$stamp" 2>/dev/null)" != "$test_tools" ] || return 0
@@ -84,7 +84,7 @@ install_test_tools() (
     for package in $test_tools; do
         dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' && continue
         say "installing $package for its tests"
-        apt_install "$package" >/dev/null 2>&1 || say "no $package here: its tests are skipped"
+        apt_install "$package" >/dev/null 2>&1 || say "$package: not available; its tests are skipped"
     done
     printf '%s\n' "$test_tools" >"$stamp"
 )
@@ -104,7 +104,7 @@ as_root() {
     if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -- "$@"; fi
 }
 
-# The last lines of $log say why; they come before the one-line reason.
+# Prints the last lines of $log, then the one-line reason.
 fail_with_log() {
     tail -n 5 "$log" >&2
     rm -f "$log"
@@ -116,12 +116,12 @@ fail_with_log() {
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
 check_python() {
-    version=$(python_version "$python") || die "$python does not run"
+    version=$(python_version "$python") || die "$python: does not run; set PYTHON=... to another Python"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         die "Python 3.11 or newer is needed, $python is $version (PYTHON=... names another one)"
 }
 
-# A venv can't be moved, nor used by another Python than the one it was made with.
+# A venv works only at its original path and with the Python that made it.
 venv_identity() { printf 'python %s at %s\n' "$(python_version "$python")" "$venv"; }
 
 venv_is_sound() {
@@ -138,15 +138,15 @@ make_venv() {
     venv_identity >"$venv/.made-for"
 }
 
-# The stamp holds the hash of pyproject.toml as it was installed; "test" contains "run".
+# The stamp contains the hash of the installed pyproject.toml. The extra "test" includes "run".
 install_project() {
     hash=$(sha256sum <"$root/pyproject.toml")
     [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$hash" ] && return
-    say "installing kprobefs and what it needs into .venv"
+    say "installing kprobefs and its requirements into .venv"
     log=$(mktemp)
     extras=
     [ "$1" = run ] || extras="[$1,docs]"
-    # fusepy comes as source alone: --use-pep517 builds it apart, without setuptools in the venv.
+    # fusepy has no wheel: --use-pep517 builds it in isolation, without setuptools in the venv.
     (cd "$root" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
         --use-pep517 --editable ".$extras") </dev/null >"$log" 2>&1 ||
         fail_with_log "pip could not install kprobefs into .venv"
@@ -156,18 +156,18 @@ install_project() {
 
 # --- /dev/fuse ----------------------------------------------------------------------------------
 
-# fuse_problem: prints in one line why mounting can't work, or nothing. A root that can make the
-# device (a chroot, a container) gets it made.
+# fuse_problem: prints one line if mounting cannot work, otherwise nothing. If root can create the missing
+# device (in a chroot or container), the function creates it.
 fuse_problem() {
     if [ ! -e /dev/fuse ] && [ "$(id -u)" -eq 0 ]; then
         modprobe fuse 2>/dev/null || :
         [ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229 2>/dev/null || :
     fi
     if [ ! -e /dev/fuse ]; then
-        echo "/dev/fuse is missing: as root 'modprobe fuse'; in a container '--device /dev/fuse'"
+        echo "/dev/fuse: missing; run 'modprobe fuse' as root, or start the container with '--device /dev/fuse'"
     elif ! [ -r /dev/fuse ] || ! [ -w /dev/fuse ]; then
-        echo "/dev/fuse is closed to $(id -un): as root 'chmod 666 /dev/fuse'"
+        echo "/dev/fuse: no access for $(id -un); run 'chmod 666 /dev/fuse' as root"
     elif ! (: <>/dev/fuse) 2>/dev/null; then
-        echo "/dev/fuse does not open: as root 'modprobe fuse'; in a container '--device /dev/fuse'"
+        echo "/dev/fuse: cannot open; run 'modprobe fuse' as root, or start the container with '--device /dev/fuse'"
     fi
 }

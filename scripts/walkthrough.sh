@@ -1,10 +1,10 @@
 #!/bin/sh
-# What kprobefs does, shown on the mount at $KPROBEFS; ends with status 1 where it doesn't do it.
+# Demonstrates kprobefs on the mount at $KPROBEFS. The exit status is 1 if a step fails.
 #
 # usage: kprobefs run -- sh scripts/walkthrough.sh [FILE]    (FILE receives the mount point)
 set -eu
 
-: "${KPROBEFS:?names the mount point; kprobefs run -- sh scripts/walkthrough.sh sets it}"
+: "${KPROBEFS:?not set to a mount point; run kprobefs run -- sh scripts/walkthrough.sh}"
 [ $# -eq 0 ] || printf '%s\n' "$KPROBEFS" >"$1"
 cd "$KPROBEFS"
 
@@ -15,7 +15,7 @@ fi
 
 explain() { printf '\n%s%s%s\n' "$dim" "$*" "$plain"; }
 
-# show COMMAND: prints it, runs it, prints what it said; its failure ends the walk.
+# show COMMAND: prints the command, runs it and prints its output; if it fails, the script ends.
 show() {
     printf '%s$ %s%s\n' "$bold" "$1" "$plain"
     if output=$(eval "$1" 2>&1); then status=0; else status=$?; fi
@@ -28,7 +28,7 @@ fail() {
     exit 1
 }
 
-# expect TEXT REASON: TEXT has to stand in what the last command said.
+# expect TEXT REASON: fails with REASON if the output of the last command lacks TEXT.
 expect() {
     case $output in
     *"$1"*) ;;
@@ -37,18 +37,18 @@ expect() {
 }
 
 printf '%skprobefs is mounted at %s%s\n' "$bold" "$KPROBEFS" "$plain"
-explain "Behind these files runs a kernel of its own, in an emulator:"
+explain "These files control a small kernel that runs in an emulator:"
 show 'ls'
 show 'cat machine/version'
 expect 'version' "machine/version doesn't name a kernel"
 
-explain "A probe on vfs_read, as on any Linux: three arguments, fetched at each hit."
+explain "Define a probe on vfs_read, as on any Linux. Each hit fetches three arguments."
 # shellcheck disable=SC2016 # the probe's $arg3 and $comm aren't the shell's
 show 'echo '\''p:reads vfs_read file=%di count=$arg3 comm=$comm'\'' > kprobe_events'
 show 'cat kprobe_events'
 expect 'reads vfs_read' "the probe isn't in kprobe_events"
 
-explain "Enabling the event arms the probe: the kernel's text is patched now."
+explain "Enabling the event arms the probe: this patches the kernel's text."
 show 'echo 1 > tracing/events/kprobes/reads/enable'
 show 'cat kprobes/list'
 expect 'vfs_read' "the probe isn't in kprobes/list"
@@ -59,16 +59,16 @@ show 'echo > tracing/trace'
 show 'cat scratch/greeting'
 expect 'hello' "scratch/greeting doesn't hold what was written to it"
 
-explain "Every hit left a line: who, when, where, and the arguments."
+explain "Every hit left a line with the task, the time, the address and the arguments."
 show 'grep -v "^#" tracing/trace | head -n 4'
 expect 'reads: (vfs_read' "the trace is empty: the probe was not hit"
 expect 'comm="cat"' "the trace doesn't show the reads of cat"
 
-explain "What the probe is, and what it does to the text, in its own directory:"
+explain "A probe's directory shows its counters, its mode and its bytes in the text:"
 show 'cd kprobes/stats/kprobes/reads && grep . hits nmissed mode reason bytes'
 expect 'hits:' "the probe's directory doesn't count its hits"
 
-explain "One switch takes all probes out of the text; reading hits nothing then."
+explain "One switch removes all probes from the text. Then reading hits no probe."
 show 'echo 0 > kprobes/enabled'
 show 'cat kprobes/stats/kprobes/reads/mode'
 expect 'disarmed' "the probe is still armed after 'echo 0 > kprobes/enabled'"
@@ -80,7 +80,7 @@ show 'cat kprobes/stats/kprobes/reads/hits'
 [ "$output" = "$hits" ] || fail "a disarmed probe was hit"
 show 'echo 1 > kprobes/enabled'
 
-explain "Inside a function a probe is a breakpoint, and a hit costs two traps:"
+explain "A probe inside a function is a breakpoint, and a hit costs two traps:"
 show 'echo 0 > kprobes/optimization'
 show 'echo p:deep ksys_read+5 >> kprobe_events'
 show 'echo 1 > kprobes/stats/kprobes/deep/enabled'
@@ -88,7 +88,7 @@ show 'for i in 1 2 3 4 5 6 7 8 9; do cat scratch/greeting; done > /dev/null'
 show 'cd kprobes/stats/kprobes/deep && cat mode bytes cost; tail -n 2 detour'
 expect 'int3' "the probe at ksys_read+5 isn't armed by a breakpoint"
 
-explain "The optimizer makes a jump of it, to a detour around the handlers:"
+explain "The optimizer replaces the breakpoint by a jump to a detour buffer:"
 show 'echo 1 > kprobes/optimization; sleep 0.2'
 show 'for i in 1 2 3 4 5 6 7 8 9 0; do cat scratch/greeting; done > /dev/null'
 show 'for i in 1 2 3 4 5 6 7 8 9 0; do cat scratch/greeting; done > /dev/null'
@@ -97,7 +97,7 @@ expect 'optimized' "the probe at ksys_read+5 was not optimized"
 show 'grep ksys_read kprobes/list'
 expect '[OPTIMIZED]' "kprobes/list doesn't show the probe as optimized"
 
-explain "And away with it:"
+explain "Remove the probes:"
 show 'echo 0 > tracing/events/kprobes/reads/enable'
 show 'echo > kprobe_events'
 show 'cat kprobe_events kprobes/list'

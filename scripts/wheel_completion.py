@@ -1,4 +1,4 @@
-"""Puts completion for shells, as `kprobefs completion` prints it, into each wheel."""
+"""Build hook that adds the output of `kprobefs completion` to each wheel, for bash, zsh and fish."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PLACES = {
 
 
 class CompletionHook(BuildHookInterface[Any]):
-    """The files are made for each build, and gone behind it."""
+    """Creates the completion files before a build, and removes them after it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """In front of a build."""
+        """Create the completion files in a temporary directory, and register them as shared data."""
         del version
         self._work = TemporaryDirectory()
         for shell, place in PLACES.items():
@@ -29,6 +29,6 @@ class CompletionHook(BuildHookInterface[Any]):
             build_data["shared_data"][str(path)] = place
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Behind it."""
+        """Remove the temporary directory."""
         del version, build_data, artifact_path
         self._work.cleanup()

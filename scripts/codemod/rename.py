@@ -1,8 +1,8 @@
-"""Move modules and rename identifiers by the tables in the same directory.
+"""Program that moves modules and renames identifiers by the tables in its directory.
 
 `rename.py modules SECTION...` moves the modules of these sections of modules.tsv with `git mv`. It rewrites
 every import, dotted name and path in the tracked text files. `rename.py names [KIND...]` applies names.tsv.
-A branch that was started before a move catches up when it runs the same command.
+To rebase a branch over a move, run the same command on the branch first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGES = {
 """Packages that a move creates -> first line of their __init__.py."""
 
 DONE = "\x01"
-"""Marks a name that is new already."""
+"""Prefix of a name that has been rewritten, so that it is not rewritten again."""
 DOTTED = re.compile(r"(?<![\w./\x01-])(?:emulated_kernel|kprobefs)(?:\.[A-Za-z_]\w*)+")
 PATHS = re.compile(r"(?<![\w.-])(?:emulated_kernel/|kprobefs/)?(?:[a-z_0-9]+/)*[a-z_0-9]+(?:\.py)?(?![\w-])")
 
@@ -68,8 +68,10 @@ def text_files() -> Iterator[Path]:
 
 
 def table(sections: Iterable[str]) -> dict[str, str]:
-    """Return old -> new of these sections of modules.tsv."""
-    wanted, found, section = set(sections), dict[str, str](), ""
+    """Return old module -> new module, from these sections of modules.tsv."""
+    wanted = set(sections)
+    found: dict[str, str] = {}
+    section = ""
     for line in (HERE / "modules.tsv").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             section = line.strip("[]")
@@ -86,7 +88,7 @@ def file_of(module: str) -> Path | None:
 
 
 def move(moves: dict[str, str]) -> None:
-    """Run `git mv` for each module; a package's __init__.py goes after its modules."""
+    """Run `git mv` for each module; a package's __init__.py is moved after its modules."""
     kinds = {}
     for old, new in moves.items():
         source = file_of(old)
@@ -99,7 +101,7 @@ def move(moves: dict[str, str]) -> None:
             if is_package:
                 subprocess.run(["git", "rm", "-q", str(source)], cwd=ROOT, check=True)
                 continue
-            sys.exit(f"{target} exists")
+            sys.exit(f"{target}: exists already; remove it first")
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "mv", str(source), str(target)], cwd=ROOT, check=True)
     for new in moves.values():
@@ -113,7 +115,7 @@ def move(moves: dict[str, str]) -> None:
 
 
 def dotted(moves: dict[str, str], text: str) -> str:
-    """Rewrite dotted names, by the longest module that each begins with."""
+    """Rewrite dotted names; the longest module at the start of a name decides."""
 
     def new(found: re.Match[str]) -> str:
         parts = found[0].split(".")
@@ -126,9 +128,9 @@ def dotted(moves: dict[str, str], text: str) -> str:
 
 
 def paths(moves: dict[str, str], packages: set[str], text: str) -> str:
-    """Rewrite paths of files and directories, with or without the package in front.
+    """Rewrite paths of files and directories, with or without the name of the package.
 
-    A path without its package is only taken for one when it has two parts.
+    A path without its package is rewritten only if it has at least two parts.
     """
     known = {}
     for old, new in moves.items():
@@ -158,7 +160,7 @@ def paths(moves: dict[str, str], packages: set[str], text: str) -> str:
 
 
 def imports(moves: dict[str, str], modules: set[str], path: Path, source: str) -> str:
-    """Rewrite `from PACKAGE import MODULE`, and the uses of a module whose last name changed."""
+    """Rewrite `from PACKAGE import MODULE`, and the uses of a module if its last name changed."""
     if "import" not in source:
         return source
     tree = ast.parse(source)
@@ -217,7 +219,7 @@ def imports(moves: dict[str, str], modules: set[str], path: Path, source: str) -
 
 
 def remove_empty(directory: Path) -> None:
-    """Remove a directory in which only bytecode is left."""
+    """Remove a directory if it contains only bytecode."""
     if directory.is_dir() and not any(
         path.is_file() and path.suffix != ".pyc" for path in directory.rglob("*")
     ):
@@ -287,7 +289,7 @@ def names_main(kinds: list[str]) -> None:
 
 
 def main() -> None:
-    """Run one of the two commands."""
+    """Run the command that the arguments name."""
     match sys.argv[1:]:
         case ["modules", *sections] if sections:
             modules_main(sections)
