@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Who reads how much while a command runs: calls and bytes asked for, by name of the program.
+"""Program that counts read calls and requested bytes for each program while a command runs.
 
     read_sizes.py TRACEFS -- CMD...
 
-Works on any tracefs: Linux's own as root, or a mount of kprobefs. See test_read_sizes.py for its tests.
+It works on any tracefs: Linux's own as root, or a mount of kprobefs. Its tests are in test_read_sizes.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ RECORD = re.compile(r"\s*(?P<comm>.*)-\d+\s+\[.*: read_sizes: .* count=(?P<count
 
 @contextmanager
 def probe(tracefs: Path, instance: Path) -> Iterator[None]:
-    """A probe on vfs_read that records into a trace array of its own, without what this process reads."""
+    """Probe vfs_read for the length of the block, and record the hits in a new trace instance.
+
+    Reads of this process are not recorded.
+    """
     with open(tracefs / "kprobe_events", "a") as definitions:
         definitions.write(f"p:{EVENT} vfs_read count=$arg3:u64\n")
     instance.mkdir()
@@ -38,17 +41,18 @@ def probe(tracefs: Path, instance: Path) -> Iterator[None]:
 
 
 def count(lines: list[str]) -> tuple[Counter[str], Counter[str]]:
-    """Calls and bytes, by program."""
+    """Return program -> number of calls, and program -> number of bytes."""
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for record in filter(None, map(RECORD.match, lines)):
-        calls[record["comm"]] += 1
-        sizes[record["comm"]] += int(record["count"])
+    for line in lines:
+        if record := RECORD.match(line):
+            calls[record["comm"]] += 1
+            sizes[record["comm"]] += int(record["count"])
     return calls, sizes
 
 
 def main(arguments: list[str]) -> int:
-    """The program."""
+    """Run the program, and return the exit status of the command."""
     if len(arguments) < 3 or arguments[1] != "--":
         print("usage: read_sizes.py TRACEFS -- CMD...", file=sys.stderr)
         return 2

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A handler in assembly: it counts hits, and keeps the largest argument, in the guest alone."""
+"""A handler in assembly that counts hits and keeps the largest argument, entirely in the guest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CODE = {
     done:
     """,
 }
-"""The first argument of int_sqrt is in rdi, eax or a0."""
+"""Architecture -> assembly of the handler. The first argument of int_sqrt is in rdi, eax or a0."""
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Djprobes, for section 3 of "Djprobe" (OLS 2007): a length from the analysis, one commit for all."""
+"""Djprobes, for section 3 of "Djprobe" (OLS 2007): lengths from the analysis, one commit for all probes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A jprobe, for section 9 of "Kernel Probes" (2010): a function of the same signature sees the arguments."""
+"""A jprobe, for section 9 of "Kernel Probes" (2010): its handler has the signature of the probed function."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A kprobe with handlers before and behind the instruction, for section 8 of "Kernel Probes" (2010)."""
+"""A kprobe with handlers before and after the instruction, for section 8 of "Kernel Probes" (2010)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from emulated_kernel import Kernel, Kprobe, MachineConfig, X86Regs
 
 
 def before(kprobe: Kprobe, regs: X86Regs) -> None:
-    """Print where the probe is; regs.ip is the address after the breakpoint."""
+    """Print the probed function and two registers; regs.ip is the address after the breakpoint."""
     print(f"pre_handler: {kprobe.symbol_name}, ip = {regs.ip:#x}, flags = {regs.flags:#x}")
 
 
 def after(kprobe: Kprobe, regs: X86Regs, _flags: int) -> None:
-    """Print the registers after the instruction, which has run out of line; the flags are always 0."""
+    """Print two registers after the instruction, which has run out of line; `_flags` is always 0."""
     print(f"post_handler: {kprobe.symbol_name}, ip = {regs.ip:#x}, flags = {regs.flags:#x}")
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A return probe, for section 10 of "Kernel Probes" (2010): what a function returned, and how long it took.
+"""A return probe, for section 10 of "Kernel Probes" (2010), that prints a function's result and duration.
 
 kretprobe_example.py [FUNCTION]
 """
@@ -13,7 +13,7 @@ from emulated_kernel import Kernel, Kretprobe, KretprobeInstance, MachineConfig,
 ARGUMENTS: dict[str, tuple[int | str, ...]] = {"int_sqrt": (144,), "strlen": ("probes",)}
 """Function -> arguments of the call."""
 STAMP = 8
-"""Bytes of a call's own data: the time when it was entered."""
+"""Bytes of the private data of a call, which contain the time of its entry."""
 
 
 def main(function: str = "int_sqrt") -> None:
