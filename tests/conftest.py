@@ -1,4 +1,4 @@
-"""What holds for all tests: a profile of Hypothesis, time limits, images read once, mounts of their own."""
+"""Set-up of all tests: a Hypothesis profile, time limits, cached kernel images, private mounts of workers."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICK = frozenset((ROOT / "tests/quick.txt").read_text(encoding="ascii").split())
 """Modules of quick tests; scripts/choose_quick_tests.py chooses them by measured durations."""
 SHRINKING = 480
-"""Seconds for a test whose failure is made smaller first; Hypothesis takes up to 300 for that."""
+"""Time limit of a Hypothesis test in seconds; Hypothesis takes up to 300 to shrink a failing example."""
 
 EVERYTHING = 1800
-"""Seconds for a test that takes no share."""
+"""Time limit in seconds of a test that tries all cases instead of a sample."""
 
 LEEWAY = 30
-"""Seconds more until a test that its time limit doesn't end ends its worker."""
+"""Seconds from the time limit of a test until the worker is ended, if the limit has not stopped the test."""
 
 YOUNG = 20_000
-"""Objects for each collection of young garbage: many, since boots and tables of a kernel's functions stay."""
-FEW_DESCRIPTORS = 256
-"""Of a worker; more are garbage's."""
+"""Allocations between two collections of young garbage.
 
-# Who runs the suite has a terminal, a CI or a journal: what they say to programs is nothing that a test asks.
+The number is high, because most objects of a boot and of the tables of a kernel's functions stay.
+"""
+FEW_DESCRIPTORS = 256
+"""Open descriptors of a worker; if there are more, uncollected garbage holds them."""
+
+# Variables of the user's terminal, CI or journal would change the output of programs under test.
 _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
 for _variable in _FROM_OUTSIDE:
     os.environ.pop(_variable, None)
 
-# A machine under load is slow, and no test is about that: no deadline for an example, none for drawing one.
-# No database: two runs with one seed test the same. Explaining takes more examples, outside that limit.
+# A loaded machine is slow, so there is no deadline for an example or for drawing one. Without a database, two
+# runs with one seed test the same examples. The phase "explain" would exceed max_examples.
 settings.register_profile(
     "kprobefs",
     max_examples=fewer(100, 2),
@@ -56,11 +59,14 @@ settings.load_profile("kprobefs")
 _T = TypeVar("_T")
 _load = builtin_image.load_image
 _PREBUILT: dict[str, builtin_image.KernelImage] = {}
-"""Those that come with us, by architecture. Nothing changes an image."""
+"""Architecture -> prebuilt image. Tests can share the images, because nothing changes them."""
 
 
 def load_image(path: Path | str | None = None, arch: str = "x86_64") -> builtin_image.KernelImage:
-    """See image.load_image. To read an image is a third of a boot."""
+    """Return a kernel image, from a cache if it is prebuilt: reading an image takes a third of a boot.
+
+    The arguments are those of builtin_image.load_image().
+    """
     if path is not None or arch not in _PREBUILT:
         loaded = _load(path, arch)
         return loaded if path is not None else _PREBUILT.setdefault(arch, loaded)
@@ -70,12 +76,12 @@ def load_image(path: Path | str | None = None, arch: str = "x86_64") -> builtin_
 def _once(
     find: Callable[[builtin_image.KernelImage], Iterable[_T]],
 ) -> Callable[[builtin_image.KernelImage], Iterable[_T]]:
-    """`find`, asked once of a prebuilt image. To read the tables of events is a fifth of a boot."""
+    """Return `find` with a cache for prebuilt images: reading tables of events takes a fifth of a boot."""
     found: dict[str, tuple[_T, ...]] = {}
 
     def find_once(of: builtin_image.KernelImage) -> Iterable[_T]:
         prebuilt = _PREBUILT.get(of.arch)
-        # Each boot has an image with symbols of its own.
+        # Each boot has a new image object, which shares its segments with the prebuilt image.
         if prebuilt is None or of.segments is not prebuilt.segments:
             return find(of)
         if of.arch not in found:
@@ -85,7 +91,7 @@ def _once(
     return find_once
 
 
-# Before anybody imports them: thousands of tests boot a kernel of their own.
+# Thousands of tests boot a kernel. Replace the functions before other modules import them by name.
 builtin_image.load_image = load_image
 for _table in ("event_definitions", "syscall_definitions"):
     setattr(trace_events, _table, _once(getattr(trace_events, _table)))
@@ -93,25 +99,29 @@ for _table in ("event_definitions", "syscall_definitions"):
 
 @pytest.fixture
 def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control lock as it is outside of tests."""
+    """Check the control lock as outside of tests."""
     monkeypatch.setattr(ControlLock, "assert_held", own_thread.assert_held)
 
 
 TERMINAL = pytest.StashKey[int]()
-"""Standard error, as it is outside of tests."""
+"""A duplicate of the descriptor of standard error, which pytest does not capture."""
 CLONE_NEWNS = 0x20000
-MS_REC, MS_PRIVATE = 0x4000, 1 << 18
+MS_REC = 0x4000
+MS_PRIVATE = 1 << 18
 RECORDS = Path("/run/kprobefs")
-"""Where root's daemons are found; see kprobefs.common.daemon_registry."""
+"""Directory with the records of root's daemons; see kprobefs.common.daemon_registry."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker has mounts and daemons of its own: commands that look at all see those of one test alone."""
+    """Give each worker its own mount namespace and daemon records.
+
+    Commands that list all mounts or daemons then see only those of the test.
+    """
     libc = ctypes.CDLL(None)
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         config.stash[TERMINAL] = os.dup(2)
-    # Where it isn't permitted, only tests that run at the same time could see each other's.
+    # If unshare(2) is not permitted, only tests that run at the same time can see each other's mounts.
     if hasattr(config, "workerinput") and os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
         libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
         RECORDS.mkdir(exist_ok=True)
@@ -119,9 +129,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays; to look for garbage in it took a seventh of all time.
+    """Exclude all objects that exist after the collection of tests from garbage collection.
 
-    A reboot and a coverage, run in here, would thaw it for all tests behind them.
+    Scanning them takes a seventh of the time of all tests. gc.freeze() and gc.unfreeze() are disabled:
+    otherwise a reboot or a coverage in a test would include the objects again for all later tests.
+
     """
     gc.collect()
     gc.freeze()
@@ -139,11 +151,11 @@ NULL_DEVICE = _null_device()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """The machine's devices are left alone.
+    """Check that the test has not changed /dev/null, and collect garbage if many descriptors are open.
 
-    A kernel's pipes go with it, and it with the garbage: select(2) takes no descriptor above 1,023.
+    An uncollected kernel keeps its pipes open, and select(2) does not support descriptors above 1,023.
     """
-    assert _null_device() == NULL_DEVICE, "the machine's /dev/null isn't what it was"
+    assert _null_device() == NULL_DEVICE, "/dev/null: changed by the test"
     free = os.open(os.devnull, os.O_RDONLY)
     os.close(free)
     if free > FEW_DESCRIPTORS:
@@ -151,7 +163,7 @@ def pytest_runtest_teardown() -> None:
 
 
 def _sendable(value: object) -> object:
-    """`value`, its texts made such that a worker can send them."""
+    """Return `value` with all texts encoded so that a worker can send them."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
@@ -163,15 +175,19 @@ def _sendable(value: object) -> object:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, object, object]:
-    """A failure that shows bytes of an odd name is told; a worker that can't send it would end all others."""
+    """Make all reports sendable, also those of failures that contain undecodable bytes.
+
+    A worker that cannot send a report would end all other workers.
+    """
     return _sendable((yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that nothing ends ends its worker, which xdist replaces: one test has failed, and the rest runs.
+    """End the worker if a test does not end after its time limit; xdist then replaces the worker.
 
-    pytest-timeout raises in a signal's handler; what is raised in a callback from C is lost.
+    pytest-timeout raises an exception in a signal handler. The exception is lost if C code calls the handler
+    through a callback.
     """
     marker = item.get_closest_marker("timeout")
     limit = float(marker.args[0] if marker else item.config.getini("timeout"))

@@ -1,7 +1,8 @@
-"""A test's own thread may use a kernel without its lock while nobody has it; no other thread may, no daemon.
+"""Relaxed check of the control lock: the main thread may use a kernel without the lock while it is free.
 
-Most tests reach below the public API, and would have to take the lock all over; outside of tests a request, a
-call or a load has it. Who runs kernels in this process imports this module.
+Most tests use internal methods, and would have to take the lock everywhere. Outside of tests, the caller of
+such a method holds the lock. Other threads of a test, and daemons, still need the lock. Import this module in
+each program that runs kernels in its own process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 from emulated_kernel.util.control_lock import ControlLock
 
 assert_held = ControlLock.assert_held
-"""As it is outside of tests."""
+"""The check that is used outside of tests."""
 
 
 def _assert_not_elsewhere(lock: ControlLock) -> None:

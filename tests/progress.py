@@ -1,4 +1,4 @@
-"""How far a long command is, for who watches it at a terminal."""
+"""Progress bar of long commands at a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EVERY = 20
 
 
 def show_progress(done: int, total: int, start: float, note: str) -> None:
-    """A bar on a terminal, nothing elsewhere; `start` is a time of time.monotonic()."""
+    """Print a progress bar if standard error is a terminal; `start` is a time of time.monotonic()."""
     if not sys.stderr.isatty() or (done % _EVERY and done != total):
         return
     bar = "#" * (30 * done // total)

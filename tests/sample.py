@@ -1,4 +1,4 @@
-"""What a run takes of what could be tried everywhere: a share, or with KPROBEFS_WHOLE=1 all."""
+"""Samples of exhaustive tests: a run tries a part of all cases, or with KPROBEFS_WHOLE=1 all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _T = TypeVar("_T")
 
 
 def share(items: Sequence[_T], part: int, parts: int) -> Sequence[_T]:
-    """Every `parts`-th item from the one numbered `part` on; the parts 0 to `parts` - 1 cover all."""
+    """Return every `parts`-th item, beginning with number `part`; parts 0 to `parts` - 1 cover all items."""
     return items if WHOLE else items[part % parts :: parts]
 
 
 def fewer(count: int, parts: int) -> int:
-    """A `parts`-th of so many attempts; a whole run makes all."""
+    """Return `count` divided by `parts`, rounded up; in a whole run, return `count`."""
     return count if WHOLE else -(-count // parts)

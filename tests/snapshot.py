@@ -1,11 +1,9 @@
-"""Snapshots of guest memory, to compare with and to go back to."""
+"""Snapshots of guest memory, which can be compared with the memory and restored."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, groupby
-from operator import itemgetter
 from pathlib import Path
 
 from emulated_kernel.machine import boot_params, loader
@@ -20,21 +18,21 @@ _memcmp = ctypes.PyDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _mincore = ctypes.PyDLL(None).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-# A page that is swapped out looks like one that nobody ever touched.
+# mincore(2) shows a swapped-out page as absent, like a page that was never written.
 _TELLS_UNTOUCHED = len(Path("/proc/swaps").read_text().splitlines()) == 1
 
 Span = tuple[int, int, int, int]
-"""(va, host's address of what it is, of what is kept, size)."""
+"""(virtual address, host address of the memory, host address of the kept copy, size)."""
 
 
 class DataSnapshot:
-    """Contents of writable guest memory at one moment, to compare with and to go back to.
+    """Contents of writable guest memory at one moment, which can be compared with the memory and restored.
 
-    RAM is anonymous: a page that nobody has touched is zero, as most are, and not looked at.
+    RAM is anonymous memory. Most pages were never written; they are known to be zero and are not read.
     """
 
     def __init__(self, memory: Memory, spans: Iterable[tuple[int, int]]) -> None:
-        """Keep [va, va + size) of each span; each must be physically contiguous."""
+        """Keep [va, va + size) of each span (va, size); each span must be physically contiguous."""
         ram_address = ctypes.addressof(ctypes.c_char.from_buffer(memory.ram))
         self._keep: list[ctypes.Array[ctypes.c_char]] = []
         found: list[Span] = []
@@ -47,48 +45,48 @@ class DataSnapshot:
         self._spans = [span for span in found if span[2] != zeros]
         self._runs: list[list[Span]] = []
         for run in _contiguous([span for span in found if span[2] == zeros]):
-            # A call of the system costs as much as to look at some pages.
+            # mincore(2) takes as long as the comparison of some pages.
             if sum(size for *_, size in run) < _BLOCK:
                 self._spans += run
             else:
                 self._runs.append(run)
 
     def _kept(self, where: int, size: int) -> int:
-        """Host's address of a copy; one block stands for all that is zero."""
+        """Return the host address of a copy; all zero blocks share one copy."""
         if not any(_touched(where, size)) or not _memcmp(where, _ZEROS, size):
             return ctypes.addressof(_ZEROS)
         self._keep.append(ctypes.create_string_buffer(ctypes.string_at(where, size), size))
         return ctypes.addressof(self._keep[-1])
 
     def unchanged(self) -> bool:
-        """Whether memory is as it was."""
+        """Return True if memory is as it was."""
         return not any(_memcmp(where, kept, size) for _, where, kept, size in self._candidates())
 
     def changes(self) -> dict[int, tuple[int, int]]:
-        """Address of each byte that differs, to what it was and what it is."""
+        """Return address -> (old byte, new byte) of all bytes that differ."""
         return _changed_bytes(self.changed_lines())
 
     def changed_lines(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """(va, what it was, what it is) of each line with bytes that differ."""
+        """Yield (virtual address, old bytes, new bytes) of each line of memory that differs."""
         for page in self._pages():
             yield from _changed_lines(*page)
 
     def restore(self) -> None:
-        """Make memory as it was."""
+        """Restore the kept contents."""
         for _, kept, where, size in self._pages():
             ctypes.memmove(where, kept, size)
 
     def undo(self) -> dict[int, tuple[int, int]]:
-        """The changes, which are taken back; it looks through memory once."""
+        """Return the changes as changes() does, and restore the kept contents, in one pass through memory."""
         pages = list(self._pages())
-        # All before any is taken back: a page may be mapped at two addresses.
+        # Collect all changes before the first restore, because a page may be mapped at two addresses.
         found = _changed_bytes(line for page in pages for line in _changed_lines(*page))
         for _, kept, where, size in pages:
             ctypes.memmove(where, kept, size)
         return found
 
     def _candidates(self) -> Iterator[Span]:
-        """What may differ."""
+        """Yield the spans that may differ."""
         yield from self._spans
         for run in self._runs:
             start = run[0][1] & -PAGE_SIZE
@@ -99,7 +97,10 @@ class DataSnapshot:
                     yield span
 
     def _pages(self) -> Iterator[tuple[int, int, int, int]]:
-        """(va, host's address of what is kept, of what it is, size) of each page that differs."""
+        """Yield each page that differs.
+
+        A page is (virtual address, host address of the kept copy, host address of the memory, size).
+        """
         for va, where, kept, span in self._candidates():
             if _memcmp(kept, where, span):
                 for at, size in _differing(kept, where, span, PAGE_SIZE):
@@ -107,15 +108,22 @@ class DataSnapshot:
 
 
 def _contiguous(spans: list[Span]) -> Iterator[list[Span]]:
-    """Those that follow each other in the host's memory, together."""
-    ends = [0, *(where + size for _, where, _, size in spans)]
-    starts = accumulate(where != end for (_, where, _, _), end in zip(spans, ends, strict=False))
-    for _, run in groupby(zip(starts, spans, strict=True), itemgetter(0)):
-        yield [span for _, span in run]
+    """Yield the spans in groups that are contiguous in the host's memory."""
+    run: list[Span] = []
+    end = 0
+    for span in spans:
+        _, where, _, size = span
+        if run and where != end:
+            yield run
+            run = []
+        run.append(span)
+        end = where + size
+    if run:
+        yield run
 
 
 def _touched(where: int, size: int) -> bytes:
-    """A byte for each page of the host's memory, 0 where nobody has touched it."""
+    """Return a byte for each page of the host's memory, 0 for pages that were never written."""
     start = where & -PAGE_SIZE
     pages = -(-(where + size - start) // PAGE_SIZE)
     vector = ctypes.create_string_buffer(pages)
@@ -131,15 +139,15 @@ def _changed_lines(va: int, kept: int, where: int, size: int) -> Iterator[tuple[
 
 def _changed_bytes(lines: Iterable[tuple[int, bytes, bytes]]) -> dict[int, tuple[int, int]]:
     return {
-        va + i: (before[i], now[i])
+        va + at: (before[at], now[at])
         for va, before, now in lines
-        for i in range(len(now))
-        if before[i] != now[i]
+        for at in range(len(now))
+        if before[at] != now[at]
     }
 
 
 def _differing(before: int, now: int, size: int, grain: int) -> Iterator[tuple[int, int]]:
-    """(offset, size) of each grain in which two places in the host's memory differ; most don't."""
+    """Yield (offset, size) of each block of `grain` bytes in which two areas of the host's memory differ."""
     for at in range(0, size, grain):
         part = min(grain, size - at)
         if _memcmp(before + at, now + at, part):
@@ -147,9 +155,9 @@ def _differing(before: int, now: int, size: int, grain: int) -> Iterator[tuple[i
 
 
 def image_data(machine: Machine) -> list[tuple[int, int]]:
-    """(va, size) of the image's writable pages.
+    """Return (virtual address, size) of the image's writable segments, in whole pages.
 
-    What it reserves for handlers' cells is left out: those count what the host knows of.
+    The segment that the image reserves for the cells of handlers is left out, because hits change the cells.
     """
     reserved = boot_params.per_cpu_address(machine.image, "reserved")
     return [
@@ -160,7 +168,7 @@ def image_data(machine: Machine) -> list[tuple[int, int]]:
 
 
 def data_snapshot(machine: Machine, spans: Iterable[tuple[int, int]] | None = None) -> DataSnapshot:
-    """Snapshot of (va, size) spans; by default `image_data` and the host-call stack."""
+    """Return a snapshot of (virtual address, size) spans; by default `image_data` and the host-call stack."""
     if spans is None:
         top = machine._stack
         spans = [*image_data(machine), (top - 4 * PAGE_SIZE, 4 * PAGE_SIZE)]
