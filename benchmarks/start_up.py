@@ -44,7 +44,6 @@ def main() -> None:
         own = {"KPROBEFS_RUNTIME_DIRECTORY": made, "KPROBEFS_PROBES_PATH": ""}
         os.environ |= own
         # One directory has the benchmark's own bytecode caches; nothing is written to the other.
-
         cached = {**os.environ, "PYTHONPYCACHEPREFIX": f"{made}/cache"}
         uncached = {**os.environ, "PYTHONPYCACHEPREFIX": f"{made}/none", "PYTHONDONTWRITEBYTECODE": "1"}
         kinds = [(command, cached) for command in COMMANDS] + [(command, uncached) for command in COMMANDS]
