@@ -1,1 +1,1 @@
-"""Random cases of many kinds, answered by a distribution's kernel inside the emulator and by ours."""
+"""Differential test: random accesses to tracefs files on a distribution's kernel and the built-in kernel."""

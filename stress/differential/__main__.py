@@ -17,7 +17,7 @@ from tests.guests.linux import debian_kernel
 from tests.progress import show_progress
 
 _WANTED = 99.9
-"""Percent of an area's answers."""
+"""Percentage of an area's answers that must agree."""
 _SHOWN = 20
 
 
@@ -41,15 +41,15 @@ def _run(kernels: Kernels, area: Area, options: argparse.Namespace, sample: Samp
 
 
 def main() -> int:
-    """Compare; 1 if an area agrees less than it should."""
+    """Compare the kernels; return 1 if too many answers of an area differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument(
-        "image", nargs="?", help="a vmlinuz, a vmlinux or a Debian package; Debian's own 6.1 where not given"
+        "image", nargs="?", help="a vmlinuz, a vmlinux or a Debian package (default: Debian's Linux 6.1)"
     )
     parser.add_argument(
         "--area", nargs="+", choices=AREAS, default=[*AREAS], metavar="AREA", help=", ".join(AREAS)
     )
-    parser.add_argument("--cases", type=int, default=100, metavar="N", help="of each area")
+    parser.add_argument("--cases", type=int, default=100, metavar="N", help="number of cases of each area")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
     parser.add_argument("--seed", type=int, default=1, metavar="S")
     parser.add_argument(
@@ -58,8 +58,9 @@ def main() -> int:
     options = parser.parse_args()
     image = options.image or str(debian_kernel.image())
     kernels = Kernels(partial(sides.linux, image), sides.ours)
-    # Areas that aren't run keep what was recorded.
-    tallies, sample = {}, Sample.load() if options.record else Sample()
+    # The recorded cases of areas that are not run are kept.
+    sample = Sample.load() if options.record else Sample()
+    tallies = {}
     for name in options.area:
         start = time.monotonic()
         sample.forget(name)
@@ -75,7 +76,7 @@ def main() -> int:
     total = sum(tally.answers for tally in tallies.values())
     print(f"{total} answers, {sum(tally.differing for tally in tallies.values())} differ")
     if options.record:
-        # What was recorded before is about the events that both had then.
+        # Kept cases are only valid for the events that both kernels had when they were recorded.
         is_new = set(options.area) == set(AREAS)
         sample.events = kernels.events if is_new else sample.events & kernels.events
         sample.save()

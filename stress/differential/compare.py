@@ -1,4 +1,4 @@
-"""Runs cases on both kernels and tells where their answers differ."""
+"""Comparison of the answers of both kernels to the steps of cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REFUSED = "E"
 
 @dataclass(frozen=True)
 class Difference:
-    """A case up to the first step whose answers differ, and these."""
+    """A case up to the first step whose answers differ, and both answers."""
 
     area: str
     number: int
@@ -23,7 +23,7 @@ class Difference:
     ours: str
 
     def __str__(self) -> str:
-        """The lines that differ, and the steps that led there."""
+        """Return the steps up to the difference, and the lines that differ."""
         theirs, mine = self.linux.splitlines(), self.ours.splitlines()
         only = [f"  L {line[:300]}" for line in theirs if line not in mine]
         only += [f"  O {line[:300]}" for line in mine if line not in theirs]
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass
 class Tally:
-    """What of an area was compared; an answer is an errno, or what a file held."""
+    """Counts of the comparison of an area; an answer is an errno or the text of a file."""
 
     cases: int = 0
     answers: int = 0
@@ -44,11 +44,11 @@ class Tally:
 
     @property
     def agreement(self) -> float:
-        """In percent of the answers."""
+        """Percentage of the answers that agree."""
         return 100 * (self.answers - self.differing) / max(self.answers, 1)
 
     def add(self, area: str, number: int, case: Case, linux: Sequence[str], ours: Sequence[str]) -> bool:
-        """One case; whether all of it agrees."""
+        """Count one case, and return True if all answers agree."""
         self.cases += 1
         self.answers += len(case)
         self.refused += sum(answer[:1] == _REFUSED and answer.isupper() for answer in linux)
@@ -61,7 +61,7 @@ class Tally:
 
 
 class Kernels:
-    """Both, started anew where a case may have left them apart."""
+    """Both kernels; they are restarted if a case may have left them in different states."""
 
     def __init__(self, start_linux: Callable[[], Side], start_ours: Callable[[], Side]) -> None:
         self._starters = start_linux, start_ours
@@ -70,7 +70,7 @@ class Kernels:
         self.normal = Normal(self.events)
 
     def start(self, area: Area) -> None:
-        """Both new, and prepared."""
+        """Start both kernels, and prepare them for an area."""
         self.close()
         linux, ours = self._sides = self._starters[0](), self._starters[1]()
         if not self.events:
@@ -81,31 +81,31 @@ class Kernels:
             prepared(side, area)
 
     def answers(self, area: Area, case: Case) -> tuple[list[str], list[str]]:
-        """What each says to each step, without what may differ."""
+        """Run a case, and return the normalized answers of the distribution's and the built-in kernel."""
         assert self._sides is not None, "start() first"
         linux, ours = (answers_of(side, self.normal, area, case) for side in self._sides)
         return linux, ours
 
     def close(self) -> None:
-        """Free both."""
+        """Free both kernels."""
         for side in self._sides or ():
             side.close()
         self._sides = None
 
 
 class ResetError(Exception):
-    """A case left a kernel in a state that the area's reset doesn't end."""
+    """The reset of an area fails, because a case has left a kernel in an unexpected state."""
 
 
 def prepared(side: Side, area: Area) -> Side:
-    """A new kernel, ready for an area's cases. Raises: ResetError."""
+    """Prepare a new kernel for an area's cases, and return it. Raises: ResetError."""
     for step in area.prepare:
         _must(side, step)
     return side
 
 
 def answers_of(side: Side, normal: Normal, area: Area, case: Case) -> list[str]:
-    """What it says to each step, without what may differ. Raises: ResetError."""
+    """Reset a kernel, run a case on it, and return its normalized answers. Raises: ResetError."""
     for step in area.reset:
         _must(side, step)
     return [normal.text(step.path, answer) for step, answer in zip(case, side.run(case), strict=True)]
@@ -117,7 +117,7 @@ def _must(side: Side, step: Step) -> None:
 
 
 def static_formats(events: frozenset[str]) -> Iterator[Case]:
-    """The formats of the static events that both have."""
+    """Yield a case for the format of each static event that both kernels have."""
     for event in sorted(events):
         yield [read(f"events/{event.replace(':', '/')}/format")]
 
@@ -125,9 +125,9 @@ def static_formats(events: frozenset[str]) -> Iterator[Case]:
 def compare(
     kernels: Kernels, area: Area, cases: Iterable[tuple[int, Case]], progress: Callable[[Tally], None]
 ) -> Iterator[tuple[Case, list[str]]]:
-    """Numbered cases on kernels that were started: each, and the reference's answers to it.
+    """Run numbered cases on started kernels; yield each case with the distribution's kernel's answers.
 
-    `progress` is told of each.
+    `progress` is called after each case.
     """
     tally = Tally()
     for number, case in cases:

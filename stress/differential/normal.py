@@ -1,4 +1,4 @@
-"""What may differ between two kernels, taken out of a text: the rules are these, and no others."""
+"""Normalization of answers: replaces every part of a text that may differ between two kernels."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ from itertools import groupby
 
 from stress.differential.sides import PID
 
-# An address is where that kernel has it; Linux hashes pointers or prints none. A marker may end before one.
+# Addresses differ between kernels, and Linux hashes or hides pointers.
 _ADDRESS = re.compile(
     r"0x(?:\(____ptrval____\)|[0-9a-f]{16})|\b[0-9a-f]{16}\b|ffffffff[89a-c][0-9a-f]{7}|\(____ptrval____\)"
 )
 _LOG_TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
-# A word that Linux spells so up to 6.1.
+# Linux up to 6.1 misspells this word.
 _MISSPELT = re.compile(r"\$-valiable")
 _RECORD = re.compile(r"^ *(?P<comm>\S.*)-(?P<pid>\d+) +(?:\( *[\d-]+\) +)?\[\d{3}\] ")
 _VERBOSE = re.compile(r"^ *(?P<comm>\S.*) +(?P<pid>\d+) +\d+ \d [0-9a-f]{8} ")
 _LATENCY = re.compile(r"^ *(?P<comm>\S.*)-(?P<pid>\d+) +(?:\( *[\d-]+\) +)?\d+\S{5} +\d+us")
-# A clock's times, in all clocks and formats; places in the buffer count other tasks' records too.
+# Times of all clocks and formats. A position in the buffer also counts the records of other tasks.
 _STAMP = re.compile(r"(?P<head>\[\d{3}\](?: \S{5})?) +[\d.]+: ")
 _LATENCY_STAMP = re.compile(r"(?<=[\w.]{5} ) *\d+(?:us[ !+#*@$])?: ")
 _VERBOSE_STAMP = re.compile(r"\[[0-9a-f]{8,16}\] [\d.]+(?:ms)? \(\+[\d.]+(?:ms)?\): ")
-# Of calls that came again without a record: when the last one did.
+# The time of the last repetition, in a record of option func-no-repeats.
 _LAST = re.compile(r"(?<=last_ts: ) *[\d.]+(?=\))")
-# The release, and how many records there are.
+# The kernel's release, and the number of records.
 _VERSION = re.compile(r"^(# \S+ latency trace v\S+ on ).*$|^(# latency: ).*, #\d+/\d+(?=, CPU)", re.MULTILINE)
-# Descriptors: all clients of the distribution's guest share one table; ours are unknown without a process.
+# File descriptors: all clients of the distribution's guest share one table, and the built-in guest does not
+# know the descriptors of a client without a process.
 _DESCRIPTOR = re.compile(r"(?<=NR 257 = )\d+$|(?<=sys_openat -> 0x)[0-9a-f]+$|(?<=\bfd: )\w+|(?<=\bfd=)\w+")
-# Calls behind an access that others make for the client: close, and a look whether a file can be sought in.
-# When a task leaves the CPU is what drives the client.
+# System calls that are made for the client after an access: close(2), and lseek(2) as a test if a file is
+# seekable. The driver of the client determines the time of task switches.
 _OTHERS = re.compile(r": sched_\w+: |: sys_exit: NR [38] =|: sys_enter: NR [38] |: sys_(?:close|lseek)")
-# Who called a function: what the compiler has inlined differs.
+# The caller of a function, because compilers inline different functions.
 _CALLER = re.compile(r"\([\w.]+(?:\+\(place\))?(?: <[0-9a-f]{16}>)? <- |<-[\w.]+(?:\+\(place\))?")
-# What a client wrote stands where that kernel has its user memory; ids are given as events come.
+# Addresses of the client's data in user memory, and event ids, which depend on the order of registration.
 _USER_ADDRESS = re.compile(r"(?<=\bbuf: )[0-9a-f]+|(?<=name: )[0-9a-f]+|(?<=\btype: )\d+")
-# In a graph: how long a call took, with the mark of a long one, and when.
+# Duration and time of a call in a function graph, with the mark of a long call.
 _DURATION = re.compile(r" [$@*#!+]? *\d+\.\d+ us +\|")
 _GRAPH_TIME = re.compile(r"^ *\d+\.\d+ \| ")
-# Options raw, hex and bin: pid, CPU and time without their format.
+# PID, CPU and time of records under the options raw, hex and bin.
 _RAW_STAMP = re.compile(rf"({PID} \d+ )\d+ (?=#|type|[0-9a-f]{{16}} )")
 _HEX_STAMP = re.compile(rf"^({PID:08x} [0-9a-f]{{8}} )[0-9a-f]{{16}} ")
 _BIN_STAMP = re.compile("(" + re.escape(PID.to_bytes(8, "little").decode("latin-1")) + r")[\s\S]{8}")
-# A function record under option bin: two addresses of the kernel's text, and no line end.
+# A function record under option bin has two addresses of the kernel's text and no line end.
 _BIN_CALL = re.compile(r"(?:[\s\S]{4}\xff{4}){2}")
-# Behind a raw marker's data the buffer has what it held before.
+# After the data of a raw marker, the buffer has old data.
 _RAW_MARKER = re.compile(r"(# [0-9a-f]+ buf: [0-9a-f]{2})((?: [0-9a-f]{2})*)")
 _HIST_TIME = re.compile(r"(?<=common_timestamp: )[^,}]+")
 _HIST_ADDRESS = re.compile(r"(?<=\b[tuc]: )[~ ]*\d[\d ^.-]*(?=[,}]|  )")
 _HIST_CHAIN = re.compile(r"^ {9}[^{}]+\n", re.MULTILINE)
-# The place in its own text of what writes a marker; our guest has no such function.
+# The offset of the caller in tracing_mark_write, a function that the built-in guest does not have.
 _MARK = re.compile(r"(?<=tracing_mark_write)\+\(place\)")
 _CHAIN = re.compile(r"^ => ")
 _SIZES = re.compile(r"^# entries-in-buffer/entries-written: .*$", re.MULTILINE)
@@ -60,7 +61,10 @@ _PLACE = re.compile(r"\+0x[0-9a-f]+/0x[0-9a-f]+")
 
 
 class Normal:
-    """`events`: GROUP:EVENT of the static events that both kernels have."""
+    """Rules that normalize texts by the name of their file.
+
+    `events` contains GROUP:EVENT of each static event that both kernels have.
+    """
 
     def __init__(self, events: frozenset[str]) -> None:
         self._events = events
@@ -74,7 +78,7 @@ class Normal:
             "hist": self._hist,
             "set_event": self._event_list,
             "available_events": self._event_list,
-            # By the addresses of functions.
+            # Linux sorts these lines by the addresses of functions.
             "set_ftrace_filter": _sorted,
             "set_ftrace_notrace": _sorted,
             "set_graph_function": _sorted,
@@ -83,7 +87,7 @@ class Normal:
         }
 
     def text(self, path: str, text: str) -> str:
-        """An answer as it compares."""
+        """Return the normalized text of an answer to an access to a path."""
         rule = self._rules.get(path.rsplit("/", 1)[-1])
         return _ADDRESS.sub("(address)", rule(text) if rule else text)
 
@@ -91,7 +95,7 @@ class Normal:
         return _MISSPELT.sub("$-variable", _LOG_TIME.sub("", text))
 
     def _event_list(self, text: str) -> str:
-        """Without static events that one alone has."""
+        """Return a list of events without the static events that only one kernel has."""
         return "".join(line for line in text.splitlines(keepends=True) if self._is_common(line.strip()))
 
     def _is_common(self, line: str) -> bool:
@@ -99,14 +103,17 @@ class Normal:
         return line in self._events or group in ("kprobes", "synthetic", "eprobes", "uprobes", "k", "ftrace")
 
     def _trace(self, text: str) -> str:
-        """The client's records alone, without their times; functions differ in their sizes."""
+        """Return only the records of the client, without times and sizes of functions."""
         text = _BIN_CALL.sub("(call)", _BIN_STAMP.sub(r"\1(time)", text))
         text = _VERSION.sub(r"\1\2", _SIZES.sub("#", text))
         lines = (line for line in _of_client(text.splitlines()) if not _OTHERS.search(line))
         return "\n".join(_without_numbers(line) for line in lines if not _CHAIN.match(line))
 
     def _hist(self, text: str) -> str:
-        """Entries of one rank have no order; times, strings' addresses and call chains are each kernel's."""
+        """Return histograms without times, addresses of strings and call chains.
+
+        Entries with equal sort keys are sorted by their text, because their order is undefined.
+        """
         text = _HIST_TIME.sub("(time)", _HIST_ADDRESS.sub("(address)", _HIST_CHAIN.sub("", text)))
         return "\n".join(line for block in _histograms(text.splitlines()) for line in _ranked(block))
 
@@ -144,7 +151,7 @@ def _of_client(lines: list[str]) -> Iterator[str]:
 
 
 def _histograms(lines: list[str]) -> Iterator[list[str]]:
-    """Each histogram's lines."""
+    """Yield the lines of each histogram."""
     block: list[str] = []
     for line in lines:
         if line == "# event histogram" and block:

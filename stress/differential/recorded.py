@@ -1,4 +1,4 @@
-"""A sample of cases with the distribution's kernel's answers, kept for runs that can't boot it."""
+"""Recorded sample of cases with the distribution's kernel's answers, for tests without such a kernel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SAMPLE = Path(__file__).with_name("sample.json.gz")
 
 
 class Recorded(NamedTuple):
-    """One case, and what the kernel said to each of its steps, without what may differ."""
+    """One case, and the kernel's normalized answers to its steps."""
 
     case: Case
     answers: list[str]
 
 
 class Sample:
-    """What a file of recorded cases holds."""
+    """Contents of a file of recorded cases."""
 
     def __init__(self, events: frozenset[str] = frozenset()) -> None:
         self.events = events
@@ -29,20 +29,20 @@ class Sample:
         self._areas: dict[str, list[Recorded]] = {}
 
     def add(self, area: str, case: Case, answers: list[str]) -> None:
-        """One more case."""
+        """Add a case with its answers to an area."""
         self._areas.setdefault(area, []).append(Recorded(case, answers))
 
     def forget(self, area: str) -> None:
-        """Those of an area."""
+        """Remove the cases of an area."""
         self._areas.pop(area, None)
 
     def cases(self, area: str) -> Iterator[Recorded]:
-        """Those of an area, in their order."""
+        """Return the cases of an area, in the order in which they were added."""
         return iter(self._areas.get(area, ()))
 
     def save(self, path: Path = SAMPLE) -> None:
-        """Write the file: the same bytes for the same cases."""
-        # An answer that stands in many cases is written once.
+        """Write the file; its bytes depend only on the cases."""
+        # An answer that occurs in many cases is written once.
         texts: dict[str, int] = {}
         areas = {
             name: [[_numbers(texts, [*each.case]), _answers(texts, each.answers)] for each in cases]
@@ -54,7 +54,7 @@ class Sample:
 
     @classmethod
     def load(cls, path: Path = SAMPLE) -> Sample:
-        """Read it."""
+        """Read a file of recorded cases."""
         whole: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
         texts = whole["texts"]
         sample = cls(frozenset(whole["events"]))

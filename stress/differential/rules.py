@@ -1,4 +1,4 @@
-"""The texts that are written: sound ones in the main, each part of which may be odd."""
+"""Grammar of the texts that are written to the files: mostly valid texts with some invalid parts."""
 
 from __future__ import annotations
 
@@ -269,17 +269,17 @@ _SETTINGS = {
 }  # fmt: skip
 
 GRAMMAR = Grammar(_WORDS | _PROBES | _TRIGGERS | _SETTINGS)
-"""All rules."""
+"""Grammar with the rules for all files."""
 _MUTATOR = Mutator([token.encode("latin-1") for token in GRAMMAR.tokens if 0 < len(token) < 40])
 _DAMAGED = 0.08
-# Taken by some releases of 6.1, and refused by later ones.
+# Some releases of Linux 6.1 accept trailing operators, and later ones refuse them.
 _TRAILING = re.compile(r"(?<=.)(?:\s*(?:&&|\|\||!))+\s*$")
 _MAX = 3000
-"""Bytes of a text: what a shell writes at once is shorter."""
+"""Bytes of the longest text; a shell writes fewer at once."""
 
 
 def text(dice: Random, rule: str) -> str:
-    """A text of a rule, now and then damaged; no NUL but where the rule has it."""
+    """Return a random text of a rule, sometimes damaged; damage adds no NUL bytes."""
     made = GRAMMAR.text(dice, rule)
     if dice.random() < _DAMAGED:
         made = _MUTATOR.tokens(dice, made.encode("latin-1")).replace(b"\0", b"").decode("latin-1")

@@ -1,4 +1,4 @@
-"""The two kernels as files: the distribution's own in the emulator, and ours."""
+"""File access to the two kernels: the distribution's kernel in the emulator, and the built-in kernel."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.guests.linux.parts import guest_of
 
 PID, COMM = 4001, "client"
 PROBED_FILES = ("/etc/passwd", "/etc/group")
-"""Files for uprobes; the host has them, and the distribution's guest gets them."""
+"""Files for uprobes; the host has them, and linux() creates them in the distribution's guest."""
 _CLIENT = Client(PID, 0, 0)
 _PIECE = 1 << 17
 _CLEARED = 8192
 _MAX = 4 << 20
-"""Bytes of a file that never ends."""
+"""Bytes that are read of a file that has no end."""
 
 
 class _Host(ProcessWatch):
@@ -37,13 +37,16 @@ class _Host(ProcessWatch):
 
 @dataclass
 class Side:
-    """One kernel, and what its client does; every answer is text: a file's, or the name of an errno."""
+    """One kernel with a client, whose steps it executes.
+
+    An answer is a text: the contents of a file, an empty string, or the name of an errno.
+    """
 
     mount: Mount | Mount
     close: Callable[[], None]
 
     def do(self, step: Step) -> str:
-        """One step's answer."""
+        """Execute a step, and return the answer."""
         try:
             return VERBS[step.verb](
                 self, step.path if step.path[:1] == "/" else f"/tracing/{step.path}", step.text
@@ -54,7 +57,7 @@ class Side:
             return "would block"
 
     def run(self, case: Case) -> list[str]:
-        """All answers."""
+        """Execute the steps of a case, and return the answers."""
         return [self.do(step) for step in case]
 
     def _opened(self, path: str, flags: int, text: str) -> str:
@@ -69,19 +72,19 @@ class Side:
         return ""
 
     def write(self, path: str, text: str) -> str:
-        """One write(2)."""
+        """Open a file, and write the text with one system call."""
         return self._opened(path, os.O_WRONLY, text)
 
     def append(self, path: str, text: str) -> str:
-        """One write(2) of a file opened so."""
+        """Open a file with O_APPEND, and write the text with one write(2)."""
         return self._opened(path, os.O_WRONLY | os.O_APPEND, text)
 
     def truncate(self, path: str, text: str) -> str:
-        """One write(2), or none, to a file opened so."""
+        """Open a file with O_TRUNC, and write the text with one write(2), unless it is empty."""
         return self._opened(path, os.O_WRONLY | os.O_TRUNC, text)
 
     def read(self, path: str, _text: str) -> str:
-        """All of it."""
+        """Return the contents of a file; an error at the end of the data is added in parentheses."""
         handle, data = self.mount.open(_CLIENT, path, os.O_RDONLY | os.O_NONBLOCK), b""
         try:
             while len(data) < _MAX and (piece := self.mount.read(_CLIENT, handle, _PIECE, len(data))):
@@ -95,31 +98,31 @@ class Side:
         return data.decode("latin-1")
 
     def list(self, path: str, _text: str) -> str:
-        """The names in a directory."""
+        """Return the sorted names in a directory, one a line."""
         return "\n".join(sorted(entry.name for entry in self.mount.readdir(path)))
 
     def mkdir(self, path: str, _text: str) -> str:
-        """mkdir(2)."""
+        """Create a directory."""
         self.mount.mkdir(_CLIENT, path, 0o755)
         return ""
 
     def rmdir(self, path: str, _text: str) -> str:
-        """rmdir(2)."""
+        """Remove an empty directory."""
         self.mount.rmdir(_CLIENT, path)
         return ""
 
     def rename(self, path: str, text: str) -> str:
-        """rename(2)."""
+        """Rename a file to the path `text`."""
         self.mount.rename(_CLIENT, path, text)
         return ""
 
     def unlink(self, path: str, _text: str) -> str:
-        """unlink(2)."""
+        """Remove a file."""
         self.mount.unlink(_CLIENT, path)
         return ""
 
     def create(self, path: str, text: str) -> str:
-        """A new file, and what is written to it."""
+        """Create a file, and write the text to it."""
         handle = self.mount.create(_CLIENT, path, 0o644, os.O_WRONLY | os.O_TRUNC)
         try:
             if text:
@@ -129,7 +132,7 @@ class Side:
         return ""
 
     def untrigger(self, path: str, _text: str) -> str:
-        """Each trigger of an event is taken back, histograms first; answers what is left."""
+        """Remove all triggers of an event, in reverse order; return the remaining ones."""
         with suppress(KernelError):
             self.truncate(path, "")
         for line in reversed(self._triggers(path)):
@@ -141,11 +144,11 @@ class Side:
         return [line for line in self.read(path, "").splitlines() if line and line[0] != "#"]
 
     def uncommand(self, path: str, _text: str) -> str:
-        """Each command of a function filter is taken back."""
+        """Remove all commands from a function filter."""
         lines = [line for line in self.read(path, "").splitlines() if line[0] != "#" and ":" in line]
         for line in lines:
             command, _, limit = line.rpartition(":")
-            # Those with a limit are a kind of their own.
+            # A command with a limit is removed with any limit instead of none.
             self.write(path, f"!{command}{'' if limit == 'unlimited' else ':0'}\n")
         return ""
 
@@ -160,11 +163,11 @@ VERBS: Final[dict[str, Callable[[Side, str, str], str]]] = {
 
 
 def linux(image: str, seed: int = 1) -> Side:
-    """The kernel of a vmlinuz, a vmlinux or a package."""
+    """Start the kernel of a vmlinuz, a vmlinux or a package."""
     tasks = started(image, seed)
     mount = native_mount(tasks, _Host(), Owner(0, 0), is_tracefs=False)
     init, put = tasks.init, tasks.copy_to_user
-    # Both: behind what a client wrote its memory holds zero, where else a probe finds what was there before.
+    # In both kernels, a zero byte follows the client's data in its memory, so that probes fetch no old data.
     tasks.copy_to_user = lambda task, address, data: put(task, address, data + b"\0")
     syscalls = guest_of(mount).syscalls
     syscalls.on_path(init, "mkdirat", os.path.dirname(PROBED_FILES[0]), 0o755)
@@ -176,7 +179,7 @@ def linux(image: str, seed: int = 1) -> Side:
 
 
 def ours() -> Side:
-    """Ours."""
+    """Start the built-in kernel."""
     kernel = Kernel(watch=_Host())
     buffers, get = kernel.guest.syscalls._buffers, kernel.guest.syscalls._buffers.get
 

@@ -1,4 +1,4 @@
-"""What a case is made of: accesses to files of tracefs, and things that a client does meanwhile."""
+"""Steps and cases: accesses to files of tracefs, and a client's accesses to other files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One thing to do; a path is below tracing/, or from the mount's root on where it begins with a slash."""
+    """One access; the path is relative to tracing/, or to the root of the mount if it begins with a slash."""
 
     verb: str
-    """One of sides.VERBS."""
+    """A key of sides.VERBS."""
     path: str
     text: str = ""
 
@@ -25,37 +25,40 @@ Case = Sequence[Step]
 
 @dataclass(frozen=True)
 class Area:
-    """A part of tracefs, with its cases."""
+    """A part of tracefs, with a generator of its cases."""
 
     name: str
     case: Callable[[Random, int], Case]
-    """The case of that number; what of it is random is the dice's."""
+    """Function from a random generator and the number of a case to the case."""
     prepare: Case = ()
-    """Done once, behind the start."""
+    """Steps after the start of a kernel."""
     reset: Case = ()
-    """Done before each case; must succeed in both kernels."""
+    """Steps before each case, which must succeed in both kernels."""
 
     def cases(self, seed: int, count: int) -> Iterator[Case]:
-        """The first so many of a seed; each has dice of its own, so that any can be made alone."""
+        """Yield the first `count` cases of a seed.
+
+        Each case has its own random generator, so that it does not depend on the cases before it.
+        """
         for number in range(count):
             yield self.case(Random(f"{self.name} {seed} {number}"), number)
 
 
 def write(path: str, text: str) -> Step:
-    """One write(2)."""
+    """Return a step that opens a file and writes a text."""
     return Step("write", path, text)
 
 
 def append(path: str, text: str) -> Step:
-    """One write(2), of a shell's `>>`."""
+    """Return a step that writes a text as a shell's `>>` does."""
     return Step("append", path, text)
 
 
 def truncate(path: str, text: str = "") -> Step:
-    """A shell's `>`."""
+    """Return a step that truncates a file and writes a text as a shell's `>` does."""
     return Step("truncate", path, text)
 
 
 def read(path: str) -> Step:
-    """The whole file."""
+    """Return a step that reads a whole file."""
     return Step("read", path)

@@ -1,4 +1,4 @@
-"""The areas by name, each with its cases."""
+"""Areas of tracefs that the differential test covers, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definitions of dynamic events: their errno, error_log, and what the files show then."""
+"""Area of definitions of dynamic events: errnos, error_log, and the files that list events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event probes: what they fetch of other events' entries, and where their own stand among those."""
+"""Area of event probes: values fetched from the entries of other events, and the order of all entries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _FIELDS = {
     "syscalls.sys_exit_write": ("$ret", "$ret:<number>", "$__syscall_nr"),
     "raw_syscalls.sys_exit": ("$id:<number>", "$id"),
 }
-"""Nothing that can't be read: Linux leaves in the entry what was there."""
+"""Event -> arguments of probes on it.
+
+Each argument can be read at a hit. If one cannot, Linux leaves old data of the buffer in the entry.
+"""
 _FILTERS = {
     "synthetic.syn": ("n > 5", 'd ~ "h*"', "n & 1", "common_pid == 4001", 'n != 5 && d != "x"'),
     "syscalls.sys_enter_write": ("count > 5", "count == 1", 'comm == "client"'),

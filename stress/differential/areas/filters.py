@@ -1,4 +1,4 @@
-"""Filters: their errno, what the file shows then, and which hits they let through."""
+"""Area of event filters: errnos, the text of the file after a write, and the hits that pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""format files: those of static events that both kernels have, and of dynamic events of random arguments."""
+"""Area of format files: common static events of both kernels, and dynamic events with random arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters of the function tracers, and their commands."""
+"""Area of the filters of the function tracers, and of their commands."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FILES = (
     "set_graph_notrace",
 )
 
-# A pattern of many functions, of a letter or none, would mean each kernel's own.
+# A pattern with at most one letter would match many functions, which differ between the kernels.
 _WIDE = re.compile(r"(?<![\w*?])(\w?[*?]+|[*?]+\w)(?![\w*?])")
-# So would a number, which is that of a function in a kernel's own list.
+# A number is an index into a kernel's own list of functions.
 _NUMBER = re.compile(r"(?<![\w:])\d+(?!\w)")
 
 
@@ -27,7 +27,7 @@ def _case(dice: Random, _number: int) -> Case:
     steps: list[Step] = []
     path = dice.choice(_FILES)
     for _ in range(dice.choice((1, 2, 3))):
-        # A last word without an end would be taken at the close, where nobody is told.
+        # A last word without a line end would be processed at close(2), which reports no error.
         words = _NUMBER.sub("xfs_", _WIDE.sub("xfs_", text(dice, "functions").rstrip())) + "\n"
         if "graph" in path and ":" in words:
             words = "vfs_open\n"

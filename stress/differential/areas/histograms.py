@@ -1,4 +1,4 @@
-"""Histograms: definitions with their errors, and what those that are taken count."""
+"""Areas of histograms: definitions with their errors, and the counts of accepted histograms."""
 
 from __future__ import annotations
 

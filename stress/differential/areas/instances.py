@@ -1,4 +1,4 @@
-"""Instances: their names, what is in them, and that they keep to themselves."""
+"""Area of instances: their names, their files, and their isolation from the top-level trace array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""set_event, and the switches of groups: what is on then, in which order."""
+"""Area of set_event and the `enable` files: enabled events and their order."""
 
 from __future__ import annotations
 

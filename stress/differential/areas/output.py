@@ -1,4 +1,4 @@
-"""trace under options and clocks: markers, raw markers, and records of probes."""
+"""Area of the trace file under options and clocks: markers, raw markers, and records of probes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _case(dice: Random, _number: int) -> Case:
         *(write(f"{event}/enable", "1") for event in events),
     ]
     options = [write(f"options/{name}", f"{not _OPTIONS[name]:d}") for name in chosen]
-    # A name is saved by the switch behind a record, there by the record: which is first, the options tell.
+    # Linux saves a task's name at the task switch after a record, the built-in kernel with the record. The
+    # kernels differ if the options for that are switched before the records.
     is_early = dice.random() < 0.3 and not {"record-cmd", "record-tgid"} & set(chosen)
     steps += options if is_early else []
     for _ in range(dice.choice((1, 2, 3))):

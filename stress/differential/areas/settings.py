@@ -1,4 +1,4 @@
-"""Files of one value: what is taken, what is refused, and what they show then."""
+"""Area of files with one value: accepted and refused values, and the text of the file after a write."""
 
 from __future__ import annotations
 

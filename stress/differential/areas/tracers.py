@@ -1,4 +1,4 @@
-"""The tracers of functions: settings in any order, a workload, and what the files show then."""
+"""Area of the function tracers: settings in random order, a workload, and the texts of the files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ _OPTIONS = {
     "funcgraph-duration": True, "funcgraph-abstime": False, "funcgraph-irqs": True,
     "funcgraph-tail": False, "sleep-time": True,
 }  # fmt: skip
-"""Of the tracers, and of how records are shown, as they are behind the start."""
+"""Options of the tracers and of the output of records -> initial value."""
 _FUNCTIONS = (
     "vfs_write", "vfs_read", "vfs_open", "vfs_mkdir", "vfs_rmdir", "vfs_unlink", "vfs_rename", "ksys_write",
     "ksys_read", "do_sys_openat2", "do_mkdirat", "do_rmdir", "do_unlinkat",
 )  # fmt: skip
-"""Which both kernels call alike."""
+"""Functions that both kernels call equally often in the workloads."""
 _PATTERNS = (*_FUNCTIONS, "vfs_wri[t]e", "vfs_unl*", "ksys_?ead")
 _IN_ACCESSES = ("vfs_write", "vfs_read", "vfs_open", "ksys_write", "ksys_read", "do_sys_openat2")
 _READING = ("vfs_read", "ksys_read")
-_ANY, _UNREAD = ("stacktrace", "traceoff", "traceoff:2"), ("snapshot", "snapshot:1", "stacktrace:3")
+_ANY = ("stacktrace", "traceoff", "traceoff:2")
+"""Commands for any function."""
+_UNREAD = ("snapshot", "snapshot:1", "stacktrace:3")
+"""Commands for functions other than those in _READING, whose number of calls differs between the kernels."""
 _EVENTS = ("enable_event:keep:probed", "disable_event:keep:probed")
+"""Commands for the same functions as those in _UNREAD."""
 _UNSEEN = ("traceon", "traceon:1")
-"""Commands: how often a file is read differs, and what reads or writes must not switch tracing on again."""
+"""Commands for functions outside of file accesses: an access must not switch tracing on again."""
 _CHOICES = ("set_ftrace_notrace", "set_graph_function", "set_graph_notrace")
 _PIDS = ("set_ftrace_pid", "set_ftrace_notrace_pid")
 _RESET: Case = (
@@ -40,7 +44,7 @@ _RESET: Case = (
 
 
 def _settings(dice: Random) -> list[Step]:
-    """In any order: a tracer, a choice of functions, commands and probes."""
+    """Return steps in random order that set a tracer, select functions, and define commands and probes."""
     steps = [write("current_tracer", dice.choice(("function", "function", "function_graph")))]
     chosen = dice.sample(_FUNCTIONS, dice.choice((0, 0, 1, 2)))
     for _ in range(dice.choice((0, 0, 1, 1, 2))):
@@ -62,7 +66,7 @@ def _settings(dice: Random) -> list[Step]:
 
 
 def _case(dice: Random, number: int) -> Case:
-    # First: of all functions each kernel would show its own.
+    # Select functions first: without a filter, each kernel would trace all of its own functions.
     steps = [
         append("set_ftrace_filter", f"{pattern}\n")
         for pattern in dice.sample(_PATTERNS, dice.choice((1, 2, 4)))

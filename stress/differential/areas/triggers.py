@@ -1,4 +1,4 @@
-"""Triggers: their errno, what the files show then, and what they do at hits."""
+"""Area of triggers: errnos, the texts of the files, and the effects of triggers at hits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client does with files, as probes and system call events record it."""
+"""Area of workloads: a client's file accesses, as probes and system call events record them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SYSCALLS = (
 
 
 def activity(dice: Random, number: int) -> list[Step]:
-    """What a client does with files of its own."""
+    """Return the steps of a random access of the client to its own files."""
     name = f"/scratch/w{number}"
     match dice.randrange(5):
         case 0:
