@@ -1,6 +1,6 @@
-"""The call chain at every instruction, beside the calls and returns that the CPU really made.
+"""Comparison of unwound call chains with the CPU's actual calls and returns, at every instruction.
 
-`python -m stress.chains [ARCH...]` compares all of them; tests a sample.
+`python -m stress.chains [ARCH...]` compares all instructions; the test suite compares a sample.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from tests.arch.decoding import is_call, is_return
 
 _RISCV_SRET = 0x10200073
 _MOST = 15
-"""Bytes of an instruction."""
+"""Bytes of the longest instruction."""
 
 
 class Code(Enum):
-    """What an instruction is part of."""
+    """Kind of the code that an instruction belongs to."""
 
     TEXT = "text"
-    """The kernel's, and the trampolines."""
+    """Text of the kernel, and trampolines."""
     COPY = "slots and detours"
     HANDLER = "compiled detours and stubs"
-    """With handlers in guest code, in front of the probed instruction's copy and behind."""
+    """Guest code with handlers, before and after the copy of the probed instruction."""
     LEFT_OUT = "not compared"
-    """Handlers of calls and returns in guest code: nothing interrupts them, and nobody asks there."""
+    """Guest code with handlers of calls and returns; nothing interrupts it, so it is never unwound."""
 
 
 class Chains:
-    """Follows each instruction of one kernel's guest, on one CPU.
+    """Follows each instruction of a guest with one CPU.
 
-    A task whose stack isn't known from its bottom up is left out until it is in user mode.
+    A task is left out until it is in user mode, because only then its stack is known to be empty.
     """
 
     def __init__(self, kernel: Kernel, one_of: int = 1, seed: int = 0) -> None:
-        """`one_of`: how many instructions of the image one comparison stands for; of code that was added each
-        is compared once at least.
+        """Follow a kernel; on average, compare one of `one_of` executed instructions of the image.
+
+        Each instruction of code that the host has added is compared at least once.
         """
         self._kernel = kernel
         self._arch = kernel.arch
@@ -68,13 +69,13 @@ class Chains:
         restart = kernel.image.kallsyms.by_name("host_restart_hypercall")[0]
         self._restart = range(restart.address, restart.address + restart.size)
         self._met: set[int] = set()
-        """Addresses of code that the host has added."""
+        """Addresses of executed instructions in code that the host has added."""
         self._calls: dict[int, list[int] | None] = {}
-        """Return addresses of each task, the newest last, by its stack."""
+        """Address of a task's stack -> its return addresses, the newest last; None if they are unknown."""
         self._mine: list[int] | None = None
         self._task = 0
         self._interrupts: list[tuple[int, int]] = []
-        """Of each: where in the calls it stands, and where the guest keeps the address that it returns to."""
+        """(index in the task's calls, address of the saved instruction pointer) of each active interrupt."""
         self._last = 0
         self._last_sp = 0
         self._kinds: dict[tuple[int, bytes], tuple[str, int]] = {}
@@ -120,7 +121,7 @@ class Chains:
                 self._mine.append(self._interrupted(sp))
             return
         if last in self._restart and self._mine is not None:
-            # It may send an interrupted hypercall back to its beginning.
+            # The function may change the saved address, to restart an interrupted hypercall.
             index, kept = self._interrupts[-1]
             self._mine[index] = self._kernel.machine.memory.read_word(kept)
         if not last or self._mine is None:
@@ -138,7 +139,7 @@ class Chains:
                 self._interrupts.pop()
 
     def _other_task(self, last_sp: int, sp: int) -> None:
-        """The switch takes the stack of another task, which may be new."""
+        """Continue with the calls of another task if the stack pointer has moved to its stack."""
         if last_sp & -self._arch.thread_size == sp & -self._arch.thread_size:
             return
         self._calls[self._task] = self._mine
@@ -151,12 +152,12 @@ class Chains:
         return int(self._kernel.machine.regs.get("sepc"))
 
     def _kind(self, address: int) -> tuple[str, int]:
-        """What the instruction there is, and its end."""
+        """Return the kind of an instruction ("call", "leaves" or ""), and its end address."""
         read, rest = self._kernel.machine.memory.read, 4096 - address % 4096
         try:
             code = read(address, _MOST)
         except MemoryFault:
-            # The page behind isn't there.
+            # The next page is not mapped.
             code = read(address, min(_MOST, rest))
         key = address, code
         found = self._kinds.get(key)
@@ -177,7 +178,10 @@ class Chains:
         return "", 0
 
     def _read_riscv(self, address: int, insn: RiscvInsn) -> str:
-        """A detour is jumped to by way of a register, which gets a return address that nobody uses."""
+        """Return the kind of an instruction on RISC-V ("call", "leaves" or "").
+
+        The jump to a detour also writes a return address to a register, but it is no call.
+        """
         by_t0 = insn.rd == T0 and address - insn.length in self._kernel.image.mcount
         if insn.is_call and (insn.rd == RA or by_t0):
             return "call"
@@ -187,7 +191,7 @@ class Chains:
 
     def _compare(self, address: int, calls: list[int]) -> None:
         if any(self._lookup(each) is None for each in calls):
-            # The host has called the function.
+            # The host has called a function: its return address is not in the kernel.
             return
         kind = self._kind_of_code(address)
         self.compared[kind] += 1
@@ -220,7 +224,7 @@ class Chains:
 
 
 def exercise(kernel: Kernel) -> None:
-    """System calls that meet interrupts, other tasks, files, pipes and modules."""
+    """Run system calls on files and directories, with other tasks and timer interrupts."""
     mirror, syscalls = kernel.guest.processes, kernel.guest.syscalls
     task = mirror.task_of(500, 0, 0)
     fd = syscalls.open(task, "/scratch/chains", 0o102, 0o644)
@@ -237,11 +241,11 @@ FUNCTIONS = (
     *("vfs_mkdir", "vfs_open", "path_openat", "do_filp_open", "ksys_read", "link_path_walk", "dput"),
     *("mutex_unlock", "kmem_cache_alloc", "do_irq", "scheduler_tick", "schedule", "vfs_rmdir"),
 )
-"""Which are probed."""
+"""Functions that are probed."""
 
 
 def probe(kernel: Kernel) -> None:
-    """Returns hooked in Python and in guest code, probes in functions and at their entries, and tracers."""
+    """Register return probes and probes with handlers in Python and in guest code, and start tracers."""
     symbols = kernel.image.kallsyms
     for number, name in enumerate(FUNCTIONS):
         symbol = symbols.by_name(name)[0]
@@ -274,9 +278,9 @@ def probe(kernel: Kernel) -> None:
 
 
 def compare(arch: str, hook: str | None, one_of: int = 1) -> Chains:
-    """The chains of one kernel: with no probe, or with all of them beside a shadow stack.
+    """Compare the chains of one kernel, without probes or with probes and the return hook `hook`.
 
-    Raises: what went wrong in following the CPU.
+    Raises: the first exception that occurred while an instruction was followed.
     """
     config = MachineConfig(arch=arch, clock="virtual", run_budget=600, return_hook=hook)
     with Kernel(config) as kernel:
@@ -291,13 +295,13 @@ def compare(arch: str, hook: str | None, one_of: int = 1) -> Chains:
 
 
 def main(names: list[str]) -> int:
-    """Compares every instruction, with no probe and beside each shadow stack; the exit status."""
+    """Compare every instruction, without probes and with each shadow stack; return the exit status."""
     wrong = 0
     parser = argparse.ArgumentParser(description="Compares call chains with what the CPU did.")
     parser.add_argument("archs", metavar="ARCH", nargs="*", help=f"(default: {' '.join(ARCHITECTURES)})")
     archs = parser.parse_args(names).archs
     if unknown := set(archs) - set(ARCHITECTURES):
-        parser.error(f"no architecture {' '.join(sorted(unknown))}")
+        parser.error(f"{' '.join(sorted(unknown))}: unknown architecture; use {', '.join(ARCHITECTURES)}")
     for arch in archs or ARCHITECTURES:
         for hook in (None, *SHADOW_STACKS):
             chains = compare(arch, hook)

@@ -1,7 +1,7 @@
-"""Events on every instruction that takes one, all at once, or with --functions those of one function after
-the other, under load: python -m stress.everywhere.
+"""Define events on every instruction that can be probed, under load: python -m stress.everywhere.
 
-Handlers stand then in all that they rely on themselves: clocks, locks, the scheduler, interrupts.
+All instructions are probed at once, or with --functions those of one function after the other. The probes
+also hit in code that handlers depend on: clocks, locks, the scheduler, interrupts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ TASKS = (Client(801, 0, 0), Client(802, 0, 0))
 
 @dataclass(frozen=True)
 class Probed:
-    """What became of the events."""
+    """Numbers of the events' places and hits."""
 
     places: int
     hits: int
     missed: int
     hit_places: int
     optimized: int
-    """Of the places, those that had a jump at the end."""
+    """Number of places that were optimized at the end."""
 
     def __add__(self, other: Probed) -> Probed:
         return Probed(*map(add, astuple(self), astuple(other)))
 
 
 def places(kernel: Kernel) -> list[int]:
-    """Addresses of all instructions on which an event registers."""
+    """Return the addresses of all instructions on which an event can be registered."""
     verdict = kernel.kprobes.probe_checker
     text = [range(*part) for part in kernel.image.text_ranges]
     symbols = kernel.image.kallsyms.symbols
@@ -58,7 +58,7 @@ def places(kernel: Kernel) -> list[int]:
 
 
 def by_function(kernel: Kernel, addresses: Sequence[int]) -> list[list[int]]:
-    """The same, those of each function together."""
+    """Return the addresses grouped by their functions."""
     found: dict[str, list[int]] = {}
     for address in addresses:
         where = kernel.image.kallsyms.lookup(address)
@@ -68,7 +68,7 @@ def by_function(kernel: Kernel, addresses: Sequence[int]) -> list[list[int]]:
 
 
 def load(kernel: Kernel) -> list[object]:
-    """Calls, files, tasks and time; the same answers every time."""
+    """Call functions and access files as two tasks, and return the answers, which are the same every time."""
     mount = kernel.mount()
     answers: list[object] = [
         kernel.call("int_sqrt", 144 * 144),
@@ -88,7 +88,10 @@ def load(kernel: Kernel) -> list[object]:
 
 
 def _definition(kernel: Kernel, address: int) -> str:
-    """There are fewer ids of events than places: those of a function share one."""
+    """Return the definition of an event at an address.
+
+    The probes of a function share an event, because there are fewer event ids than addresses.
+    """
     where = kernel.image.kallsyms.lookup(address)
     assert where is not None
     start = where.symbol.address
@@ -113,9 +116,10 @@ def _enabled(kernel: Kernel, addresses: Sequence[int]) -> Iterator[None]:
 
 
 def probe(kernel: Kernel, addresses: Sequence[int]) -> Probed:
-    """Events there, and the load twice, for handlers become guest code at their first hit.
+    """Define events at the addresses, run the load twice, and remove the events.
 
-    Raises: AssertionError where an answer differs, the guest oopses, or text stays changed.
+    Handlers are compiled to guest code at their first hit, so the second run tests other code.
+    Raises: AssertionError if an answer differs, the guest oopses, or the text stays changed.
     """
     expected = load(kernel)
     with _enabled(kernel, addresses):
@@ -144,14 +148,16 @@ def _probed(kernel: Kernel, options: argparse.Namespace, part: int) -> Probed:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 1 where something went wrong."""
+    """Run the program; return 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m stress.everywhere", description=__doc__)
     parser.add_argument("--arch", default="x86_64")
     parser.add_argument("--profile", default="linux-6.1")
-    parser.add_argument("--functions", action="store_true", help="one function after the other")
-    parser.add_argument("--parts", type=int, default=1, help="so many rounds, each with other places")
+    parser.add_argument("--functions", action="store_true", help="probe one function after the other")
     parser.add_argument(
-        "--begin", type=int, default=0, metavar="N", help="with round N, of those up to parts-1"
+        "--parts", type=int, default=1, help="number of rounds; each probes another part of the places"
+    )
+    parser.add_argument(
+        "--begin", type=int, default=0, metavar="N", help="number of the first round, 0 to parts-1"
     )
     options = parser.parse_args(argv)
     config = MachineConfig(arch=options.arch, profile=options.profile, run_budget=600)

@@ -1,4 +1,4 @@
-"""Tasks, files, pipes, modules and probes come and go for minutes: python -m stress.churn [--minutes M]."""
+"""Create and remove tasks, files, modules and probes for minutes: python -m stress.churn [--minutes M]."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from dataclasses import asdict
 from stress.churn.session import Sample, Session
 
 WARM_UP = 20
-"""Cycles, and a tenth of the time: until caches have what they keep."""
+"""Cycles until caches are filled; a tenth of the time must pass too."""
 MEASURED = 10
-"""Cycles at least, from the first sample on."""
+"""Least number of cycles after the first sample."""
 GROWTH = {"host_bytes": 1 << 20, "resident": 24 << 20}
-"""Bytes that there may be more from then on: text is used again after 1 MiB, translated code after 16."""
+"""Greatest growth in bytes since the first sample.
+
+Text is reused after 1 MiB, and translated code after 16 MiB.
+"""
 LINES = 30
-"""Samples that are shown."""
+"""Number of samples that are printed."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 1 where something grew."""
+    """Run the program; return 1 if a count or size has grown."""
     parser = argparse.ArgumentParser(prog="python -m stress.churn", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--arch", default="x86_64")
     parser.add_argument("--cpus", type=int, default=1)
-    parser.add_argument("--probes", type=int, default=0, help="probes besides, e.g. 10000, in each cycle")
+    parser.add_argument("--probes", type=int, default=0, help="additional probes in each cycle, e.g. 10000")
     parser.add_argument("--json", action="store_true", help="all samples as JSON, at the end")
     options = parser.parse_args(argv)
     samples = churn(
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def churn(session: Session, seconds: float, *, quiet: bool) -> list[Sample]:
-    """A sample about every hundredth of the time; the first one is taken when everything is warm."""
+    """Run cycles for some seconds, and return about a hundred samples, the first one after the warm-up."""
     start = time.monotonic()
     samples: list[Sample] = []
     shown = -1.0
@@ -67,13 +70,14 @@ def churn(session: Session, seconds: float, *, quiet: bool) -> list[Sample]:
 
 
 def show(sample: Sample) -> None:
+    """Print a sample."""
     figures = [f"{name}={value}" for name, value in sample.counts.items()]
     figures += [f"{name}={value / (1 << 20):.1f}M" for name, value in sample.sizes.items()]
     print(f"{sample.seconds:7.1f} s {sample.cycle:7} cycles", *figures, flush=True)
 
 
 def verdict(samples: list[Sample]) -> list[str]:
-    """What isn't flat: counts that aren't what they were, memory that grew beyond its bound."""
+    """Return a line for each count that has changed, and each size that has grown by more than GROWTH."""
     first, last = samples[0], samples[-1]
     faults = [
         f"{name}: {first.counts[name]} after {first.cycle} cycles, {value} after {last.cycle}"

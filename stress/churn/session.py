@@ -1,4 +1,4 @@
-"""One kernel, churned: tasks, files, pipes, connections, modules and probes come and go; nothing stays."""
+"""Cycles of creation and removal of tasks, files, pipes, connections, modules and probes in one kernel."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ from stress.fuzz.report import answered_in_time
 from tests.guests.builtin.conftest import ScriptedWatch
 from tests.kprobes.boundaries import all_boundaries
 
-SHELL, WORKER = Client(500, 0, 0), Client(501, 1000, 1000)
+SHELL = Client(500, 0, 0)
+WORKER = Client(501, 1000, 1000)
 LOAD_PID = 70_000
-FIRST_CHILD, CHILDREN = 1000, 30_000
+FIRST_CHILD = 1000
+CHILDREN = 30_000
 ROUNDS = 5
-"""Of each kind of load in a cycle."""
+"""Rounds of each kind of load in a cycle."""
 MODULES = ("ktgt", "twins", "counter_user")
 EVENTS = "/tracing/events/kprobes"
-MANY, AT_ONCE = "many", 500
-"""The group of thousands of probes, and how many of them one write defines."""
+MANY = "many"
+"""Group of the additional probes."""
+AT_ONCE = 500
+"""Number of the additional probes that one write defines."""
 OOPS_EVERY = 10
-"""Cycles from one task that is killed to the next."""
+"""Cycles between two tasks that an oops kills."""
 BEHIND_ENTRY = {"riscv64": 8, "riscv64i": 8}
-"""Bytes of the nops at a function's entry; 5 on x86."""
+"""Architecture -> bytes of the nops at a function's entry; 5 on x86."""
 DEFINITIONS = (
     "p:a vfs_read count=$arg3 comm=$comm\n"
     "r:b do_sys_openat2 $retval\n"
@@ -45,35 +49,35 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """What a kernel and its process hold at the end of a cycle."""
+    """Resources that a kernel and its process use at the end of a cycle."""
 
     cycle: int
     seconds: float
     free_pages: int
-    """Of the guest's page allocator."""
+    """Free pages of the guest's page allocator."""
     objects: int
-    """In the guest's slab caches."""
+    """Objects in the guest's slab caches."""
     tasks: int
     host_bytes: int
-    """Of the machine's memory that the host has in use: module text, ring buffers."""
+    """Bytes of the machine's memory that the host uses, for module text and ring buffers."""
     resident: int
-    """Bytes of this process in memory, the machine's RAM not counted."""
+    """Resident bytes of this process, without the machine's RAM."""
     descriptors: int
 
     @property
     def counts(self) -> dict[str, int]:
-        """What has to be the same after each cycle."""
+        """Counts that must be the same after each cycle."""
         names = ("free_pages", "objects", "tasks", "descriptors")
         return {name: getattr(self, name) for name in names}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What may change within bounds, in bytes."""
+        """Sizes in bytes that may change within bounds."""
         return {"host_bytes": self.host_bytes, "resident": self.resident}
 
 
 class Session:
-    """A kernel with its mount, and all that happens to it in a cycle."""
+    """A kernel with its mount, and the steps of a cycle."""
 
     def __init__(self, arch: str = "x86_64", cpus: int = 1, probes: int = 0) -> None:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
@@ -88,10 +92,10 @@ class Session:
             for number, kind in enumerate(kinds_of(self.kernel.guest))
         ]
         self.places = [*islice(places(self, probes), probes)] if probes else []
-        """Where probes come and go by the thousand, besides."""
+        """SYMBOL+OFFSET of the additional probes."""
 
     def cycle(self) -> None:
-        """Everything once. Raises: KernelError, where something fails that must not."""
+        """Run all steps once. Raises: KernelError if a request fails that must succeed."""
         self.modules("load")
         self.write("/kprobe_events", DEFINITIONS.format(body=self._body))
         self.write(f"{EVENTS}/enable", "1")
@@ -114,7 +118,7 @@ class Session:
         self.cycles += 1
 
     def many(self) -> None:
-        """Thousands of probes defined, armed, hit, disarmed and gone."""
+        """Define, arm, hit, disarm and remove the additional probes."""
         definitions = [f"p:{MANY}/p{number} {place}\n" for number, place in enumerate(self.places)]
         for first in range(0, len(definitions), AT_ONCE):
             self.write("/kprobe_events", "".join(definitions[first : first + AT_ONCE]))
@@ -128,7 +132,10 @@ class Session:
             self.write("/kprobe_events", "".join(f"-:{MANY}/p{number}\n" for number in gone))
 
     def modules(self, verb: str) -> None:
-        """Load or unload them, in order or against it; the one whose init fails leaves nothing either."""
+        """Load the modules in order, or unload them in reverse order.
+
+        Loading also tries a module whose init function fails; it must not leave anything.
+        """
         if verb == "load":
             for name in MODULES:
                 self.write("/machine/modules", f"load {name}")
@@ -146,7 +153,7 @@ class Session:
                 load.end()
 
     def forks(self) -> None:
-        """Processes of the host that use the mount, execute something and end."""
+        """Simulate host processes that fork, use the mount and exit."""
         for number in range(3):
             pid = FIRST_CHILD + (3 * self.cycles + number) % CHILDREN
             self.watch.comms[pid] = "child"
@@ -158,7 +165,7 @@ class Session:
         self.read("/machine/version")
 
     def settle(self) -> None:
-        """Let work that waits be done: code is freed some jiffies after its last use."""
+        """Let pending work run: code is freed some jiffies after its last use."""
         for _ in range(12):
             self.read("/machine/version")
 
@@ -198,8 +205,8 @@ class Session:
         )
 
 
-def files_come_and_go(mount: Mount | Mount, owner: Client, worker: Client) -> None:
-    """A directory of one client with files of another: grown, cut, linked and gone again."""
+def files_come_and_go(mount: Mount, owner: Client, worker: Client) -> None:
+    """Create, grow, truncate, link, rename and remove a worker's files in the owner's directory."""
     mount.mkdir(owner, "/scratch/d", 0o777)
     for number in range(3):
         path = f"/scratch/d/{number}"
@@ -216,7 +223,7 @@ def files_come_and_go(mount: Mount | Mount, owner: Client, worker: Client) -> No
 
 
 def places(session: Session, count: int) -> Iterator[str]:
-    """So many places all over the text at which a probe is taken."""
+    """Yield about `count` SYMBOL+OFFSET at which a probe can be registered, spread over the whole text."""
     kernel = session.kernel
     probeable = [b for b in all_boundaries(kernel.image) if b.refusal is None]
     for boundary in probeable[:: max(1, len(probeable) // (2 * count))]:
@@ -230,6 +237,6 @@ def places(session: Session, count: int) -> Iterator[str]:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory and shares with nobody: the machine's RAM isn't in it."""
+    """Return the anonymous resident memory of this process in bytes; it excludes the machine's RAM."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) << 10

@@ -1,4 +1,4 @@
-"""What is done to a mount for long: an attack raises where a promise is broken, and says what it counted."""
+"""Attacks on a mount; each raises Violation if the mount misbehaves, and returns a summary otherwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READERS = 1000
 
 
 def operations(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
-    """Fuzzed operations of all kinds by three clients: results and errnos, nothing else, none late."""
+    """Run random operations from three clients; each must end in time with a result or an errno."""
     with daemon(directory, program=PROGRAM, is_shared=True) as running:
         clients = [
             subprocess.Popen(
@@ -64,7 +64,7 @@ def operations(directory: Path, count: int, seconds: float, seed: int, slowest: 
 
 
 def kills(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
-    """Kill -9 at seeded moments while a client works: the next daemon mounts there and answers."""
+    """Kill the daemon at random moments while a client works; the next daemon must mount and answer."""
     random = Random(seed)
     until = time.monotonic() + seconds
     done = 0
@@ -85,7 +85,7 @@ def kills(directory: Path, count: int, seconds: float, seed: int, _slowest: floa
                 running.process.kill()
                 running.process.wait()
             finally:
-                # Each request of a mount without its daemon ends: the client isn't stuck.
+                # Requests of a mount without a daemon must end, so that the client is not stuck.
                 client.terminate()
                 if client.wait(WITHIN) is None:
                     raise Violation("a client is stuck")
@@ -110,7 +110,7 @@ print(number)
 
 
 def traffic(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
-    """Eight writers into arrays of their own and a reader for each: every record once, in order."""
+    """Run eight writers, each in its own trace array, and read every record exactly once and in order."""
     del count, seed
     numbers = 0
     with daemon(directory, program=REAL_PROGRAM, is_shared=True) as running:
@@ -153,7 +153,7 @@ def _drain(pipe: int) -> bytes:
 
 
 def full_disk(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
-    """A log that takes nothing: the mount serves all the same."""
+    """Serve a mount whose log is /dev/full: the mount must work all the same."""
     del seconds, seed
     rounds = count or 1
     for _ in range(rounds):
@@ -178,7 +178,10 @@ def full_disk(directory: Path, count: int, seconds: float, seed: int, _slowest: 
 
 
 def readers(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
-    """So many reads that sleep, a fifth in pipes of their own, the others in one: nobody waits for them."""
+    """Start many sleeping reads, and check that other requests do not wait for them.
+
+    A fifth of the reads use separate pipes, and the others share one pipe.
+    """
     del seconds, seed
     count = count or READERS
     with daemon(directory, program=REAL_PROGRAM) as running:
@@ -197,7 +200,7 @@ def readers(directory: Path, count: int, seconds: float, seed: int, slowest: flo
         )
         if answers:
             raise Violation(f"reads of nothing ended: {answers}")
-        # One record: of those that share a pipe one gets it.
+        # One of the readers that share a pipe gets the record.
         files.write("tracing/trace_marker", "here")
         eventually(lambda: answers, "nobody reads", WITHIN)
         late = max(late, look(files, "meanwhile"))
@@ -209,10 +212,10 @@ def readers(directory: Path, count: int, seconds: float, seed: int, slowest: flo
 
 
 def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
-    """Under faketime: a wall clock of another century, and one that runs a hundred times as fast."""
+    """Run daemons under faketime, with wall clocks of other decades and with a clock that runs too fast."""
     del count, seconds, seed
     if shutil.which("faketime") is None:
-        return "not run: there is no faketime"
+        return "not run: faketime is not installed"
     specs = ("1971-01-01 00:00:00", "2099-12-31 23:59:59", "+0 x100")
     for spec in specs:
         with daemon(directory, program=["faketime", "-f", spec, *REAL_PROGRAM]) as running:

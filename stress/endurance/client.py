@@ -1,4 +1,4 @@
-"""A client process of a mount: fuzzed operations of all kinds, each with a result or an errno."""
+"""Client process that runs random file operations on a mount; each must end with a result or an errno."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_OPEN = 20
 
 
 class Client:
-    """Does an operation of a kind that the seed chooses, on a mount at `root`."""
+    """Runs operations that the seed chooses on a mount at `root`."""
 
     def __init__(self, root: str, seed: str) -> None:
         self.random = Random(seed)
@@ -40,14 +40,15 @@ class Client:
         self.root = root
         self.answers: Counter[str] = Counter()
         self.slowest = (0.0, "")
-        """Seconds that a request took, of an operation that may be many, and which one."""
+        """(seconds, description) of the slowest request; an operation may consist of several requests."""
         self.began = 0.0
+        """Time at which the current request began, of time.monotonic()."""
         self.kind = ""
         self.opened = ""
         """The path that was opened last."""
 
     def run(self, count: int, seconds: float) -> None:
-        """So many operations, or for so long. Raises: what is no OSError."""
+        """Run `count` operations, or operations for some seconds. Raises: every exception except OSError."""
         os.chdir(self.root)
         until = time.monotonic() + seconds
         done = 0
@@ -65,7 +66,7 @@ class Client:
             os.close(descriptor)
 
     def answered(self) -> None:
-        """A request has been; within an operation another one begins."""
+        """Record the time of the request that has just ended; the next request begins now."""
         now = time.monotonic()
         self.slowest = max(self.slowest, (now - self.began, f"{self.kind} (last opened: {self.opened})"))
         self.began = now
@@ -74,13 +75,13 @@ class Client:
         return self.random.choice(NAMES)
 
     def path(self) -> str:
-        """Of any kind; most exist."""
+        """Return a random path; most of the paths exist."""
         return self.random.choice(
             [self.name(), self.random.choice(CONTROL), "tracing/events/kprobes", "none"]
         )
 
     def some(self) -> int:
-        """A descriptor that is open."""
+        """Return a random open descriptor. Raises: OSError if none is open."""
         if not self.descriptors:
             raise OSError(errno.EBADF, "none is open")
         return self.random.choice(self.descriptors)
@@ -108,10 +109,10 @@ def _write_control(client: Client) -> None:
     text = GRAMMAR.text(client.random, RULES.get(kind_of(path), "anything")).encode()
     if client.random.random() < 0.3:
         text = client.mutator.damage(client.random, text)
-    # A call of any function may end the guest, and then there is little left to ask.
+    # A call of a random function may kill the guest, which would end the test of most files.
     if path == "machine/call":
         text = b'strlen "text"'
-    # To make a long text takes the client seconds, of which the mount knows nothing.
+    # The time that the client needs to make a long text does not count.
     client.began = time.monotonic()
     os.write(
         client.open(path, os.O_WRONLY | client.random.choice((os.O_APPEND, os.O_APPEND, os.O_TRUNC))), text
@@ -210,7 +211,10 @@ KINDS: dict[str, Callable[[Client], object]] = {
 
 
 def main() -> None:
-    """ROOT SEED COUNT SECONDS [DAEMON]: a line of JSON: answers by kind and errno, the slowest, late ones."""
+    """Run the client with the arguments ROOT SEED COUNT SECONDS [DAEMON].
+
+    The output is a line of JSON with the numbers of answers, the slowest request, and reports of late ones.
+    """
     root, seed, count, seconds, *daemon = sys.argv[1:]
     client = Client(root, seed)
     client.began = time.monotonic()

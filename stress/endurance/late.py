@@ -1,4 +1,4 @@
-"""What a late request's time went into: the daemon's stacks and CPU time, and how the machine stood still."""
+"""Reports of late requests: the daemon's stacks, its CPU time, and stalls of the machine."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from pathlib import Path
 from types import FrameType
 
 LATE = 1.0
-"""Seconds that a request may take before its watchdog asks."""
+"""Seconds after which a request is late."""
 BEAT = 0.1
-"""Seconds that the watchdog sleeps: what it takes longer is the machine's."""
+"""Seconds that the watchdog sleeps; if a sleep takes longer, the machine has stalled."""
 PROGRAM = [sys.executable, "-m", "stress.endurance.late"]
-"""The program, with an ear for the signal that asks for its stacks."""
+"""Command that runs kprobefs with a signal handler that prints the stacks of its threads."""
 SIGNAL = signal.SIGUSR1
 PRESSURE = Path("/proc/pressure/cpu")
 
 
 class LateRequests(threading.Thread):
-    """Looks at what its process waits for; each request that takes longer than LATE is looked into once."""
+    """Thread that watches the current request of its process, and reports each late request once."""
 
     def __init__(self, daemon: int, began: Callable[[], float]) -> None:
-        """`daemon`: its pid; `began`: when the request did that is waited for (time.monotonic)."""
+        """Watch requests to the daemon with this PID.
+
+        `began` returns the time at which the current request began, of time.monotonic().
+        """
         super().__init__(daemon=True)
         self.reports: list[str] = []
         self._daemon = daemon
@@ -35,7 +38,7 @@ class LateRequests(threading.Thread):
         self._stalled = 0.0
 
     def run(self) -> None:
-        """For as long as the process lives."""
+        """Watch until the process ends."""
         since = told = 0.0
         while True:
             before = time.monotonic()
@@ -47,7 +50,7 @@ class LateRequests(threading.Thread):
             if now - began > LATE and began != told:
                 told = began
                 self.reports.append(self._look(now - began))
-                # Stands in its log.
+                # The daemon writes its stacks to its log.
                 os.kill(self._daemon, SIGNAL)
 
     def _look(self, seconds: float) -> str:
@@ -68,15 +71,16 @@ def _pressure() -> str:
 
 
 def _tell(_number: int, _frame: FrameType | None) -> None:
-    # With the interpreter held: faulthandler, which looks at threads while they run, has ended daemons.
+    # The handler holds the interpreter lock. faulthandler would read the stacks of running threads, which can
+    # crash the daemon.
     for thread, frame in sys._current_frames().items():
         print(f"thread {thread}:", *traceback.format_stack(frame), sep="\n", file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    """The program; asked for, the stacks of all its threads go to standard error.
+    """Run kprobefs; on SIGNAL, print the stacks of all threads to standard error.
 
-    Who waits for the control lock stands in its __enter__(), and who has it doesn't.
+    A thread that waits for the control lock is in the lock's __enter__(), unlike the thread that holds it.
     """
     signal.signal(SIGNAL, _tell)
     from kprobefs.cli import main as cli

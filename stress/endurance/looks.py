@@ -1,4 +1,4 @@
-"""What an attacked mount has to answer, and how long that took."""
+"""Requests that an attacked mount must answer, with their times."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from tests.fuse.harness import Daemon
 from tests.mounted.files import EVENTS, Files
 
 SLOWEST = 2.0
-"""Seconds that a request may take on a machine with nothing else to do."""
+"""Seconds that a request may take on an otherwise idle machine."""
 WITHIN = 120.0
-"""Seconds for a client to end by itself."""
+"""Seconds that a client may take to end."""
 
 
 def read_each(pipes: list[Path]) -> list[str]:
-    """A read of each by a thread of its own; the list gets how it ended: an errno's name or ""."""
+    """Start a thread for each pipe, which reads it once, and return the list of results.
+
+    When a read ends, its thread appends the name of the errno, or "" after success.
+    """
     answers: list[str] = []
 
     def read(descriptor: int) -> None:
@@ -35,6 +38,7 @@ def read_each(pipes: list[Path]) -> list[str]:
 
 
 def errno_of(request: Callable[[], object]) -> str:
+    """Make a request, and return the name of its errno, or "" after success."""
     try:
         request()
     except OSError as error:
@@ -43,7 +47,7 @@ def errno_of(request: Callable[[], object]) -> str:
 
 
 def look(files: Files, event: str | None) -> tuple[float, str]:
-    """What must always answer: the slowest of it; `event` is disabled."""
+    """Read lists and the log and disable `event`; return (seconds, name) of the slowest request."""
     late = max(
         timed("kprobes/list", lambda: files.read("kprobes/list")),
         timed("machine/dmesg", lambda: files.read("machine/dmesg")),
@@ -54,12 +58,14 @@ def look(files: Files, event: str | None) -> tuple[float, str]:
 
 
 def timed(name: str, request: Callable[[], object]) -> tuple[float, str]:
+    """Make a request, and return (seconds, name)."""
     start = time.monotonic()
     request()
     return time.monotonic() - start, name
 
 
 def told(late: tuple[float, str], slowest: float) -> str:
+    """Return the summary of the slowest request. Raises: Violation if it took more than `slowest` seconds."""
     seconds, request = late
     if seconds > slowest:
         raise Violation(f"{request} took {seconds:.2f} s")
@@ -67,7 +73,7 @@ def told(late: tuple[float, str], slowest: float) -> str:
 
 
 def soundly_serves(running: Daemon) -> None:
-    """It answers, records a hit, and has nothing in its log."""
+    """Check that a daemon answers, records a hit, and has logged no error. Raises: Violation."""
     files = Files(running.directory)
     files.write("kprobes/enabled", "1")
     files.write("tracing/tracing_on", "1")

@@ -1,4 +1,4 @@
-"""A daemon whose host has no memory or no threads left: what looks and what ends is answered."""
+"""Attack on a daemon whose host has no memory or threads left: reads and disabling must still work."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, eventu
 from tests.mounted.files import EVENTS, Files
 
 NOTICED = 0.1
-"""Seconds after which the daemon knows that it has no memory."""
+"""Seconds until the daemon notices that it has no memory."""
 CGROUPS = Path("/sys/fs/cgroup")
 SLEEPERS = 40
 HELD = 300
-"""Long files that are read to a part and held open: what was rendered is kept."""
+"""Number of long files that are partly read and kept open, so that the daemon keeps their rendered text."""
 IDLE = 0.1
-"""Share of a CPU that a daemon may use that nobody asks."""
+"""Share of a CPU that a daemon may use without requests."""
 
 
 @contextmanager
 def no_memory(process: int) -> Iterator[None]:
-    """The address space is limited to what there is already, for a while."""
+    """Limit the address space of a process to its current size for the length of the block."""
     before = resource.prlimit(process, resource.RLIMIT_AS)
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
     resource.prlimit(process, resource.RLIMIT_AS, (pages * resource.getpagesize(), before[1]))
@@ -45,7 +45,7 @@ def no_memory(process: int) -> Iterator[None]:
 
 @contextmanager
 def no_threads(process: int) -> Iterator[None]:
-    """A control group of its own, with no thread more than there are."""
+    """Limit a process to its current number of threads for the length of the block, by a control group."""
     base = _pids_controller()
     assert base is not None
     own, group = _own_group(process, base), base / f"kprobefs-{process}"
@@ -61,7 +61,7 @@ def no_threads(process: int) -> Iterator[None]:
 
 
 def _own_group(process: int, base: Path) -> Path:
-    """The control group below `base` that a process is in."""
+    """Return the control group of a process below `base`."""
     controller = "pids" if base.name == "pids" else ""
     lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
     groups = {
@@ -77,7 +77,7 @@ def _is_removed(group: Path) -> bool:
 
 
 def _pids_controller() -> Path | None:
-    """Where control groups that limit threads can be made."""
+    """Return a directory in which control groups that limit threads can be created, or None."""
     for place in (CGROUPS / "pids", CGROUPS):
         with suppress(OSError):
             controllers = "pids" if place.name == "pids" else (place / "cgroup.subtree_control").read_text()
@@ -90,11 +90,11 @@ Shortage = Callable[[int], AbstractContextManager[None]]
 
 
 def starved(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
-    """Rounds of no memory, then of no threads; between them everything is there again."""
+    """Run rounds without memory, then without threads; after each round the daemon must work normally."""
     rounds, results = count or 1, []
     for name, shortage in (("memory", no_memory), ("threads", no_threads)):
         if shortage is no_threads and _pids_controller() is None:
-            results.append("no threads: not run, without a control group for it")
+            results.append("no threads: not run, because no control group can limit threads")
             continue
         with daemon(directory, program=REAL_PROGRAM, is_shared=True) as running:
             late = max(
@@ -104,14 +104,14 @@ def starved(directory: Path, count: int, seconds: float, seed: int, slowest: flo
             with shortage(running.process.pid):
                 _look_on(running)
                 if running.stop(signal.SIGTERM) or is_mounted(directory):
-                    raise Violation(f"without {name} it doesn't end")
+                    raise Violation(f"the daemon does not end without {name}")
         results.append(f"no {name}: {told(late, slowest)}")
     return f"{rounds} rounds, {'; '.join(results)}"
 
 
 def _round(running: Daemon, shortage: Shortage, seed: str, seconds: float) -> tuple[float, str]:
     files = Files(running.directory)
-    # Its first hit comes when there is nothing to make code with.
+    # The first hit of the probe comes without memory or threads for compiling its handler.
     files.write("kprobe_events", "p:starved vfs_mkdir\n")
     files.write(f"{EVENTS}/starved/enable", "1")
     with shortage(running.process.pid):
@@ -119,7 +119,7 @@ def _round(running: Daemon, shortage: Shortage, seed: str, seconds: float) -> tu
         late = max(late, _hold(files), _sleep(files, shortage), _fuzz(running.directory, seed, seconds))
         late = max(late, _look_on(running))
         if (share := _idle_share(running)) > IDLE:
-            raise Violation(f"nobody asks, and it uses {share:.2f} of a CPU")
+            raise Violation(f"the idle daemon uses {share:.2f} of a CPU")
     for name in ("kprobes/list", "machine/tasks", "machine/kallsyms"):
         files.read(name)
     files.write("tracing/events/enable", "0")
@@ -129,7 +129,7 @@ def _round(running: Daemon, shortage: Shortage, seed: str, seconds: float) -> tu
 
 
 def _look_on(running: Daemon) -> tuple[float, str]:
-    """Whatever clients have done meanwhile: lists, the log, disarming all."""
+    """Read lists and the log and disarm all probes; return (seconds, name) of the slowest request."""
     files = Files(running.directory)
     return max(
         timed("kprobes/list", lambda: files.read("kprobes/list")),
@@ -140,7 +140,10 @@ def _look_on(running: Daemon) -> tuple[float, str]:
 
 
 def _make(files: Files, shortage: Shortage) -> tuple[float, str]:
-    """What isn't to be had ends in ENOMEM, and whole; the rest is done."""
+    """Make requests that need memory or threads, and return (seconds, name) of the slowest one.
+
+    A request fails with ENOMEM and without a partial effect if it needs the missing resource.
+    """
     late = (0.0, "")
     before = files.read("kprobe_events")
     definitions = "".join(f"p:many{number} vfs_read n=$comm\n" for number in range(300))
@@ -163,7 +166,7 @@ def _make(files: Files, shortage: Shortage) -> tuple[float, str]:
 
 
 def _hold(files: Files) -> tuple[float, str]:
-    """Clients that hold what was rendered for them; when they close it is there again."""
+    """Keep many long files open, and return (seconds, name) of the slowest open and read."""
     late = (0.0, "")
     with ExitStack() as held:
         for _ in range(HELD):
@@ -180,13 +183,16 @@ def _hold(files: Files) -> tuple[float, str]:
 
 
 def _sleep(files: Files, shortage: Shortage) -> tuple[float, str]:
-    """Reads that sleep, more than there are threads for: the others get ENOMEM, and nobody waits."""
+    """Start more sleeping reads than there are threads, and return (seconds, name) of the slowest request.
+
+    The excess reads must fail with ENOMEM, and other requests must not wait.
+    """
     answers = read_each([files.path("tracing/per_cpu/cpu0/trace_pipe_raw")] * SLEEPERS)
     eventually(lambda: "ENOMEM" in answers, "so many reads have had threads", WITHIN)
     late = look(files, None)
     if set(answers) != {"ENOMEM"}:
         raise Violation(f"reads of nothing ended with {sorted(set(answers))}")
-    # One record for each that sleeps.
+    # Each sleeping read needs one record to end.
     until = time.monotonic() + WITHIN
     while len(answers) < SLEEPERS:
         if time.monotonic() > until:

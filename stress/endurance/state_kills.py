@@ -1,4 +1,4 @@
-"""kill -9 while records and definitions are made: the next kernel has them all."""
+"""Attack by kill -9 on a kernel with --state: the next kernel must have all records and definitions."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from stress.endurance import state_writer as writer
 from tests.fuse.harness import ROOT, environment
 
 _NUMBER = slice(16, 24)
-"""Bytes of an entry of the probe: its argument."""
+"""Position of the argument in an entry of the probe, in bytes."""
 _PAGE = 146
-"""Such entries have room on a page."""
+"""Number of the probe's entries that fit on a page of the ring buffer."""
 
 
 class Lost(AssertionError):
-    """Something that was there isn't."""
+    """A record or a definition is missing after a kill."""
 
 
 def state_kills(directory: Path, count: int, seconds: float, seed: int, _slowest: float = 0.0) -> str:
-    """Kill a kernel at seeded moments, and look at what another one finds."""
+    """Kill a kernel at random moments, and check the state that the next kernel finds."""
     random, until = Random(seed), time.monotonic() + seconds
     done = records = torn = 0
     while (not count or done < count) and (not seconds or time.monotonic() < until):
@@ -62,7 +62,7 @@ def _kill_one(directory: Path, seed: str, after: float) -> None:
 
 
 def _look(directory: Path) -> tuple[int, int]:
-    """Records and torn ones in the state; another kernel has it for a moment."""
+    """Start another kernel with the state, check it, and return its numbers of records and torn records."""
     made, taken = struct.unpack("<QQ", (directory / writer.PROGRESS).read_bytes())
     living = writer.begin(directory)
     try:
@@ -94,7 +94,10 @@ def _check_definitions(living: RebootableKernel, directory: Path) -> None:
 
 
 def _check_records(living: RebootableKernel, made: int, taken: int) -> tuple[int, int]:
-    """`taken`: as many may be gone, since a reader has them."""
+    """Return the numbers of records and torn records; the first `taken` records may be missing.
+
+    A reader may have consumed these. Raises: Lost.
+    """
     arrays = living._kernel.trace_arrays
     last = arrays.find("last")
     event = living._kernel.tracing.system.events.find("kprobes", "turn")
@@ -105,7 +108,7 @@ def _check_records(living: RebootableKernel, made: int, taken: int) -> tuple[int
     ]
     for each in numbers:
         gaps = [at for at, (low, high) in enumerate(pairwise(each)) if high != low + 1]
-        # What a reader has begun to take isn't overwritten, unlike what comes behind it.
+        # The page that a reader has begun to consume is not overwritten, unlike the pages after it.
         if len(gaps) > 1 or any(at > _PAGE for at in gaps):
             raise Lost(f"{len(gaps)} gaps, the last one between {each[gaps[-1]]} and {each[gaps[-1] + 1]}")
     latest = max(each[-1] for each in numbers if each) if any(numbers) else -1

@@ -1,7 +1,8 @@
-"""A kernel whose state is kept, which makes records and definitions until it is killed: DIR SEED.
+"""Program that runs a kernel with --state and makes records and definitions until it is killed.
 
-PROGRESS in DIR has the number of records that were made for sure, and of those that may have been read;
-DEFINED what was defined before the step of STEP, which is a file's name and what is written to it.
+Its arguments are DIR and SEED. In DIR, the file PROGRESS contains the number of records that certainly exist,
+and the number of records that may have been consumed. DEFINED contains the definitions before the current
+step. STEP contains the step: the name of a file, and the text that is written to it.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ MIXED = (
 
 
 def begin(directory: Path) -> RebootableKernel:
-    """The kernel, with what an earlier one has left."""
+    """Start a kernel with the state of the previous one."""
     state = SavedState(StateDirectory(str(directory / STATE)), "")
     return RebootableKernel(CONFIG, RootLayout.FULL, Owner(os.getuid(), os.getgid()), state=state)
 
 
 def defined(living: RebootableKernel) -> str:
-    """What is defined and switched on, but for what an earlier kernel has recorded."""
+    """Return the definitions and settings, except those of instances/last, the records of the last kernel."""
     lines = read(living, "/machine/definitions").splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("instances/last/"))
 
 
 def read(living: RebootableKernel, path: str) -> str:
-    """A file's text."""
+    """Return the text of a file."""
     handle, data = living.mount.open(CLIENT, path, os.O_RDONLY), b""
     while part := living.mount.read(CLIENT, handle, 1 << 17, len(data)):
         data += part
@@ -67,7 +68,7 @@ def read(living: RebootableKernel, path: str) -> str:
 
 
 def write(living: RebootableKernel, path: str, text: str) -> None:
-    """Write to a file."""
+    """Write a text to a file."""
     handle = living.mount.open(CLIENT, path, os.O_WRONLY)
     try:
         living.mount.write(CLIENT, handle, text.encode(), 0)
@@ -76,20 +77,20 @@ def write(living: RebootableKernel, path: str, text: str) -> None:
 
 
 def do(living: RebootableKernel, step: Sequence[str]) -> None:
-    """A step, which may fail."""
+    """Execute a step; it may fail."""
     with suppress(OSError):
         write(living, f"/tracing/{step[0]}", f"{step[1]}\n")
 
 
 def put(path: Path, text: str) -> None:
-    """Replace a file at once."""
+    """Replace the contents of a file atomically."""
     new = path.with_name("new")
     new.write_text(text)
     new.replace(path)
 
 
 class _Turns:
-    """A loop in the guest that calls the probed function with one number after the other."""
+    """A loop in the guest that calls the probed function with consecutive numbers."""
 
     def __init__(self, living: RebootableKernel) -> None:
         self._machine = machine = living._kernel.machine
@@ -105,13 +106,13 @@ class _Turns:
         machine.text.poke(self._code, code)
 
     def run(self, start: int, end: int) -> None:
-        """Calls from `start` up to `end`, that one not."""
+        """Call the function with the numbers from `start` to `end` - 1."""
         self._machine.memory.write(self._cell, start.to_bytes(4, "little") + end.to_bytes(4, "little"))
         self._machine.call(self._code, 0)
 
 
 def main() -> None:
-    """Never ends."""
+    """Run until the process is killed."""
     directory, random = Path(sys.argv[1]), Random(sys.argv[2])
     with open(directory / PROGRESS, "w+b") as file:
         file.truncate(16)

@@ -1,5 +1,6 @@
-"""The whole proof: python -m stress.exhaustion [--profile P] [--arch A] [--save-regs R] [--sites]
-[--states N] [--part I/N] [--jobs N].
+"""Prove that every optimizable address can be patched while other CPUs run: python -m stress.exhaustion.
+
+Options: [--profile P] [--arch A] [--save-regs R] [--sites] [--states N] [--part I/N] [--jobs N].
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Where = tuple[str, int, int]
 
 
 class Prover:
-    """A kernel of its own, and the proof on it."""
+    """A kernel of this process, and the proof that runs on it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         is_compiled = options.save_regs is not None
@@ -34,11 +35,11 @@ class Prover:
         self._proof = kind(Probed(kernel), options.states)
 
     def places(self) -> list[Where]:
-        """Where there is something to prove."""
+        """Return (symbol, offset, address) of all places that are to be proved."""
         return list(self._find(self._proof.probed))
 
     def check(self, place: Where) -> tuple[int, list[str]]:
-        """Runs made for a place, and what went wrong."""
+        """Prove a place, and return the number of runs and the problems."""
         proof = self._proof
         runs, known = proof.runs, len(proof.problems)
         proof.check(place)
@@ -46,7 +47,7 @@ class Prover:
 
 
 _prover: Prover
-"""This process's."""
+"""The prover of this worker process."""
 
 
 def _boot(options: argparse.Namespace) -> None:
@@ -63,17 +64,21 @@ def _check(place: Where) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    """Check every optimizable address of the image; 1 if anything goes wrong anywhere."""
+    """Check every optimizable address of the image; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", default="linux-6.1")
     parser.add_argument("--arch", default="x86_64")
     parser.add_argument(
         "--save-regs", choices=["live", "all"], help="compile the handlers, and save these registers"
     )
-    parser.add_argument("--sites", action="store_true", help="fentry sites instead of optimizable places")
-    parser.add_argument("--states", type=int, default=1, help="register states a place, 3 at most")
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth place, from the Ith on")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--sites", action="store_true", help="prove fentry sites instead of optimizable places"
+    )
+    parser.add_argument("--states", type=int, default=1, help="register states for each place, at most 3")
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="only every Nth place, beginning with number I"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     options = parser.parse_args()
     first, step = map(int, options.part.split("/"))
     runs, problems, start = 0, [], time.monotonic()

@@ -1,4 +1,4 @@
-"""The proof for handlers in guest code: made, replaced and dropped while CPUs stand in all of them."""
+"""Proof for handlers in guest code: they are compiled, replaced and freed while CPUs are in their code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kprobes.optimizer.regions import Pieces
 
 @contextmanager
 def enabled(compiler: Compiler) -> Iterator[None]:
-    """Within, hits have their handlers compiled."""
+    """Let hits compile their handlers within the block."""
     compiler.enabled = True
     try:
         yield
@@ -29,7 +29,11 @@ def enabled(compiler: Compiler) -> Iterator[None]:
 
 
 class CompiledProof(Proof):
-    """The handler counts in a cell, asks the host, reads what may not be mapped, overwrites registers."""
+    """Proof with a handler in guest code.
+
+    The handler reads memory that may not be mapped, overwrites virtual registers, calls the host, and
+    increments a per-CPU cell.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,29 +43,32 @@ class CompiledProof(Proof):
         self._counted = kernel.machine.memory.view(records.address(self.cell), 8).cast("Q")
         kernel.kprobes.compiler.enabled = False
         self.pointer = "di" if "di" in kernel.arch.general_registers else "a0"
-        """A register that may hold an address."""
+        """Name of a register that may contain an address."""
 
     def count(self) -> int:
-        """See Proof."""
+        """Return the number of hits that Python or guest code has handled."""
         return super().count() + self._counted[0]
 
     def own(self) -> Pieces:
-        """See Proof: where counting takes several instructions, a CPU is between them."""
+        """Return the address and the contents of the cell that the handler increments.
+
+        If an increment takes several instructions, a CPU can be between them.
+        """
         return [(self.probed.kernel.machine.records.address(self.cell), self._counted.tobytes())]
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """See Proof."""
+        """Return the place that runs all stages at an address."""
         return CompiledPlace(self, address, cpus)
 
     def live_at(self, addr: int) -> LiveRegisters:
-        """See Proof."""
+        """Return the registers and flags that must be the same at an address with and without the probe."""
         kprobes = self.probed.kernel.kprobes
         if kprobes.profile.saving is RegisterSaving.ALL:
             return super().live_at(addr)
         return self.probed.verdict.live_at(addr)
 
     def emit(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
-        """The handler as a program."""
+        """Emit the handler."""
         unread, end = builder.label(), builder.label()
         builder.emit(
             ir.GetRegister(0, self.pointer),
@@ -77,7 +84,7 @@ class CompiledProof(Proof):
 
 @dataclass
 class CompiledPlace(Place):
-    """As Place; code is made when it says so, and at no other hit."""
+    """Place with a handler in guest code, which is compiled only in the stages for that."""
 
     proof: CompiledProof
     codes: list[CompiledCode] = field(default_factory=list, init=False)
@@ -91,11 +98,11 @@ class CompiledPlace(Place):
         return self.probed.probe("probe", at=self.address, program=self.proof.emit)
 
     def _delays(self, interiors: Group, slots: Group) -> None:
-        """A CPU in a stub is on its way to the slot."""
+        """Check the delays of Place, also with CPUs in a stub, from which a CPU continues to the slot."""
         super()._delays(interiors, joined(slots, self._stubs()))
 
     def _handled_otherwise(self, detours: Group) -> Group:
-        """The jump is led to one compiled detour, back to Python's, and to another."""
+        """Redirect the jump to a compiled detour, back to the detour that calls Python, and to a new one."""
         compiler = self.compiler
         self.codes.clear()
         self._watched("compiling", self._compile, detours)
@@ -121,7 +128,7 @@ class CompiledPlace(Place):
             self._note("unregistered", "code isn't freed")
 
     def _stubs(self) -> Group:
-        """Have the handler compiled by a hit of the breakpoint; in its code."""
+        """Compile a stub by a hit of the breakpoint, and return the CPUs in its code."""
         self._change()
         with enabled(self.compiler):
             self._all("compiling a stub", None)
@@ -134,7 +141,7 @@ class CompiledPlace(Place):
         return [self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus]
 
     def _compile(self) -> None:
-        """What the first hit by the jump does; it is no run of this machine, so that others can go on."""
+        """Compile the detour as the first hit of the jump does, but without running the machine."""
         with enabled(self.compiler):
             self.kernel.kprobes.routes.compile_detour(self.head)
         assert self.head.compiled is not None
@@ -147,7 +154,7 @@ class CompiledPlace(Place):
         return [self._inside(cpu, code.address, code.size, "code") for cpu in self.cpus]
 
     def _waits_for(self, group: Group) -> None:
-        """Replaced code isn't freed while a CPU stands in it."""
+        """Check that replaced code is not freed while a CPU is in it."""
         waited: list[bool] = []
 
         def occupied(spans: Spans) -> Spans:
@@ -162,7 +169,7 @@ class CompiledPlace(Place):
         self.scheduler.occupied_of = lambda _spans: ()
 
     def _leaving(self, standing: Standing) -> Standing:
-        """A hit in guest code is counted there."""
+        """Return a standing after unregistration; a CPU in compiled code still counts the hit."""
         in_code = any(code.contains(standing.ip) for code in self.codes)
         return standing if in_code else super()._leaving(standing)
 
@@ -175,7 +182,7 @@ class CompiledPlace(Place):
         return {jump(buffer.region, code.entry): code.entry for code in codes}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
-        # The code counts the hit, whatever has become of the probe.
+        # The compiled code counts the hit even if the probe is unregistered meanwhile.
         if window.startswith(tuple(self._code_jumps())):
             at_start = replace(at_start, hits=1)
         return super()._stale(cpu, at_start, window)

@@ -1,4 +1,4 @@
-"""All stages of optimizing and unoptimizing one region, with another CPU everywhere that it can stand."""
+"""Proof of all stages of optimizing and unoptimizing a region, with CPUs at every possible position."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from tests.kprobes.scripted import script
 
 Spans = Sequence[tuple[int, int]]
 Group = list[list[Standing]]
-"""Of each CPU the states that it may be in."""
+"""The possible states of each CPU; all lists of a place have the order of its CPUs."""
 PUSH_FLAGS = b"\x9c"
-"""Stepping it by the trap flag shows."""
+"""The pushf instruction, which pushes the trap flag if it is single-stepped."""
 
 
 class Watch(Prefetch):
-    """Calls `before_sync` when CPUs may still have what they had fetched, for the last time."""
+    """Calls `before_sync` before all CPUs are synchronized, while they may still execute stale bytes."""
 
     before_sync: Callable[[], None] = staticmethod(lambda: None)
 
     def synchronised(self) -> None:
-        """See Prefetch.synchronised."""
+        """Call `before_sync`, then forget all text writes before the synchronization."""
+
         self.before_sync()
         super().synchronised()
 
 
 @dataclass
 class Proof:
-    """Checks places one after the other; `problems` gets a line for each thing that goes wrong."""
+    """Checks places one after the other, and adds a line to `problems` for each problem."""
 
     probed: Probed
     states: int = 1
@@ -51,27 +52,30 @@ class Proof:
         self.watch = text.watcher = Watch(text, self.probed.kernel.machine.model.fetch_unit)
 
     def count(self) -> int:
-        """Hits handled so far."""
+        """Return the number of hits that have been handled."""
         return len(self.probed.hits)
 
     def own(self) -> Pieces:
-        """The cells of a CPU's own that handlers write."""
+        """Return the address and the contents of per-CPU cells that handlers write."""
         return ()
 
     def length(self, address: int) -> int:
-        """Bytes of whole instructions that are replaced."""
+        """Return the number of bytes of whole instructions that the jump replaces."""
         return self.probed.region(address).length
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """What is done at a place."""
+        """Return the place that runs all stages at an address."""
         return Place(self, address, cpus)
 
     def live_at(self, _addr: int) -> LiveRegisters:
-        """What may not differ from there on."""
+        """Return the registers and flags that must be the same at an address with and without the probe."""
         return self.bench.all_live
 
     def live_behind(self, address: int, end: int) -> LiveRegisters:
-        """The same behind a region: registers of its jumps may that nobody reads there."""
+        """Return the registers and flags that must be the same after a region.
+
+        The scratch registers of the jumps may differ if no instruction reads them after the region.
+        """
         live, region = self.live_at(end), self.probed.verdict.optimized_region(address)
         if isinstance(region, Rejection) or region.scratch is None:
             return live
@@ -79,7 +83,7 @@ class Proof:
         return replace(live, registers=live.registers - free)
 
     def loose_flags(self, address: int, size: int) -> int:
-        """But these flags may too."""
+        """Return the flags that the region leaves undefined, which may differ too."""
         arch = self.probed.kernel.arch
         if not self.bench.all_live.flags:
             return 0
@@ -87,13 +91,14 @@ class Proof:
         return loose_flags(code, address, arch.bits, live=self.live_at(address).flags)
 
     def check(self, place: tuple[str, int, int]) -> None:
-        """Prove one place, or add to the problems."""
+        """Check one place (symbol, offset, address), and add its problems."""
         symbol, offset, address = place
         region = self.length(address)
         end = address + region
         with self.bench.until(end):
             states = (s._replace(ip=address) for s in self.bench.states(address))
-            # An index gone wild reads the detour's own frame, which no function does.
+            # Skip random states that read below the stack pointer: they would read the detour's frame, which
+            # no real function does.
             starts = [*islice((s for s in states if not self.bench.reads_below_stack(s)), self.states)]
         live = self.live_behind(address, end)
         behind = live, self.loose_flags(address, region)
@@ -106,7 +111,7 @@ class Proof:
 
 @dataclass
 class Place:
-    """One region, and the CPUs that are about to execute it."""
+    """One region, with the CPUs that are about to execute it."""
 
     proof: Proof
     address: int
@@ -116,10 +121,10 @@ class Place:
         self.probed = self.proof.probed
         self.kernel, self.scheduler = self.probed.kernel, self.proof.scheduler
         self.in_jump: Group = [[] for _ in self.cpus]
-        """Those that have executed a part of the jump: see `_stays`."""
+        """States of CPUs that have executed a part of the jump; see `_stays`."""
 
     def run(self) -> None:
-        """Optimize, unoptimize, optimize again, unregister; each step watched."""
+        """Optimize, unoptimize, optimize again and unregister a probe; check all CPUs in each step."""
         kernel = self.kernel
         interiors = [self._behind_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
         self.probe = self._register()
@@ -133,7 +138,7 @@ class Place:
         self._delays(interiors, slots)
         self._watched("optimizing", lambda: self._hold(False))
         if not self.head.is_patched:
-            self.proof.problems.append(f"isn't optimized: {kernel.kprobes.reason(self.probe)}")
+            self.proof.problems.append(f"not optimized: {kernel.kprobes.reason(self.probe)}")
         detours = [self._detour(cpu) for cpu in self.cpus]
         self._all("optimized", detours)
         detours = self._handled_otherwise(detours)
@@ -151,24 +156,30 @@ class Place:
         return len(self.kernel.arch.breakpoint_for(insn.prepared.length))
 
     def _handled_otherwise(self, detours: Group) -> Group:
-        """What else can be done while there is a jump; CPUs that may stand somewhere then."""
+        """Run additional stages while the probe is optimized, and return the CPUs in detours afterwards."""
         return detours
 
     # Where a CPU can stand
 
     def _behind_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[Standing]:
-        """Behind each instruction but the last in so many bytes of what stands at the probe now."""
+        """Return the states of a CPU after all instructions but the last in the current bytes at the probe.
+
+        `size` is the number of bytes, and `hits` the number of hits that are still to come in these states.
+        """
         code = self.kernel.machine.text.current(self.address, size)
         inner = self.kernel.arch.instruction_boundaries(code, self.address)[1:]
         return self._met(cpu, inner, self.address, f"{what} +", hits)
 
     def _inside_jump(self) -> Group:
-        """CPUs that have executed a part of what stands at the probe now as one."""
+        """Return the states of CPUs that have executed a part of the current jump."""
         size = len(self._buffer().jump) if self.head.is_patched else 0
         return [self._behind_each(cpu, size, "jump", 1) for cpu in self.cpus]
 
     def _stays(self, standing: Standing) -> bool:
-        """Whether a CPU may still stand there when all have synchronised: if that may interrupt it."""
+        """Return True if a CPU may still be in a state after the synchronization.
+
+        An interrupt synchronizes the CPU, so it must be possible at that address.
+        """
         regs = self.kernel.machine.regs
         here, regs.ip = regs.ip, standing.ip
         stays = self.kernel.kprobes.hits.may_interrupt()
@@ -187,7 +198,7 @@ class Place:
         return self._inside(cpu, detour.address, detour.size, "detour")
 
     def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> list[Standing]:
-        """At each instruction of code that a hit goes through."""
+        """Return the states of a CPU at each instruction of code that a hit executes."""
         code = self.kernel.machine.text.current(address, size)
         boundaries = self.kernel.arch.instruction_boundaries(code, address)
         return self._met(cpu, boundaries, address, f"{what} +", 1)
@@ -206,7 +217,7 @@ class Place:
         self.probed.optimizer.hold(self.head, held)
 
     def _delays(self, interiors: Group, slots: Group) -> None:
-        """While a CPU stands in the region or in the slot, nothing may be patched, and it goes on well."""
+        """Check that nothing is patched while a CPU is in the region or slot, and that the CPU continues."""
         standings = joined(interiors, slots)
         patched: list[bool] = []
 
@@ -224,7 +235,7 @@ class Place:
         self.scheduler.quiescent_in = lambda _spans: True
 
     def _leave(self, detours: Group) -> None:
-        """Unregistered with CPUs in the detour: it stays until they have left."""
+        """Unregister the probe, and check that the detour is kept until all CPUs have left it."""
         waited: list[bool] = []
 
         def is_quiescent(spans: Spans) -> bool:
@@ -242,7 +253,7 @@ class Place:
         self.probed.settle()
 
     def _leaving(self, standing: Standing) -> Standing:
-        """In the detour of a probe that is unregistered: there is no handler any more."""
+        """Return a state in the detour of an unregistered probe, which calls no handler."""
         return Standing(standing.what, standing.registers, standing.memory, 0)
 
     def _unregister(self) -> None:
@@ -258,7 +269,7 @@ class Place:
         others: Group | None = None,
         hits: int = 1,
     ) -> None:
-        """Do it, and before each synchronisation let all CPUs go on from where they stand."""
+        """Run `action`, and before each synchronization check that all CPUs can continue."""
         self.moment = 0
 
         def look() -> None:
@@ -287,7 +298,10 @@ class Place:
                     self._note(stage, cpu.stale_problem(standing, window, self._jumps().values()))
 
     def _windows(self, address: int, *, changed: bool = False) -> set[bytes]:
-        """All that a CPU there may have fetched that can be stepped; `changed`: nothing if that is as now."""
+        """Return all byte sequences that a CPU may have fetched at an address and that can be stepped.
+
+        With `changed`, return none if the bytes at the address have not changed.
+        """
         watch = self.proof.watch
         if changed and not watch.concerns(address):
             return set()
@@ -298,12 +312,12 @@ class Place:
         jumps = self._jumps()
         if starts_with_breakpoint(self.kernel.arch, window) or window.startswith(tuple(jumps)):
             return cpu.stale_problem(at_start, window, jumps.values())
-        # Executing the original instruction, it has passed before the probe was there.
+        # A CPU that executes the original instruction has passed without a hit.
         passed = Standing(at_start.what, at_start.registers, (), 0)
         return cpu.stale_problem(passed, window, jumps.values())
 
     def _jumps(self) -> dict[bytes, int]:
-        """Those that may stand at the probe, and where they lead."""
+        """Return the bytes of each possible jump at the probe -> its destination."""
         buffer = self._buffer()
         return {buffer.jump: buffer.address}
 
@@ -324,5 +338,5 @@ class Place:
 
 
 def joined(some: Group, others: Group) -> Group:
-    """Of each CPU both."""
+    """Return the states of both groups for each CPU."""
     return [a + b for a, b in zip(some, others, strict=True)]

@@ -1,4 +1,4 @@
-"""The proof for fentry sites: a nop becomes a call, of the trampoline or of guest code, and a nop again."""
+"""Proof for fentry sites: a nop becomes a call of the trampoline or of guest code, and a nop again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kprobes.optimizer.conftest import Probed
 
 
 def fentry_sites(probed: Probed) -> Iterator[tuple[str, int, int]]:
-    """(symbol, offset, address) of every site that can be probed."""
+    """Yield (symbol, offset, address) of every fentry site that can be probed."""
     kernel = probed.kernel
     for address in sorted(kernel.image.mcount):
         where = kernel.image.kallsyms.lookup(address)
@@ -25,35 +25,36 @@ def fentry_sites(probed: Probed) -> Iterator[tuple[str, int, int]]:
 
 
 class SiteProof(CompiledProof):
-    """Checks sites."""
+    """Proof that checks fentry sites."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.bench.frame *= 2  # A return address lies above the frame, and flags below.
+        # The frame has a return address above it and flags below it.
+        self.bench.frame *= 2
 
     def length(self, _address: int) -> int:
-        """See Proof."""
+        """Return the size of the call in bytes."""
         return self.probed.kernel.arch.call_size
 
     def live_behind(self, address: int, end: int) -> LiveRegisters:
-        """See Proof."""
+        """Return the registers and flags that must be the same after a site; the link register may differ."""
         live = super().live_behind(address, end)
         return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """See Proof."""
+        """Return the place that runs all stages at a site."""
         return SitePlace(self, address, cpus)
 
 
 @dataclass
 class SitePlace(Place):
-    """One site, and the CPUs that are about to enter the function."""
+    """One site, with the CPUs that are about to enter the function."""
 
     proof: SiteProof
     codes: list[CompiledCode] = field(default_factory=list, init=False)
 
     def run(self) -> None:
-        """Arm it, have the handler compiled, replaced and compiled again, disarm it; each step watched."""
+        """Arm a site, compile its handler repeatedly and disarm it; check all CPUs in each step."""
         kernel, compiler = self.kernel, self.kernel.kprobes.compiler
         sites = kernel.kprobes.sites
         assert sites is not None
@@ -85,7 +86,7 @@ class SitePlace(Place):
             self._note("disarmed", "code isn't freed")
 
     def _all_at_once(self, inside: Group) -> None:
-        """As by the `enabled` file: every site goes through each step together."""
+        """Disarm and arm the sites together, as a write to kprobes/enabled does."""
         kprobes = self.kernel.kprobes
         sites, head = kprobes.sites, kprobes.table.valid(self.probe)
         assert sites is not None
@@ -98,7 +99,7 @@ class SitePlace(Place):
         self._all("all armed", inside)
 
     def _inside_jump(self) -> Group:
-        """Behind a nop they have passed, whatever becomes of the site."""
+        """Return the states of CPUs that have executed a part of the nop or call; a nop causes no hit."""
         size = self.kernel.arch.call_size
         calls = self.kernel.machine.text.current(self.address, size) in self._jumps()
         return [self._behind_each(cpu, size, "call" if calls else "nop", calls) for cpu in self.cpus]
@@ -122,13 +123,13 @@ class SitePlace(Place):
         return standing if in_code else replace(standing, hits=0)
 
     def _jumps(self) -> dict[bytes, int]:
-        """The calls that may stand at the site, and what they call."""
+        """Return the bytes of each possible call at the site -> its destination."""
         codes = {*self.codes, *([self.probe.compiled] if self.probe.compiled is not None else [])}
         call = self.kernel.arch.relative_call
         return {call(self.address, to): to for to in (self.trampoline, *(code.entry for code in codes))}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
-        # A call is a hit, whatever becomes of the probe meanwhile.
+        # A call is a hit even if the probe is unregistered meanwhile.
         if window.startswith(tuple(self._jumps())):
             at_start = replace(at_start, hits=1)
         return super()._stale(cpu, at_start, window)

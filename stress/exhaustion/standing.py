@@ -1,4 +1,4 @@
-"""Another CPU, stopped somewhere in or around a detoured region, and how it goes on from there."""
+"""State of another CPU in or around a detoured region, and the check that it can continue from there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MAX_STEPS = 1 << 10
 
 @dataclass(frozen=True)
 class Standing:
-    """A CPU's state; `memory` is what it has written so far, `hits` what has yet to come."""
+    """State of a CPU at a position.
+
+    `memory` contains the memory that it has written so far, and `hits` is the number of hits to come.
+    """
 
     what: str
     registers: State
@@ -35,22 +38,22 @@ class Standing:
 
 @dataclass
 class OtherCpu:
-    """Runs one region from a state of a bench; the text is left as it was found."""
+    """CPU that runs one region from a state of a bench; a run does not change the text."""
 
     probed: Probed
     bench: Bench
     end: int
-    """Address behind the region."""
+    """Address after the region."""
     start: State
-    """At the region's first instruction."""
+    """Registers at the first instruction of the region."""
     count: Callable[[], int]
-    """Hits so far."""
+    """Function that returns the number of hits so far."""
     own: Callable[[], Pieces]
-    """The cells of its per-CPU area that handlers write, as they are now."""
+    """Function that returns the per-CPU cells that handlers write, with their current contents."""
     live: LiveRegisters
-    """What may not differ behind the region."""
+    """Registers and flags that must be the same after the region."""
     loose_flags: int = 0
-    """But these flags may."""
+    """Flags that may differ nevertheless."""
     expected: Expected = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +62,7 @@ class OtherCpu:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within, it can run; what is written to stop and look isn't what the kernel writes."""
+        """Let the CPU run within the block; text writes of the check itself are hidden from the watcher."""
         text = self.probed.kernel.machine.text
         watcher, text.watcher = text.watcher, None
         try:
@@ -72,8 +75,12 @@ class OtherCpu:
         return Standing("at the probe", self.start, (), hits)
 
     def standings(self, places: Mapping[int, str], hits: int) -> list[Standing]:
-        """Where a run from the start, of so many `hits`, meets these addresses, each for the first time."""
-        self.bench.run(self.start)  # A probe's first hit makes its handlers.
+        """Return the states at the first visit of each address in a run from the start.
+
+        `places` is address -> description, and `hits` is the number of hits of the whole run.
+        """
+        # The first hit of a probe compiles its handlers.
+        self.bench.run(self.start)
         machine = self.probed.kernel.machine
         ctlblk, trap_size = self.probed.kernel.kprobes.hits.ctlblk, len(self.probed.kernel.arch.breakpoint)
         usual = {addr: machine.breakpoints.get(addr) for addr in places}
@@ -101,13 +108,14 @@ class OtherCpu:
         return list(found.values())
 
     def problem(self, standing: Standing) -> str | None:
-        """What goes wrong when it goes on from there with the text as it is now."""
+        """Continue from a state with the current text, and return the problem, or None."""
         return self._compare(standing, standing.registers, standing.hits)
 
     def stale_problem(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
-        """The same when it executes what it has fetched before it looks at memory again.
+        """Continue from a state with stale fetched bytes, and return the problem, or None.
 
-        `targets`: where jumps that it may have fetched lead.
+        The CPU executes the bytes of `window`, and reads memory again after them. `targets` are the
+        destinations of jumps that it may have fetched.
         """
         at, machine = standing.ip, self.probed.kernel.machine
         trap = next((code for code in machine.model.breakpoints if window.startswith(code)), None)
@@ -121,7 +129,7 @@ class OtherCpu:
         return problem and f"{standing.what}, stale {window[:8].hex()}: {problem}"
 
     def _step_window(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
-        """Its first instruction alone, and all of them, and from there on by memory."""
+        """Continue with the current text after the first instruction of `window`, and after all of them."""
         text, first = self.probed.kernel.machine.text, standing.ip
         now = text.current(first, WINDOW)
         state, steps = standing.registers, 0

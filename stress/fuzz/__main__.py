@@ -1,4 +1,4 @@
-"""Writes odd things to every file: python -m stress.fuzz [--inputs N] [--seed S] [--file NAME...]."""
+"""Write random data to every file: python -m stress.fuzz [--inputs N] [--seed S] [--file NAME...]."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from tests.progress import show_progress
 
 
 def main() -> int:
-    """Fuzz for a number of inputs; 1 if anything was found."""
+    """Write a number of inputs; return 1 if there is a finding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--file", nargs="+", default=(), help="names of files; options means all of options/")
+    parser.add_argument(
+        "--file",
+        nargs="+",
+        default=(),
+        help="only files with these names; `options` means all files of options/",
+    )
     parsed = parser.parse_args()
     fuzzer = Fuzzer(parsed.seed, parsed.file)
     start = time.monotonic()
     done = 0
-    # What was found so far is told when it is interrupted, too.
+    # An interrupt ends the loop; the findings so far are printed.
     with suppress(KeyboardInterrupt):
         for done in range(1, parsed.inputs + 1):
             fuzzer.run(parsed.first + done - 1)

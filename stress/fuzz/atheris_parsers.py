@@ -1,6 +1,7 @@
-"""Fuzz the parsers guided by coverage: python stress/fuzz/atheris_parsers.py --target T [OPTIONS]
+"""Fuzz a parser with coverage guidance: python stress/fuzz/atheris_parsers.py --target T [OPTIONS].
 
-Needs the extra `fuzz`. Inputs are those of a target in parsers.py; what it finds is written to crash-*.
+This needs the extra `fuzz`. The first inputs are the seeds of a target in parsers.py. An input that fails is
+written to crash-*.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ with atheris.instrument_imports(
 
 
 def main() -> None:
-    """Run libFuzzer; its options follow those of this program."""
+    """Run libFuzzer with the options that this program does not know."""
     known = targets()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=known, required=True)
@@ -40,7 +41,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as corpus:
         _write_seeds(target, Path(corpus))
-        # libFuzzer ends the process; the first directory takes what it adds.
+        # libFuzzer ends the process, and adds inputs to the first directory among its arguments.
         atheris.Setup([sys.argv[0], *options, corpus], run)
         atheris.Fuzz()
 

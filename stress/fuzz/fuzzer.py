@@ -1,4 +1,4 @@
-"""Fuzzer: chooses files and inputs by a seed, writes them to a session, and keeps what went wrong."""
+"""Fuzzer that chooses files and inputs by a seed, writes them to a session, and collects findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stress.fuzz.session import TRACING, Session, time_limit
 
 RESET_EVERY = 250
 RESET_SECONDS = 300.0
-"""A reset is many requests, perhaps with a stack trace for each function that they call."""
+"""Time limit of a reset, which makes many requests and may record a stack trace for each called function."""
 STATE_EVERY = 40
 USE_EVERY = 10
 CHECK_EVERY = 100
@@ -27,24 +27,26 @@ _VOLATILE = frozenset(
         *("trace_marker_raw", "free_buffer", "buffer_size_kb", "tracing_on", "stack_max_size", "clock"),
     }
 )
-"""Files whose text changes by itself: a snapshot that a trigger takes swaps buffers of any size.
+"""Files whose text can change without a successful write to them.
 
+For example, a trigger that takes a snapshot swaps buffers, which may have different sizes.
 Linux: a refused filter is in the file, with its error.
 """
 _WEIGHTS = {
     **dict.fromkeys(("kprobe_events", "dynamic_events", "trigger"), 10),
     **dict.fromkeys(("synthetic_events", "uprobe_events", "filter", "set_event", "set_ftrace_filter"), 5),
 }
-"""How much more often files with a language of their own are written to."""
+"""Kind of file -> weight of its choice; files with a command language are written more often than others."""
 _PARTLY_DONE = frozenset(
     {
         *((kind, "EBUSY") for kind in ("kprobe_events", "dynamic_events", "uprobe_events")),
         *((kind, "ENOTSUP") for kind in ("set_event", "enable")),
     }
 )
-"""Linux: of several events that a command means those are removed, or enabled, that can be.
+"""(kind of file, errno) of commands that may have a partial effect.
 
-Each kind of file and errno has its words in docs/reference/compatibility.md.
+Linux: if a command names several events, those are removed or enabled for which that is possible.
+docs/reference/compatibility.md describes each case.
 """
 _WORD_BY_WORD = frozenset(
     {
@@ -60,7 +62,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Input:
-    """One write: the parts of the data that go with a write(2) each."""
+    """One open of a file, with the data of one or more write(2)."""
 
     number: int
     path: str
@@ -73,19 +75,19 @@ class Input:
 
 
 def kind_of(path: str) -> str:
-    """The kind of a file: its name, or `options` for all of those."""
+    """Return the kind of a file: its name, or `options` for all files of options/."""
     directory, _, name = path.rpartition("/")
     return "options" if directory.endswith("/options") else name
 
 
 @dataclass
 class Fuzzer:
-    """`kinds` restricts it to files of these kinds; empty: all."""
+    """Writes inputs to files of the given kinds, or of all kinds if `kinds` is empty."""
 
     seed: int
     kinds: Collection[str] = ()
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By kind of file and errno, "" for success."""
+    """(kind of file, errno) -> number of writes; the errno is "" for success."""
     findings: Findings = field(default_factory=Findings)
 
     def __post_init__(self) -> None:
@@ -95,14 +97,14 @@ class Fuzzer:
         self._paths: dict[str, list[str]] = {}
 
     def run(self, number: int) -> None:
-        """Write the input of this number."""
+        """Write the input with this number."""
         random = Random(f"{self.seed}:{number}")
         try:
             with time_limit(RESET_SECONDS):
                 session = self._ready(number)
             with time_limit():
                 self._run(session, number, random)
-        # The point of all this: whatever else comes out is a finding, and the kernel is used no more.
+        # Every other exception is a finding. The kernel may be broken, so it is not used again.
         except Exception as error:
             self.findings.add(error, tuple(self._history))
             self.close()
@@ -132,7 +134,7 @@ class Fuzzer:
         if self.kinds:
             self._paths = {kind: paths for kind, paths in self._paths.items() if kind in self.kinds}
         if not self._paths:
-            raise Violation(f"no file of {', '.join(self.kinds)}")
+            raise Violation(f"{', '.join(self.kinds)}: there is no such file")
 
     def _run(self, session: Session, number: int, random: Random) -> None:
         kinds = sorted(self._paths)
@@ -144,7 +146,7 @@ class Fuzzer:
             self._make(session, chosen)
         else:
             self._write(session, chosen, whole_state=number % STATE_EVERY == 0)
-        # A refusal is an answer too: of a client without rights, for example.
+        # `use` may fail with an errno, for example if the client has no permission.
         if number % USE_EVERY == 0:
             self._answer("use", session.use)
         if number % CHECK_EVERY == 0 and not session.is_spent:
@@ -178,7 +180,7 @@ class Fuzzer:
             raise Violation(f"{kind}: refused with {answer}, but the state changed: {changed}")
 
     def _make(self, session: Session, chosen: Input) -> None:
-        """Mkdir of a name that a path may have; it is removed again sometimes."""
+        """Create a directory with a fuzzed name, and sometimes remove it again."""
         name = chosen.parts[0].decode("utf-8", "surrogateescape").replace("/", "").replace("\0", "")[:255]
         path = f"{chosen.path}/{name or 'made'}"
         self._answer("mkdir", lambda: session.mount.mkdir(session.client, path, 0o755))
@@ -186,7 +188,7 @@ class Fuzzer:
             self._answer("rmdir", lambda: session.mount.rmdir(session.client, path))
 
     def _answer(self, kind: str, action: object) -> str:
-        """The errno's name that it ends with, "" for success."""
+        """Run `action`, count and return the name of its errno, or "" for success."""
         assert callable(action)
         try:
             action()
@@ -200,7 +202,7 @@ class Fuzzer:
 
 
 def _text(session: Session, path: str) -> bytes:
-    """A file's text; what can't be read has none."""
+    """Return the text of a file, or the name of the errno if it cannot be read."""
     try:
         return session.read(path)
     except KernelError as error:
@@ -208,7 +210,7 @@ def _text(session: Session, path: str) -> bytes:
 
 
 def _split(random: Random, data: bytes) -> tuple[bytes, ...]:
-    """In most cases whole; else in up to four writes."""
+    """Return the data in one piece, or sometimes in up to four pieces."""
     if random.random() < 0.9 or not data:
         return (data,)
     cuts = sorted(random.randint(0, len(data)) for _ in range(random.randint(1, 3)))
@@ -216,14 +218,17 @@ def _split(random: Random, data: bytes) -> tuple[bytes, ...]:
 
 
 def _is_one_command(chosen: Input) -> bool:
-    """Of several the first ones are done when a later one is refused."""
+    """Return True if the input is a single command.
+
+    If one of several commands is refused, the commands before it have already taken effect.
+    """
     data = b"".join(chosen.parts)
     separates = bytes.split if kind_of(chosen.path) in _WORD_BY_WORD else bytes.splitlines
     return len(chosen.parts) == 1 and len(data) < SPLIT_SIZE and len(separates(data)) <= 1
 
 
 def counts(answers: Counter[tuple[str, str]]) -> Sequence[str]:
-    """A line for each kind of file: writes, those that succeeded, and the errnos of the others."""
+    """Return a line for each kind of file: its numbers of writes, successes and errnos."""
     kinds = sorted({kind for kind, _ in answers})
     lines = []
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Grammar: texts made from rules, and the damage done to them."""
+"""Grammar that generates texts from rules, and a mutator that damages texts and files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REFERENCE = re.compile(r"<([a-z_]+)>")
 _TOKEN = re.compile(rb"\w+|\s+|[^\w\s]")
 _MAX_DEPTH = 12
 _LONG = (2, 8, 63, 64, 256, 1023, 4094, 4096)
-"""How often a token is repeated: around the limits of names, lines and pages."""
+"""Repetitions of a token, near the limits of names, lines and pages."""
 _WORDS = tuple(
     value.to_bytes(8, "little", signed=True)
     for value in (
@@ -35,13 +35,13 @@ _WORDS = tuple(
     )
 )
 _MAX_SIZE = 300_000
-"""Bytes of a text: more than two requests of FUSE."""
+"""Bytes of the longest text, which takes more than two FUSE requests."""
 
 
 class Grammar:
-    """Rules by name; in their alternatives `<name>` stands for a text of that rule.
+    """Grammar with named rules; `<name>` in an alternative stands for a text of that rule.
 
-    The first alternative of a rule that may contain itself doesn't: it is what is taken too deep down.
+    The first alternative of a recursive rule must not be recursive. It is chosen beyond the greatest depth.
     """
 
     def __init__(self, rules: Mapping[str, Sequence[str]]) -> None:
@@ -49,11 +49,11 @@ class Grammar:
             name: [_REFERENCE.split(alternative) for alternative in alternatives]
             for name, alternatives in rules.items()
         }
-        # Parts that are no reference are the text between them: nothing else has "<" and a known name.
+        # The even parts are the texts between references.
         self.tokens = sorted({part for rule in self._rules.values() for parts in rule for part in parts[::2]})
 
     def text(self, random: Random, rule: str, depth: int = 0) -> str:
-        """A text of the rule. Raises: KeyError where there is none of that name."""
+        """Return a random text of a rule. Raises: KeyError if there is no such rule."""
         alternatives = self._rules[rule]
         parts = alternatives[0] if depth > _MAX_DEPTH else random.choice(alternatives)
         return "".join(
@@ -62,24 +62,24 @@ class Grammar:
 
 
 class Mutator:
-    """Damages texts; `tokens` is what it puts in."""
+    """Damages texts; `tokens` are the words that it inserts."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self._tokens = tokens
 
     def damage(self, random: Random, data: bytes) -> bytes:
-        """The text with a few tokens or bytes changed."""
+        """Return the text with a few tokens or bytes changed."""
         change = self.tokens if random.random() < 0.7 else self.bytes
         for _ in range(random.randint(1, 4)):
             data = change(random, data)[:_MAX_SIZE]
         return data
 
     def damage_file(self, random: Random, data: bytes) -> bytes:
-        """A binary file cut off, or with a few of its bytes or words changed."""
+        """Return a binary file cut off, or with a few of its bytes or words changed."""
         if random.random() < 0.1:
             return data[: random.randint(0, len(data))]
         changed = bytearray(data)
-        # Headers are at both ends, and small: most changes shall be there.
+        # Most changes are near both ends of the file, where the headers are.
         for _ in range(random.randint(1, 6)):
             at = random.choice((random.randrange(64), random.randrange(len(data)), -random.randint(1, 2000)))
             at = max(at, -len(data)) % len(data)
@@ -108,7 +108,7 @@ class Mutator:
         return b"".join(tokens)
 
     def bytes(self, random: Random, data: bytes) -> bytes:
-        """Change, insert, cut out or repeat bytes anywhere."""
+        """Change, insert, cut out or repeat bytes at a random position."""
         at, end = sorted((random.randint(0, len(data)), random.randint(0, len(data))))
         match random.randrange(6):
             case 0:

@@ -1,4 +1,4 @@
-"""Gives odd texts and files to parsers: python -m stress.fuzz.parse [--inputs N] [--seed S] [TARGET...]."""
+"""Fuzz parsers with texts and files: python -m stress.fuzz.parse [--inputs N] [--seed S] [TARGET...]."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ParserFuzzer:
         self.refused = 0
 
     def run(self, number: int) -> None:
-        """Give it the input of this number."""
+        """Run the target on the input with this number."""
         data = self._target.input(Random(f"{self._seed}:{self._target.name}:{number}"), self._mutator)
         try:
             with time_limit():
@@ -37,27 +37,27 @@ class ParserFuzzer:
             self.refused += 1
             if not error.errno or error.errno < 0:
                 self.findings.add(error, (f"#{number}: {data[:300]!r}",))
-        # What this looks for: anything else.
+        # Every other exception is a finding.
         except Exception as error:
             self.findings.add(error, (f"#{number}: {data[:300]!r}",))
 
 
 def main() -> int:
-    """Fuzz the named parsers, or all, with N inputs each; 1 if anything was found."""
+    """Fuzz the named parsers, or all of them; return 1 if there is a finding."""
     known = targets()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=10_000, help="for each target")
+    parser.add_argument("--inputs", type=int, default=10_000, help="number of inputs for each target")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(known)}")
     parsed = parser.parse_args()
     found: list[Finding] = []
     for name in parsed.targets or known:
         if name not in known:
-            parser.error(f"no target {name}")
+            parser.error(f"{name}: unknown target; use {', '.join(known)}")
         start = time.monotonic()
         fuzzer = ParserFuzzer(known[name], parsed.seed)
         done = 0
-        # Interrupted: what was found so far, and the next one.
+        # An interrupt ends the current target; the next one follows.
         with suppress(KeyboardInterrupt):
             for done in range(1, parsed.inputs + 1):
                 fuzzer.run(done - 1)

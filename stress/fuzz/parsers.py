@@ -1,4 +1,7 @@
-"""The parsers without a booted kernel: what each is given, and what may come out; no front end, so fast."""
+"""Parsers as fuzzing targets, with their inputs and permitted results.
+
+Most of them are fast, because they need no booted kernel.
+"""
 
 from __future__ import annotations
 
@@ -49,35 +52,35 @@ _FUNCTIONS = Functions(
     has_module=lambda name: name == "m",
 )
 _PATTERN_MAX = 256
-"""Bytes of the longest pattern that a filter hands on; a word of set_ftrace_filter is shorter."""
+"""Bytes of the longest pattern that a filter passes to the parser; words of set_ftrace_filter are shorter."""
 _NUMBERS: tuple[Callable[[bytes], object], ...] = (
     *(kstrtobool, kstrtoul, switch, sysctl_switch, clock_name, tracer_name),
     *(partial(cpumask, cpus=1), partial(cpumask, cpus=64)),
 )
 _KERNEL_LIFE = 500
-"""Inputs until a target's kernel is made anew."""
+"""Number of inputs after which the kernel of a target is replaced."""
 
 
 @dataclass
 class Target:
-    """One parser: `run` raises KernelError or nothing, or else has found something."""
+    """One parser; if `run` raises anything except KernelError, that is a finding."""
 
     name: str
     rule: str
     run: Callable[[bytes], object]
     files: Sequence[Path] = ()
-    """Where its inputs are files to damage, not texts of a rule."""
+    """Files whose damaged contents are the inputs; if empty, the inputs are texts of the rule."""
 
     @cached_property
     def seeds(self) -> list[bytes]:
-        """What inputs are made from."""
+        """Valid inputs."""
         if self.files:
             return [path.read_bytes() for path in self.files]
         random = Random(0)
         return [GRAMMAR.text(random, self.rule).encode() for _ in range(200)]
 
     def input(self, random: Random, mutator: Mutator) -> bytes:
-        """One input."""
+        """Return a random input."""
         if self.files:
             return mutator.damage_file(random, random.choice(self.seeds))
         data = GRAMMAR.text(random, self.rule).encode()
@@ -85,7 +88,7 @@ class Target:
 
 
 class _Commands:
-    """The commands of events on a kernel that only keeps books."""
+    """Commands of event files, on a mock kernel that only stores definitions."""
 
     def __init__(self) -> None:
         self._used = 0
@@ -199,7 +202,7 @@ def _image(data: bytes) -> None:
 
 
 class _Modules:
-    """The guest's own loader in a booted kernel."""
+    """The guest's module loader, in a booted kernel."""
 
     def __init__(self) -> None:
         self._kernel: Kernel | None = None
@@ -225,7 +228,7 @@ class _Modules:
 
 
 def targets() -> dict[str, Target]:
-    """All parsers by name, with state of their own."""
+    """Return name -> target for all parsers, with new state."""
     modules = _Modules()
     kernels = [PREBUILT / arch / "vmlinux" for arch in ("x86_64", "i386")]
     module_files = sorted((PREBUILT / "x86_64" / "modules").glob("*.ko"))

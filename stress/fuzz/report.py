@@ -1,4 +1,4 @@
-"""What was found: one finding for each place in the source, and how far the search is."""
+"""Findings of the fuzzers, one for each place in the source."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from dataclasses import dataclass
 _SHOWN_INPUTS = 6
 _SHOWN_FRAMES = 12
 SLOWEST = 2.0
-"""Seconds of CPU time that a request may take, whatever else the machine does."""
+"""Greatest CPU time of a request in seconds; other load of the machine does not count."""
 
 
 class Violation(Exception):
-    """Something that must hold doesn't."""
+    """An invariant is violated."""
 
 
 @contextmanager
 def answered_in_time(path: str) -> Iterator[None]:
-    """A request of this thread's to a file. Raises: Violation where it took longer than any may."""
+    """Measure the CPU time of this thread within the block, which makes a request to a file.
+
+    Raises: Violation if it is more than SLOWEST.
+    """
     begun = time.thread_time()
     yield
     if (used := time.thread_time() - begun) > SLOWEST:
@@ -30,7 +33,7 @@ def answered_in_time(path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that must not happen, where, and the inputs before it, the guilty one last."""
+    """An error, its place in the source, and the inputs before it; the last input caused the error."""
 
     error: str
     place: str
@@ -43,22 +46,22 @@ class Finding:
 
 
 class Findings:
-    """The first finding of each place."""
+    """Collection that keeps the first finding of each place."""
 
     def __init__(self) -> None:
         self._by_place: dict[str, Finding] = {}
 
     @property
     def all(self) -> list[Finding]:
-        """In the order in which they were found."""
+        """The findings in the order of their occurrence."""
         return list(self._by_place.values())
 
     def add(self, error: Exception, history: Sequence[object]) -> None:
-        """Keep it, unless the same came from there before."""
+        """Add a finding, unless there is already one for the same place and kind of error."""
         frames = traceback.extract_tb(error.__traceback__)
         inner = [frame for frame in frames if "emulated_kernel" in frame.filename] or list(frames)
         place = f"{os.path.basename(inner[-1].filename)}:{inner[-1].lineno}"
-        # Of what must hold there is one check for many things.
+        # One check raises different violations, so the start of the message distinguishes them.
         title = f"{type(error).__name__} {place} {str(error)[:40] if isinstance(error, Violation) else ''}"
         if title not in self._by_place:
             shown = f"{type(error).__name__}: {str(error)[:600]}"

@@ -1,4 +1,4 @@
-"""What is written to the files: a rule for the commands of each, with sound and odd parts mixed."""
+"""Grammar of the commands of each file, with valid and invalid parts mixed."""
 
 from __future__ import annotations
 
@@ -524,9 +524,9 @@ _VALUES = {
 }
 
 GRAMMAR = Grammar(_WORDS | _PROBES | _TRIGGERS | _VALUES)
-"""All rules."""
+"""Grammar with the rules for all files."""
 TOKENS = sorted({token.encode() for token in (*GRAMMAR.tokens, *README.split())})
-"""Words to put into damaged texts: those of the rules, and of the description that tools read."""
+"""Words that the mutator inserts into texts: those of the rules, and those of the text of tracing/README."""
 
 RULES = {
     "dynamic_events": "dynamic_events",
@@ -564,4 +564,4 @@ RULES = {
     "tracing_on": "switch_value",
     "mkdir": "directory",
 }
-"""The rule for each kind of file, told by its name; others get `anything`."""
+"""Kind of file, as kind_of() returns it -> rule; other files use the rule `anything`."""

@@ -1,4 +1,4 @@
-"""Session: a booted kernel that is written to, and what must hold whatever is written."""
+"""Session of the fuzzer: a booted kernel, and invariants that must hold after every write."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SETUP = (
         "kprobe_events",
         b"p:base/one vfs_read fd=%di s=+0(+8($arg1)):string n=$arg3:u32\np:base/two vfs_open\n",
     ),
-    # The first use of an event expands the buffer, whether or not it is refused.
+    # The first use of an event expands the buffer, even if the request is refused.
     ("buffer_size_kb", b"64"),
     ("synthetic_events", b"syn u64 lat; pid_t pid; char comm[16]\n"),
 )
-"""Events that the rules name, so that filters and triggers have something to be about."""
+"""Names of files -> texts that define the events to which the rules for filters and triggers refer."""
 STATE = (
     *("kprobe_events", "dynamic_events", "synthetic_events", "uprobe_events", "set_event", "set_event_pid"),
     *("set_graph_function", "set_graph_notrace", "stack_trace_filter"),
@@ -36,12 +36,12 @@ STATE = (
     *("trace_clock", "tracing_cpumask", "current_tracer", "available_events"),
     *("saved_cmdlines_size", "buffer_percent", "tracing_max_latency"),
 )
-"""Control files in tracing/ whose texts a refused write leaves alone."""
+"""Control files in tracing/ whose texts a refused write must not change."""
 MAX_SECONDS = 20.0
-"""Longer than any request may take, on a busy machine too."""
+"""Time limit of a request in seconds, which is long enough for a busy machine."""
 READ_SIZE = 1 << 16
 MAX_WRITE = 1 << 17
-"""Bytes that a write request of FUSE has at most."""
+"""Bytes of the largest write request of FUSE."""
 _STATE = re.compile(r" \[(active|paused)\]$|:(unlimited|count=\d+)$")
 _CLIENTS = (Client(500, 0, 0), Client(501, 0, 0), Client(502, 1000, 1000))
 
@@ -51,7 +51,7 @@ class Hang(Violation):
 
 
 class Session:
-    """One kernel and its mount; `close` it. Requests raise KernelError, and anything else is a finding."""
+    """One kernel with its mount. Requests may raise KernelError; every other exception is a finding."""
 
     def __init__(self, config: MachineConfig | None = None) -> None:
         self.kernel = Kernel(config or MachineConfig(run_budget=0.2))
@@ -65,7 +65,7 @@ class Session:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the guest was killed, as a call of any function with any arguments may do."""
+        """True if the guest is dead; a call of a function with random arguments may kill it."""
         return self.kernel.guest.is_dead
 
     def _setup(self) -> None:
@@ -75,7 +75,7 @@ class Session:
 
     @contextmanager
     def _opened(self, path: str, flags: int) -> Iterator[int]:
-        # A call runs as long as its guest's budgets let it.
+        # A call of a guest function is limited only by the run budget of the guest.
         with nullcontext() if path == "/machine/call" else answered_in_time(path):
             handle = self.mount.open(self.client, path, flags)
             try:
@@ -84,7 +84,7 @@ class Session:
                 self.mount.release(handle)
 
     def write(self, path: str, *parts: bytes, flags: int = os.O_WRONLY) -> None:
-        """Open, write each part, close. Raises: KernelError."""
+        """Open a file, write each part, and close the file. Raises: KernelError."""
         with self._opened(path, flags) as handle:
             offset = 0
             for request in (request for part in parts for request in _as_fuse_splits(part)):
@@ -98,7 +98,7 @@ class Session:
                 offset += taken
 
     def read(self, path: str) -> bytes:
-        """The whole file, for root. Raises: KernelError."""
+        """Return the contents of a file. Raises: KernelError."""
         with self._opened(path, os.O_RDONLY | os.O_NONBLOCK) as handle:
             data = b""
             with suppress(WouldBlock):
@@ -110,11 +110,11 @@ class Session:
         return [entry.name for entry in self.mount.readdir(directory)][2:]
 
     def as_client(self, number: int) -> None:
-        """Whose requests come now."""
+        """Make further requests as another client."""
         self.client = _CLIENTS[number % len(_CLIENTS)]
 
     def state(self) -> dict[str, object]:
-        """Texts of the control files, and the names of what can be made."""
+        """Return the texts of the control files, and the names of the instances."""
         texts: dict[str, object] = {}
         for name in STATE:
             with suppress(KernelError):
@@ -124,7 +124,7 @@ class Session:
         return texts
 
     def check(self) -> None:
-        """The mount answers, and no text was written but by a poke. Raises: Violation."""
+        """Check that the mount answers, and that only pokes have written the text. Raises: Violation."""
         with self.kernel.lock:
             wrong = ledger_mismatches(self.kernel.machine.text)
         if wrong:
@@ -133,7 +133,7 @@ class Session:
             raise Violation("machine/version is empty")
 
     def use(self) -> None:
-        """Let guest code run that the probes are on, and show what they recorded."""
+        """Run guest code that hits the probes, and read the files that show their hits."""
         path = "/scratch/used"
         handle = self.mount.create(self.client, path, 0o644, os.O_RDWR)
         self.mount.write(self.client, handle, b"text", 0)
@@ -143,10 +143,10 @@ class Session:
             self.read(f"{TRACING}/{name}")
 
     def writable(self, directory: str = "/") -> Iterator[str]:
-        """Paths of all files that can be written, scratch/ and devices left out."""
+        """Yield the paths of all writable files, except those in scratch/ and dev/."""
         for name in self._names(directory):
             path = f"{directory.rstrip('/')}/{name}"
-            # An event may be gone by now.
+            # An event may have been removed since the directory was read.
             with suppress(KernelError):
                 mode = self.mount.getattr(path).mode
                 if stat.S_ISDIR(mode) and path not in ("/scratch", "/dev"):
@@ -155,19 +155,19 @@ class Session:
                     yield path
 
     def reset(self) -> None:
-        """Undo everything that was made, and make the first events again.
+        """Remove everything that was created, and define the initial events again.
 
-        Raises: Violation where something stays, or text is still patched when no probe is left.
+        Raises: Violation if an event remains, or if text is still patched without a probe.
         """
         self.as_client(0)
         for name in self._names(f"{TRACING}/instances"):
             instance = f"{TRACING}/instances/{name}"
-            # Histograms with variables hold it.
+            # Histograms that use the variables of others must be removed first.
             for _ in range(3):
                 self._drop_triggers(instance)
             self.mount.rmdir(self.client, instance)
         self.write(f"{TRACING}/current_tracer", b"nop")
-        # A trigger keeps its event and those that it names: the ones that refer go first.
+        # A trigger pins its event and the events that it names. Those that name others must be removed first.
         for _ in range(3):
             self._drop_triggers()
         self.write(f"{TRACING}/events/enable", b"0")
@@ -185,7 +185,7 @@ class Session:
         self._setup()
 
     def _drop_triggers(self, array: str = TRACING) -> None:
-        """Triggers, and commands on functions: a line without its state removes what it shows."""
+        """Remove all triggers and commands on functions, by `!` with their lines without the state."""
         triggers = [path for path in self.writable(f"{array}/events") if path.endswith("/trigger")]
         for path in (f"{array}/set_ftrace_filter", *triggers):
             for line in self.read(path).decode("latin-1").splitlines():
@@ -195,7 +195,7 @@ class Session:
                         self.write(path, f"!{command}".encode("latin-1"))
 
     def _remove_event_probes(self) -> None:
-        """They keep the events that they are on, and may be on each other."""
+        """Remove event probes, the newest first: each pins its event, which may be another event probe."""
         path = f"{TRACING}/dynamic_events"
         for line in reversed(self.read(path).splitlines()):
             if line.startswith(b"e:"):
@@ -215,14 +215,14 @@ class Session:
 
 
 def _as_fuse_splits(data: bytes) -> Iterator[bytes]:
-    """The requests that one write(2) becomes; an empty one stays one."""
+    """Yield the data of the FUSE requests of one write(2); an empty write is one request."""
     for start in range(0, len(data) or 1, MAX_WRITE):
         yield data[start : start + MAX_WRITE]
 
 
 @contextmanager
 def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Raises: Hang in the main thread where the block takes longer."""
+    """Limit the time of the block. Raises: Hang in the main thread if the time is exceeded."""
 
     def expired(_signal: int, _frame: FrameType | None) -> None:
         raise Hang(f"no answer within {seconds} s")

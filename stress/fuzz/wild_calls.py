@@ -1,4 +1,4 @@
-"""Every function of kallsyms with wild arguments: python -m stress.fuzz.wild_calls [--count N] [--seed S]."""
+"""Call every kernel function with wild arguments: python -m stress.fuzz.wild_calls [--count N] [--seed S]."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FILES = (
     *("/kprobes/list", "/kprobes/enabled", "/kprobes/blacklist", "/machine/dmesg", "/machine/version"),
     *("/tracing/kprobe_events", "/tracing/kprobe_profile", "/tracing/trace", "/tracing/set_event"),
 )
-"""What has to be read whatever the guest did."""
+"""Files that must be readable in every state of the guest."""
 DIRECTORIES = ("/", "/kprobes", "/kprobes/stats/base/one", "/tracing", "/tracing/events/base", "/machine")
 GUEST_FILES = ("/machine/tasks", "/machine/cpus", "/machine/meminfo", "/machine/modules", "/scratch/none")
-"""What the guest's own data are read for: EIO says that they are broken."""
+"""Files that show data of the guest; reading them fails with EIO if the data are corrupt."""
 SWITCH = "/tracing/events/base/enable"
 WHY = ("Kernel panic - not syncing", "kprobefs: ")
-"""What the log has of a guest that runs no more, or of a call that never ends."""
+"""Texts of which the log has one if the guest is dead, or if a call has not ended."""
 SECONDS = 45.0
-"""A guest that is stopped again and again, and all that is asked of it then."""
+"""Time limit of a call and the reads after it, also if the guest exceeds its run budget several times."""
 _WILD = (
     *(0, 1, 2, 8, 255, 4096, 1 << 31, (1 << 32) - 1, 1 << 47, (1 << 63) - 1, 1 << 63, (1 << 64) - 1),
     *(0xFFFFFFFF81000000, 0xFFFFFFFF82000000, 0xFFFF888000000000, 0xFFFF888001000000, 0xDEAD000000000100),
@@ -37,7 +37,7 @@ _WILD = (
 
 @dataclass
 class WildCalls:
-    """Calls functions until one is lost, then boots anew."""
+    """Calls functions, and boots a new kernel if a call has killed or corrupted the guest."""
 
     seed: int
     arch: str = "x86_64"
@@ -51,13 +51,13 @@ class WildCalls:
         )
 
     def run(self, number: int) -> None:
-        """Call the function of this number, with arguments that the seed gives, and ask for everything."""
+        """Call the function with this number with random arguments, and check all files."""
         random = Random(f"{self.seed}:{number}")
         line = self._line(random, self.names[number % len(self.names)])
         try:
             with time_limit(SECONDS):
                 self._call(self._ready(), line)
-        # The point of all this: whatever else comes out is a finding, and the kernel is used no more.
+        # Every other exception is a finding. The kernel may be broken, so it is not used again.
         except Exception as error:
             self.findings.add(error, (line,))
             self.close()
@@ -102,7 +102,7 @@ class WildCalls:
         if session.is_spent:
             end = "lost"
         if end in ("lost", "EIO") and not any(why in log for why in WHY):
-            raise Violation(f"the log doesn't say why: {log[-300:]!r}")
+            raise Violation(f"the log has no reason for the failure: {log[-300:]!r}")
         if not all(texts[path] for path in ("/kprobes/list", "/machine/dmesg", "/machine/version")):
             raise Violation(f"empty: {[path for path in FILES if not texts[path]]}")
         self.ends[end] += 1
@@ -112,7 +112,7 @@ class WildCalls:
             session.write(SWITCH, b"1")
 
     def _is_sound(self, session: Session) -> bool:
-        """Whether the guest can take the next call: one that is broken would answer for what it didn't do."""
+        """Return True if the guest can execute the next call; a corrupt guest would cause false findings."""
         try:
             session.write("/machine/call", b'strlen "four"')
             session.use()
@@ -123,9 +123,11 @@ class WildCalls:
 
 
 def main() -> int:
-    """Call so many functions; 1 if anything was found."""
+    """Call a number of functions; return 1 if there is a finding."""
     parser = argparse.ArgumentParser(prog="python -m stress.fuzz.wild_calls", description=__doc__)
-    parser.add_argument("--count", type=int, default=0, help="calls; each function once where not given")
+    parser.add_argument(
+        "--count", type=int, default=0, help="number of calls (default: one for each function)"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--arch", default="x86_64")

@@ -29,8 +29,10 @@ from tests.guests.linux.parts import guest_of
 from tests.guests.linux.probing import MODES, engine
 from tests.guests.linux.rewind import Rewind
 
-SHELL, WORKER = Client(4500, 0, 0), Client(4501, 1000, 1000)
-FIRST_CHILD, CHILDREN = 5000, 20_000
+SHELL = Client(4500, 0, 0)
+WORKER = Client(4501, 1000, 1000)
+FIRST_CHILD = 5000
+CHILDREN = 20_000
 EVENTS = "/tracing/events/kprobes"
 COMPLAINT = re.compile(r"BUG|WARN|Oops|Call Trace|cut here")
 DEFINITIONS = (
@@ -39,24 +41,25 @@ DEFINITIONS = (
 
 
 GROWTH = {"guest": 4 << 20, "resident": 24 << 20}
-"""Bytes that there may be more from the first sample on."""
+"""Greatest growth in bytes since the first sample."""
 SAMPLES = 30
+"""Number of samples that are taken."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the kernel and its process hold at the end of a cycle."""
+    """Resources that the kernel and its process use at the end of a cycle."""
 
     cycle: int
     seconds: float
     counts: dict[str, int]
-    """What has to be the same after each cycle."""
+    """Counts that must be the same after each cycle."""
     sizes: dict[str, int]
-    """What may change within bounds, in bytes."""
+    """Sizes in bytes that may change within bounds."""
 
 
 class Session:
-    """A mount of Debian's kernel, and all that happens to it in a cycle; `name` of one of options.KPROBES."""
+    """A mount of Debian's kernel, and the steps of a cycle; `name` is one of mount_options.KPROBES."""
 
     def __init__(self, name: str) -> None:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
@@ -75,9 +78,9 @@ class Session:
         self._written = Rewind(self.tasks.machine.memory.ram, bool)
 
     def cycle(self) -> None:
-        """Everything once. Raises: KernelError, where something fails that must not."""
+        """Run all steps once. Raises: KernelError if a request fails that must succeed."""
         shell = self.shell
-        # With kprobefs's own all else is so fast that it would be most of a cycle.
+        # With kprobefs's own kprobes, other steps are so fast that loading modules would dominate a cycle.
         with_modules = self.has_kernel_kprobes or not self.cycles % 5
         if with_modules:
             shell.write("/machine/modules", "load dm-zero\n")
@@ -90,7 +93,7 @@ class Session:
         files_come_and_go(self.mount, SHELL, WORKER)
         self.forks()
         shell.write(f"{EVENTS}/enable", "0")
-        # Not before: each read would add to what is read.
+        # Read the trace only after disabling the events, because each read would add records.
         shell.read("/tracing/trace")
         shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
         shell.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
@@ -102,7 +105,7 @@ class Session:
         self.cycles += 1
 
     def forks(self) -> None:
-        """Processes of the host that use the mount and end."""
+        """Simulate host processes that fork, use the mount and exit."""
         for number in range(3):
             pid = FIRST_CHILD + (3 * self.cycles + number) % CHILDREN
             self.watch.comms[pid] = "child"
@@ -114,7 +117,7 @@ class Session:
         self.shell.read("/kprobe_profile")
 
     def sample(self, seconds: float) -> Sample:
-        """What there is now; the guest has had the time to free what it frees late."""
+        """Return a sample, after the guest has had time for delayed frees."""
         self.tasks.idle(2_000_000)
         written = len(self._written.written()) * 4096
         counts = {
@@ -127,14 +130,14 @@ class Session:
         return Sample(self.cycles, seconds, counts, sizes)
 
     def _used(self) -> int:
-        """Bytes of the guest's memory that it can't give away."""
+        """Return the bytes of the guest's memory that are in use and cannot be reclaimed."""
         text = guest_of(self.mount).syscalls.read_all("/proc/meminfo").decode()
         found = {name: int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
         return found["MemTotal"] - found["MemAvailable"] << 10
 
 
 def churn(session: Session, seconds: float, warm_up: int = 20) -> Iterator[Sample]:
-    """Cycles for that long, and samples from when everything is warm: at least two."""
+    """Run cycles for some seconds, and yield samples after the warm-up, at least two."""
     start, taken = time.monotonic(), 0
     while (now := time.monotonic() - start) < seconds or taken < 2:
         session.cycle()
@@ -145,7 +148,7 @@ def churn(session: Session, seconds: float, warm_up: int = 20) -> Iterator[Sampl
 
 
 def grown(first: Sample, last: Sample) -> list[str]:
-    """What isn't flat: counts that aren't what they were, memory that grew beyond its bound."""
+    """Return a line for each count that has changed, and each size that has grown by more than GROWTH."""
     faults = [
         f"{name}: {first.counts[name]}, then {n}"
         for name, n in last.counts.items()
@@ -159,7 +162,7 @@ def grown(first: Sample, last: Sample) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 1 where something grew, or the kernel has complained."""
+    """Run the program; return 1 if a count or size has grown, or if the kernel has logged more complaints."""
     parser = argparse.ArgumentParser(prog="python -m stress.linux.churn", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--kprobes", choices=KPROBES, default=KERNEL_KPROBES)

@@ -1,4 +1,4 @@
-"""Every boundary of thousands of a real kernel's functions armed: python -m stress.linux.everywhere."""
+"""Probe every instruction of thousands of a real kernel's functions: python -m stress.linux.everywhere."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ALWAYS = (
     "__fput", "dput", "kmem_cache_alloc", "kmem_cache_free", "kernel_clone", "copy_process", "do_exit",
     "schedule", "try_to_wake_up", "strncpy_from_user", "handle_mm_fault", "wake_up_new_task",
 )  # fmt: skip
-"""What the workload runs through."""
+"""Functions that the workload executes."""
 
 
 def functions(count: int, seed: int) -> list[int]:
-    """Where that many functions begin that probes may be in, those of ALWAYS first."""
+    """Return the addresses of `count` functions with types in BTF, those of ALWAYS first."""
     symbols, (start, end) = kernel().kallsyms, kernel().text
-    # Since 6.10 what allocates has this name, under a macro of the old one.
+    # Since Linux 6.10, allocation functions have the suffix _noprof, and the old names are macros.
     names = ((name, f"{name}_noprof") for name in ALWAYS)
     found = [next(filter(None, map(symbols.lookup_name, either))) for either in names]
     others = {
@@ -61,13 +61,14 @@ def _is_described(function: str) -> bool:
 
 @dataclass(frozen=True)
 class Unprobed:
-    """What the workload answers without a probe, and all memory behind it."""
+    """Answers of the workload without probes, and the contents of all memory after it."""
 
     answers: list[Any]
     memory: bytes
 
 
 def unprobed() -> Unprobed:
+    """Run the workload without probes."""
     alone = unprobed_engine()
     found = Unprobed(workload(alone), ram(alone))
     alone.tasks.machine.close()
@@ -76,16 +77,17 @@ def unprobed() -> Unprobed:
 
 @dataclass(frozen=True)
 class Armed:
-    """What became of the probes: where they were, and how often each was hit."""
+    """Addresses of the probes, and address -> number of hits."""
 
     places: list[int]
     hits: Counter[int]
 
 
 def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
-    """Probes in all of these functions during the workload, where they can have that mode.
+    """Run the workload with probes on all instructions of the functions that can have a mode.
 
-    Raises: AssertionError where the kernel noticed: an answer, its memory but for stacks, its log, its text.
+    Raises: AssertionError if the kernel noticed the probes: an answer, its memory except stacks, its log or
+    its text differs.
     """
     probing = engine(MODES[mode])
     addresses = boundaries(probing, starts)
@@ -108,13 +110,13 @@ def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
 
 
 def compare(counts: dict[int, int], armed: Armed) -> None:
-    """Whatever the mode, a place is hit as often as in those before. Raises: AssertionError."""
+    """Check that each place is hit as often as in the modes before. Raises: AssertionError."""
     for address in armed.places:
         assert counts.setdefault(address, armed.hits[address]) == armed.hits[address], hex(address)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 1 where the kernel noticed."""
+    """Run the program; return 1 if the kernel noticed the probes."""
     parser = argparse.ArgumentParser(prog="python -m stress.linux.everywhere", description=__doc__)
     parser.add_argument("--functions", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)

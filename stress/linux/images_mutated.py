@@ -1,9 +1,9 @@
-"""Hostile kernel files and snapshots by the thousand: python -m stress.linux.images_mutated [IMAGE].
+"""Read thousands of damaged kernel files and snapshots: python -m stress.linux.images_mutated [IMAGE].
 
-Headers, sizes, counts and offsets of small kernels in each format are damaged, files are cut at each
-structure's border, payloads are packed anew around damaged tables; with IMAGE that kernel's tables are.
-Each is read as a mount reads it, and either is a kernel or ends in one line at status 2, in bounded time
-and memory, with nothing left behind.
+Headers, sizes, counts and offsets of small kernels in each format are damaged. Files are cut at the boundary
+of each structure, and payloads with damaged tables are packed. With IMAGE, the tables of that kernel are
+damaged instead. Each file is read as by a mount. It either is a kernel or causes one line of error output and
+status 2, in bounded time and memory. No files remain.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from kprobefs.cli.main import main as kprobefs
 from tests.guests.linux.test_snapshot import header, rewritten, save
 from tests.image.linux import made
 
-SECONDS, MEMORY = 30.0, 1 << 20
-"""CPU time of a case; KiB that the process has at most."""
+SECONDS = 30.0
+"""Greatest CPU time of a case in seconds."""
+MEMORY = 1 << 20
+"""Greatest resident memory of the process in KiB."""
 EDGES = (
     0,
     1,
@@ -54,13 +56,13 @@ EDGES = (
     (1 << 64) - 1,
 )
 _XZ_BLOCK = 12
-"""Where an .xz file's first block begins."""
+"""Offset of the first block in an .xz file."""
 SHOWN_EVERY = 20
-"""Of so many refused cases one goes to the command line too: that takes longer."""
+"""One of this many refused files is also passed to the command line, which takes longer."""
 
 
 class Mutated:
-    """Cases, and what came of them."""
+    """Reads damaged files, and counts the outcomes."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.dice = random.Random(seed)
@@ -70,7 +72,7 @@ class Mutated:
         self.slowest = 0.0
 
     def check(self, name: str, data: bytes) -> None:
-        """A file with these bytes."""
+        """Read a kernel file with these bytes, and count the outcome."""
         file = self.directory / "image"
         file.write_bytes(data)
         started = time.process_time()
@@ -85,7 +87,7 @@ class Mutated:
         self._bounded(name, time.process_time() - started)
 
     def _read(self, file: Path) -> str:
-        """All that a mount does with it but for the boot."""
+        """Read a file as a mount does, except the boot, and return the outcome."""
         try:
             kernel = open_kernel(str(file))
             parts = {part: memoryview(data) for part, data in cached_parts(kernel).items()}
@@ -107,7 +109,7 @@ class Mutated:
         return "refused"
 
     def _show(self, name: str, file: Path) -> None:
-        """At the command line."""
+        """Pass a refused file to `kprobefs mount`, and check its output and status."""
         target = self.directory / "mnt"
         target.mkdir()
         out, err = io.StringIO(), io.StringIO()
@@ -120,7 +122,7 @@ class Mutated:
             self.failures.append(f"{name}: status {status}, {lines}, left {left}")
 
     def check_snapshot(self, name: str, whole: bytes) -> None:
-        """Loaded as a mount loads it: a damaged one is removed."""
+        """Load a snapshot as a mount does, and check that it is removed if it is damaged."""
         file = snapshot.directory() / "mutated.booted"
         file.write_bytes(whole)
         started = time.process_time()
@@ -132,7 +134,7 @@ class Mutated:
             return
         self.outcomes["no snapshot" if found is None else "a snapshot"] += 1
         if found is None and file.exists():
-            self.failures.append(f"{name}: it isn't removed")
+            self.failures.append(f"{name}: the damaged snapshot is not removed")
         if found is not None:
             found.machine.close()
             file.unlink()
@@ -147,12 +149,12 @@ class Mutated:
 
     @property
     def memory(self) -> int:
-        """KiB that the process had at most."""
+        """Greatest resident memory of the process so far, in KiB."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def damaged(dice: random.Random, data: bytes, area: range) -> bytes:
-    """Fields there are other numbers, bits are flipped, pieces are moved, or the end is missing."""
+    """Return the data with damage in an area: changed fields, flipped bits, moved pieces or a missing end."""
     whole = bytearray(data)
     for _ in range(dice.choice((1, 1, 1, 2, 4))):
         size = dice.choice((1, 2, 4, 8))
@@ -176,7 +178,7 @@ def damaged(dice: random.Random, data: bytes, area: range) -> bytes:
 
 
 def small_kernel() -> made.Kernel:
-    """With symbols, types and tables."""
+    """Return a small kernel with symbols, types and tables."""
     built, btf = made.Kernel(), made.Btf()
     number = btf.add(1, "int", 4, struct.pack("<I", 32))
     pointer = btf.add(2, "", number)
@@ -200,7 +202,7 @@ def small_kernel() -> made.Kernel:
 
 
 def formats() -> Iterator[tuple[str, Callable[[bytes], bytes], int]]:
-    """What a vmlinux may come in, and how many bytes of headers that has."""
+    """Yield the name of each file format, the function that packs a vmlinux, and the size of the headers."""
     yield "vmlinux", bytes, 64 + 3 * 56
     for packer in made.PACKERS:
         yield f"vmlinuz by {packer}", lambda data, by=packer: made.vmlinuz(data, by), 0xA00 + 64  # type: ignore[misc]
@@ -213,7 +215,7 @@ def formats() -> Iterator[tuple[str, Callable[[bytes], bytes], int]]:
 
 
 def small_cases(mutated: Mutated, count: int) -> None:
-    """So many of each format: its headers damaged, then the kernel in it."""
+    """Check `count` files of each format with damaged headers, `count` with damaged kernels, and cut ones."""
     dice, vmlinux = mutated.dice, small_kernel().elf()
     inside = range(len(vmlinux))
     for name, packed, headers in formats():
@@ -241,7 +243,7 @@ def small_cases(mutated: Mutated, count: int) -> None:
 
 
 def bombs(mutated: Mutated) -> None:
-    """Payloads that want more than there is: output, and windows of decompressors."""
+    """Check payloads whose output or decompression window would need too much memory."""
     zeros = bytes(300 << 20)
     for by in made.PACKERS:
         payload = made.packed(zeros, by)
@@ -269,7 +271,7 @@ def bombs(mutated: Mutated) -> None:
 
 
 def snapshots(mutated: Mutated, count: int) -> None:
-    """Damaged with and without a checksum that fits."""
+    """Check damaged snapshots, with and without a correct checksum."""
     dice = mutated.dice
     snapshot.directory().mkdir(parents=True, exist_ok=True)
     whole = save(snapshot.directory() / "kernel.booted").read_bytes()
@@ -287,7 +289,7 @@ def snapshots(mutated: Mutated, count: int) -> None:
 
 
 def _change(dice: random.Random, about: dict[str, object]) -> None:
-    """One value in it, somewhere; what the CPU's registers were is nobody's to invent."""
+    """Change a random value in the header of a snapshot, except the registers of the CPU."""
     place: object = about
     while True:
         keys: list[object] = [*place] if isinstance(place, dict) else [*range(len(place))]  # type: ignore[arg-type]
@@ -304,7 +306,10 @@ def _change(dice: random.Random, about: dict[str, object]) -> None:
 
 
 def real_cases(mutated: Mutated, image: Path, count: int) -> None:
-    """Its tables damaged, in turns; all else is left, so that reading goes on as far as it can."""
+    """Check a distribution's kernel with damage in one of its tables at a time.
+
+    The rest of the file stays valid, so that reading continues as far as possible.
+    """
     kernel = open_kernel(str(image))
     with open_elf(image) as file:
         vmlinux = file.read()
@@ -339,11 +344,13 @@ def real_cases(mutated: Mutated, image: Path, count: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 1 where a file does anything else than it may."""
+    """Run the program; return 1 if there is a failure."""
     parser = argparse.ArgumentParser(prog="python -m stress.linux.images_mutated", description=__doc__)
-    parser.add_argument("image", nargs="?", type=Path, help="a distribution's kernel to damage, too")
-    parser.add_argument("--cases", type=int, default=100, help="of each kind")
-    parser.add_argument("--real", type=int, default=60, help="cases of IMAGE")
+    parser.add_argument(
+        "image", nargs="?", type=Path, help="a distribution's kernel, whose tables are damaged"
+    )
+    parser.add_argument("--cases", type=int, default=100, help="number of cases of each kind")
+    parser.add_argument("--real", type=int, default=60, help="number of cases of IMAGE")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     logging.disable()

@@ -1,7 +1,7 @@
-"""Call a real kernel's functions with generated inputs, in all modes: stress.linux.transparency.
+"""Call a real kernel's functions with random arguments, in all modes: python -m stress.linux.transparency.
 
-A function is called as any code of the kernel would call it, from its idle loop. However it ends, by its
-return or by an exception, registers and memory have to be what they are without a probe on its instructions.
+A function is called from the idle loop, like from other code of the kernel. It ends by its return or by an
+exception. Afterwards, registers and memory must be the same with and without probes on its instructions.
 """
 
 from __future__ import annotations
@@ -39,31 +39,42 @@ from tests.kprobes.optimizer.regions import undefined_flags
 
 PROBED = ("stepped", "boosted", "optimized")
 BATCH = 50
-"""Functions that are armed together."""
+"""Number of functions that are armed together."""
 RETURN = 0xFFFFFFFF70400000
-"""Where calls return to: nothing is mapped there."""
-STACK, IRQ_STACK, OBJECT = 64 << 10, 16 << 10, 4096
+"""Return address of calls, which is not mapped."""
+STACK = 64 << 10
+"""Bytes of the stack for calls."""
+IRQ_STACK = 16 << 10
+"""Bytes of the guest's interrupt stack."""
+OBJECT = 4096
+"""Bytes of the object that an argument can point to."""
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
-OBJECTS, OBJECTS_SIZE = 0xFFFFFFFF70800000, OBJECT * len(ARGUMENTS)
-"""Nothing is mapped around them: who counts further than they go reads nothing of a mode's own."""
+OBJECTS = 0xFFFFFFFF70800000
+"""Address of the objects. The memory around them is not mapped, so reads beyond them fault in all modes."""
+OBJECTS_SIZE = OBJECT * len(ARGUMENTS)
 STACK_AT = 0xFFFFFFFF70C00000
+"""Address of the stack for calls."""
 REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "r10", "r11", "r12", "r13", "r14", "r15", "flags")
 SAVED = ("bx", "bp", "sp", "r12", "r13", "r14", "r15")
 KEPT = ("ax", *SAVED)
-"""What callers of C functions expect of them: those that tracers follow are such. Events at entries leave
-alone what such a function finds there."""
+"""Registers whose values after a return matter to callers of C functions.
+
+Tracers follow only C functions. They may change other registers.
+"""
 RETURNED = "its return"
 DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
-"""What these print of the stack has dead words in it, which are tracers' too."""
-SHORT, LONG = 0.02, 20.0
-"""Seconds that a call may take unprobed; and probed, where each instruction may be a trap."""
+"""Functions that print dead words of the stack; tracers leave different values there."""
+SHORT = 0.02
+"""Seconds that an unprobed call may take."""
+LONG = 20.0
+"""Seconds that a probed call may take, in which each instruction may trap."""
 NUMBERS = (0, 1, 2, 3, 7, 8, 63, 64, 255, 4095, 4096, 1 << 20, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
 TEXTS = (b"", b"a", b"12", b"-7", b"0x1f", b"hello, world", b"a,b=c d", b"/scratch/file", b"%s %d\n")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function with values for its arguments; objects are what some of these point to."""
+    """A function with values of its arguments, and contents of the objects that some of these point to."""
 
     function: int
     values: tuple[int, ...]
@@ -72,15 +83,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a call did."""
+    """Effect of a call: its end, the registers, and the changed memory."""
 
     end: str
     registers: tuple[int, ...]
     memory: dict[int, bytes]
-    """Changed pages, by their physical address."""
+    """Physical address -> contents of changed pages."""
 
     def difference(self, other: Effect, loose_flags: int) -> str:
-        """What of another one isn't so; empty if all is, but for the flags that may differ."""
+        """Return a description of the differences to another effect, or "" if there are none.
+
+        `loose_flags` are flags that may differ.
+        """
         if self.end != other.end:
             return f"ends by {self.end}, not by {other.end}"
         wrong = [
@@ -92,7 +106,11 @@ class Effect:
         return ", ".join([*wrong, *(f"page {page:#x}" for page in sorted(pages))])
 
     def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
-        """It with another one's registers but for some, and its words where these are only the host's own."""
+        """Return the effect without permitted differences to the effect `like`.
+
+        All registers except those in `names` are taken from `like`. `own` returns its second argument if two
+        words differ only because of the host's own data.
+        """
         registers = tuple(
             own(one, two) if name in names else two
             for name, one, two in zip(REGISTERS, self.registers, like.registers, strict=True)
@@ -109,10 +127,10 @@ def _words(page: bytes) -> tuple[int, ...]:
 
 
 class Caller:
-    """Calls functions in one engine's guest, whose memory is as before after each. Raises: OSError."""
+    """Calls functions in the guest of an engine, and restores its memory after each call. Raises: OSError."""
 
     def __init__(self, engine: LinuxEngine, seconds: float, traced: Traced | None = None) -> None:
-        """What is `traced` goes on from call to call: its code, records and counts aren't taken back."""
+        """Prepare the guest for calls; the code, records and counts of `traced` are not restored."""
         self.engine = engine
         self._traced = traced
         self.machine = engine.tasks.machine
@@ -123,7 +141,7 @@ class Caller:
         self._objects = objects = engine.machine.memory.host_pages.alloc(OBJECTS_SIZE)
         engine.machine.memory.map(OBJECTS, objects, OBJECTS_SIZE, Prot.READ | Prot.WRITE)
         engine.machine.memory.write(OBJECTS, bytes(OBJECTS_SIZE))
-        # From here on the kernel's page tables lead to the host's window of code.
+        # This maps the host's code window in the kernel's page tables.
         engine.machine.text.free_text(engine.machine.text.alloc_text(16))
         engine.tasks.idle(0)
         if traced is not None:
@@ -137,7 +155,7 @@ class Caller:
         start, end = kernel().text
         memory = engine.machine.memory
         text = range(memory.translate(start) & -4096, memory.translate(start) + end - start)
-        # A detour leaves its frame below the stack pointer, on that stack too.
+        # A detour leaves its frame below the stack pointer, also on the interrupt stack.
         irq_stack = kernel().kallsyms.lookup_name("irq_stack_backing_store")
         assert irq_stack is not None
         irq_pages = range(memory.translate(engine.tasks.per_cpu + irq_stack), GUEST_RAM)[:IRQ_STACK]
@@ -148,9 +166,9 @@ class Caller:
             page in text or (page >= GUEST_RAM and not any(page in pages for pages in own))
         )
         self.has_strayed = False
-        """The last call wrote to text or to the host's memory."""
+        """True if the last call wrote to text or to the host's memory."""
         self.has_tables = True
-        """What was mapped in front of it is so behind it: else its next instruction is nowhere."""
+        """True if the page tables still map the guest after the last call; otherwise it cannot continue."""
         self._rewind = Rewind(
             self.machine.memory.ram,
             lambda page: (
@@ -162,7 +180,7 @@ class Caller:
         self._rewind.keep()
 
     def begin(self) -> None:
-        """Calls begin with the text of this moment, and all else as it was at first."""
+        """Let all further calls begin with the current text, and the initial state otherwise."""
         self._rewind.keep_rest()
         self._reset()
 
@@ -172,13 +190,13 @@ class Caller:
         self.machine.engine.flush_tlb()
 
     def call(self, call: Call) -> Effect | None:
-        """None where it takes too long."""
+        """Call a function, and return its effect, or None if it takes too long."""
         machine, regs, memory = self.machine, self.machine.regs, self.engine.machine.memory
         for number, content in enumerate(call.objects):
             memory.write(OBJECTS + OBJECT * number, content)
         memory.write(self._stack, RETURN.to_bytes(8, "little"))
         for name in REGISTERS[:-1]:
-            # Parameters of two words take one more than their number.
+            # A parameter of two words takes two registers, so a call may use more than its values.
             setattr(regs, name, 0)
         for name, value in zip(ARGUMENTS, call.values, strict=False):
             setattr(regs, name, value)
@@ -198,7 +216,10 @@ class Caller:
         return None if end is None else Effect(end, self._registers, memory_now)
 
     def _place(self, page: int) -> int:
-        """Of an object's page where it is mapped: what is on decides where there is room for it."""
+        """Return a page's address; for pages of the objects, return the virtual address.
+
+        Their physical address depends on the mode.
+        """
         at = page - self._objects
         return OBJECTS + at if 0 <= at < OBJECTS_SIZE else page
 
@@ -230,7 +251,7 @@ class Caller:
         return tuple(getattr(self.machine.regs, name) for name in REGISTERS)
 
     def _named(self, address: int) -> str:
-        """Of a copy the original's."""
+        """Return FUNCTION+OFFSET of an address; for a copied instruction, return that of the original."""
         copied = self.engine.kprobes.resolve_probed_address(address)
         where = kernel().kallsyms.lookup(copied[0] if copied else address)
         return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"
@@ -240,14 +261,14 @@ class Caller:
 
 
 class Inputs:
-    """Values for a function's parameters by their types, out of the running kernel or out of the air."""
+    """Random arguments by the types of the parameters; some point to objects of the running kernel."""
 
     def __init__(self, engine: LinuxEngine, seed: int) -> None:
         self._dice = random.Random(seed)
         self._real = _real_objects(engine)
 
     def calls(self, function: int, declared: Prototype, count: int) -> Iterator[Call]:
-        """That many calls of it."""
+        """Yield `count` calls of a function."""
         for _ in range(count):
             contents = [self._content() for _ in declared.parameters]
             values = [self._value(kind, number, contents) for number, kind in enumerate(declared.parameters)]
@@ -267,7 +288,7 @@ class Inputs:
         return OBJECTS + OBJECT * number
 
     def _content(self) -> bytes:
-        """Zeros, with some small numbers and some pointers to objects among them."""
+        """Return the random contents of an object: zeros with some small numbers and pointers to objects."""
         dice, words = self._dice, [0] * (OBJECT // 8)
         for _ in range(dice.choice((0, 8, 64))):
             pointer = OBJECTS + dice.randrange(0, OBJECTS_SIZE, 8)
@@ -276,7 +297,7 @@ class Inputs:
 
 
 def _real_objects(engine: LinuxEngine) -> dict[str, int]:
-    """By their types: of init, what is opened at descriptor 2."""
+    """Return type -> address of an object of the init task, or of its open file at descriptor 2."""
     btf, memory, task = kernel().btf, engine.machine.memory, engine.tasks.init.address
 
     def member(structure: int, path: str) -> int:
@@ -301,7 +322,7 @@ def _real_objects(engine: LinuxEngine) -> dict[str, int]:
 
 
 class Comparison:
-    """Calls of many functions in all modes, and what came of them."""
+    """Calls many functions in all modes, and collects the differences."""
 
     def __init__(self, seed: int, modes: Sequence[str] = (*PROBED, *TRACED)) -> None:
         self._plain = Caller(engine(PLAIN), SHORT)
@@ -327,7 +348,7 @@ class Comparison:
         self._has_dumped = True
 
     def compare(self, starts: Sequence[int], count: int) -> None:
-        """`count` calls of each of these functions; those of one batch are probed together."""
+        """Call each of the functions `count` times; the functions of a batch are probed together."""
         for at in range(0, len(starts), BATCH):
             self._batch(starts[at : at + BATCH], count)
 
@@ -345,7 +366,7 @@ class Comparison:
                     continue
                 self.ends["too long" if effect is None else effect.end.split()[0]] += 1
                 if effect is None:
-                    # So would be the others.
+                    # Other calls of the function would take too long too.
                     break
                 expected.append((call, effect))
                 if self._has_dumped or self._plain.has_strayed:
@@ -367,7 +388,10 @@ class Comparison:
     def _batch_traced(
         self, mode: str, starts: Sequence[int], expected: Sequence[tuple[Call, Effect]]
     ) -> None:
-        """Twice: first hits are Python's in part, others guest code's; both count the same."""
+        """Make the calls twice with a tracer, and check that both rounds count the same hits.
+
+        Python handles some of the first hits, and guest code handles the others.
+        """
         traced, caller = self._traced[mode]
         with time_stands():
             traced.on(starts)
@@ -414,10 +438,11 @@ class Comparison:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 1 where a call differs."""
+    """Run the program; return 1 if a call differs."""
     parser = argparse.ArgumentParser(prog="python -m stress.linux.transparency", description=__doc__)
     parser.add_argument("--functions", type=int, default=2000)
-    parser.add_argument("--calls", type=int, default=4, help="of each function")
+    parser.add_argument("--calls", type=int, default=4, help="number of calls of each function")
+
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=(*PROBED, *TRACED), default=(*PROBED, *TRACED))
     options = parser.parse_args(argv)
