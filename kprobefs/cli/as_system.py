@@ -8,36 +8,101 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import stat
 import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 
+from kprobefs.cli.as_system_calls import DEBUGFS_MAGIC, TRACEFS_MAGIC, CallAnswerer
+from kprobefs.cli.as_system_namespace import CLONE_NEWNS, CLONE_NEWUSER, MS_PRIVATE, MS_REC, CommandNamespace
 from kprobefs.common import mountpoints
 from kprobefs.common.errors import CliError, ExitStatus
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWUSER = 0x10000000
+MS_RDONLY = 1
 MS_BIND = 0x1000
 MS_MOVE = 0x2000
-MS_REC = 0x4000
-MS_PRIVATE = 1 << 18
+OPEN_TREE = 428
+MOVE_MOUNT = 429
+OPEN_TREE_CLONE = 1
+MOVE_MOUNT_F_EMPTY_PATH = 4
+MOVE_MOUNT_T_EMPTY_PATH = 0x40
+AT_FDCWD = -100
 TRACING = "/sys/kernel/tracing"
 DEBUG = "/sys/kernel/debug"
-SYMBOLS = {"/proc/kallsyms": "machine/kallsyms", "/proc/modules": "machine/modules"}
+PLACES = {"tracefs": TRACING, "debugfs": DEBUG}
+"""File system -> where programs expect it."""
+MOUNTS = "/proc/mounts"
+"""A link to self/mounts."""
+PRISTINE_PROC = ".proc"
+"""Below what covers /sys/kernel/debug: a /proc with nothing over it."""
+FILES = {
+    "/proc/kallsyms": "machine/kallsyms",
+    "/proc/modules": "machine/modules",
+    "/proc/meminfo": "machine/meminfo",
+}
 SYSCTL = "/proc/sys"
-SWITCHES = ("kernel/stack_tracer_enabled", "debug/kprobes-optimization")
+SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
 """Those of ours in it."""
+HOST_SWITCHES = (
+    *SWITCHES,
+    "kernel/ftrace_dump_on_oops",
+    "kernel/traceoff_on_warning",
+    "kernel/tracepoint_printk",
+)
+"""Those of the host's tracing in it; a file of the same content is laid over what ours doesn't replace."""
 HOST = ".host"
 """Beside one, where the host's kernel has no such switch: what else the host has there."""
 
 
-def enter_namespace() -> None:
-    """Give this process a mount namespace of its own, without the system's tracefs and debugfs.
+class System:
+    """A mount at the system's own places, for one command."""
 
-    An ordinary user becomes root of a user namespace. Raises: CliError.
+    def __init__(self, directory: str, work: Path, *, real_root: bool) -> None:
+        """Put the mount on `directory` to the system's places; files of ours go to `work`.
+
+        `real_root`: the command keeps this process's rights, with which it reaches the host's tracefs.
+
+        Raises: CliError.
+        """
+        self.environment: dict[str, str] = {}
+        """What is added to the command's."""
+        _lay_over(directory, work)
+        if real_root:
+            _tell("--real-root: the host's tracefs and debugfs are within reach of the command")
+        answerer = CallAnswerer(
+            os.stat(directory).st_dev,
+            (TRACING, f"{DEBUG}/tracing", f"{directory}/tracing"),
+            (DEBUG, directory),
+        )
+        self._namespace = CommandNamespace(answerer, own_user=not real_root)
+        if reason := self._namespace.unanswered:
+            self.environment = _pretend_type(work)
+            who = "programs that take a preloaded library" if self.environment else "no program"
+            _tell(f"statfs(2) and copying calls: no seccomp listener: {reason}; {who} will see a tracefs")
+
+    def enter(self) -> None:
+        """Enter the command's namespaces; for its process, between fork and exec. Raises: OSError."""
+        self._namespace.enter()
+
+    def close(self) -> None:
+        """Release what the command needed."""
+        self._namespace.close()
+
+
+def enter_namespace(*, real_root: bool = False) -> None:
+    """Give this process a mount namespace of its own.
+
+    An ordinary user becomes root of a user namespace.
+
+    Raises: CliError (also where an open file of this process would give the command the host's tracefs).
     """
     uid = os.geteuid()
     gid = os.getegid()
+    if not real_root:
+        _check_open_files()
+    elif uid:
+        raise CliError("--real-root: you are not root; leave it out, or run as root", ExitStatus.USAGE)
     flags = CLONE_NEWNS | (CLONE_NEWUSER if uid else 0)
     _call("unshare", "a mount namespace", flags)
     if uid:
@@ -45,36 +110,152 @@ def enter_namespace() -> None:
         _write("/proc/self/uid_map", f"0 {uid} 1")
         _write("/proc/self/gid_map", f"0 {gid} 1")
     _mount("none", "/", MS_REC | MS_PRIVATE)
-    for point in reversed(mountpoints.mount_points()):
-        if point.fstype in ("tracefs", "debugfs") and os.path.ismount(point.directory):
-            try:
-                mountpoints.detach(point.directory)
-            except CliError:
-                # What an ordinary user's namespace got from the host is locked there; ours will cover it.
-                if not uid:
-                    raise
 
 
-def lay_over(directory: str, work: Path) -> dict[str, str]:
-    """Put the mount on `directory` to the system's places; files of ours go to `work`.
+def _check_open_files() -> None:
+    """Raises: CliError (the command would get the host's tracefs or debugfs with an open file)."""
+    for number, name in (
+        (None, "the working directory"),
+        (0, "standard input"),
+        (1, "standard output"),
+        (2, "standard error"),
+    ):
+        magic = _type_of("." if number is None else number)
+        if magic in (TRACEFS_MAGIC, DEBUGFS_MAGIC):
+            kind = "tracefs" if magic == TRACEFS_MAGIC else "debugfs"
+            raise CliError(
+                f"--as-system: {name}: is in the host's {kind}; use another one, or give --real-root as root",
+                ExitStatus.RUN_FAILED,
+            )
 
-    Returns what is to be added to the environment of commands. Raises: CliError.
-    """
+
+def _type_of(file: str | int) -> int:
+    """Return the f_type of an open file's or a directory's file system, 0 where there is none."""
+    buffer = (ctypes.c_long * 32)()
+    libc = ctypes.CDLL(None)
+    failed = libc.fstatfs(file, buffer) if isinstance(file, int) else libc.statfs(os.fsencode(file), buffer)
+    return 0 if failed else buffer[0]
+
+
+def _lay_over(directory: str, work: Path) -> None:
     _make_places()
+    trees = {fstype: _tree_of_host(fstype, work) for fstype in PLACES}
+    _detach_those_of_host()
+    _keep_pristine_proc()
+    for fstype, tree in trees.items():
+        if tree is not None:
+            _attach(tree, PLACES[fstype])
+            os.close(tree)
     _mount(f"{directory}/tracing", TRACING, MS_BIND)
     _mount(directory, DEBUG, MS_BIND)
-    for place, ours in SYMBOLS.items():
+    for place, ours in FILES.items():
         if os.path.exists(place) and os.path.exists(f"{directory}/{ours}"):
             _mount(f"{directory}/{ours}", place, MS_BIND)
     _lay_file("/proc/version", work / "version", f"{_first_line(f'{directory}/machine/version')}\n")
-    if os.path.exists(f"{SYSCTL}/kernel/ftrace_enabled"):
-        _lay_file(f"{SYSCTL}/kernel/ftrace_enabled", work / "ftrace_enabled", "1\n")
+    for switch in HOST_SWITCHES:
+        place = f"{SYSCTL}/{switch}"
+        if os.path.exists(place) and not os.path.exists(f"{directory}/sysctl/{switch}"):
+            _lay_file(place, work / switch.replace("/", "-"), Path(place).read_text("utf-8"))
     for switch in SWITCHES:
         ours = f"{directory}/sysctl/{switch}"
         place = os.path.dirname(f"{SYSCTL}/{switch}")
         if os.path.exists(ours) and os.path.isdir(place):
             _lay_switch(ours, switch, work)
-    return _pretend_type(work)
+    _complete_mounts(work)
+
+
+def _tree_of_host(fstype: str, work: Path) -> int | None:
+    """Return a detached mount of a directory of the host's, empty if there is one; or None.
+
+    It goes below ours, so that each table of mounts has its line. The user namespace locks the two.
+    """
+    mounted = {each.directory: each.fstype for each in mountpoints.mount_points()}
+    if found := [directory for directory, topmost in mounted.items() if topmost == fstype]:
+        try:
+            return _open_tree(_empty_directory(found[0]))
+        except (CliError, OSError):
+            # In a user namespace it is locked at its place, where its line is already.
+            return None
+    # To mount it where the host has it mounted already would set its options anew.
+    place = work / fstype
+    place.mkdir()
+    try:
+        _mount(fstype, str(place), 0, fstype)
+    except CliError:
+        return None
+    tree = _open_tree(_empty_directory(str(place)))
+    mountpoints.detach(str(place))
+    return tree
+
+
+def _empty_directory(directory: str) -> str:
+    """Return an empty directory in that one, which itself is the answer where there is none."""
+    for name in sorted(os.listdir(directory)):
+        path = f"{directory}/{name}"
+        # debugfs mounts a tracefs at its `tracing` for whoever looks into it.
+        if (
+            name not in ("tracing", "events")
+            and stat.S_ISDIR(os.lstat(path).st_mode)
+            and not os.listdir(path)
+        ):
+            return path
+    return directory
+
+
+def _open_tree(directory: str) -> int:
+    flags = OPEN_TREE_CLONE | os.O_CLOEXEC
+    return _system_call(OPEN_TREE, directory, AT_FDCWD, os.fsencode(directory), flags)
+
+
+def _attach(tree: int, place: str | int) -> None:
+    """Attach a detached mount to a path, or to an open file (a link, too)."""
+    empty = MOVE_MOUNT_F_EMPTY_PATH
+    if isinstance(place, int):
+        _system_call(
+            MOVE_MOUNT, f"descriptor {place}", tree, b"", place, b"", empty | MOVE_MOUNT_T_EMPTY_PATH
+        )
+    else:
+        _system_call(MOVE_MOUNT, place, tree, b"", AT_FDCWD, os.fsencode(place), empty)
+
+
+def _detach_those_of_host() -> None:
+    """Take off each tracefs and debugfs of the host; what is locked is covered."""
+    for point in reversed(mountpoints.mount_points()):
+        if point.fstype not in PLACES or not os.path.ismount(point.directory):
+            continue
+        try:
+            mountpoints.detach(point.directory)
+        except CliError:
+            # What a user namespace got from the host is locked there.
+            if point.directory not in PLACES.values():
+                _mount("tmpfs", point.directory, MS_RDONLY, "tmpfs")
+
+
+def _keep_pristine_proc() -> None:
+    """Keep a /proc with nothing over it out of reach: without one, `unshare --mount-proc` is refused."""
+    _mount("tmpfs", DEBUG, 0, "tmpfs")
+    place = f"{DEBUG}/{PRISTINE_PROC}"
+    os.mkdir(place)
+    try:
+        _mount("/proc", place, MS_BIND)
+    except CliError:
+        # An ordinary user's namespace has locked mounts below it.
+        _mount("/proc", place, MS_BIND | MS_REC)
+    _mount("tmpfs", DEBUG, 0, "tmpfs")
+
+
+def _complete_mounts(work: Path) -> None:
+    """Where no tracefs or no debugfs of the host lies below ours, lay a file over the link /proc/mounts."""
+    shown = {(each.fstype, each.directory) for each in mountpoints.mount_points()}
+    if PLACES.items() <= {(fstype, place) for fstype, place in shown}:
+        return
+    file = work / "mounts"
+    file.write_text(_mounts_text(), "utf-8", "surrogateescape")
+    link = os.open(MOUNTS, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    tree = _open_tree(str(file))
+    _attach(tree, link)
+    os.close(tree)
+    os.close(link)
 
 
 def _lay_switch(ours: str, switch: str, work: Path) -> None:
@@ -106,7 +287,10 @@ def _make_places() -> None:
 
 
 def _pretend_type(work: Path) -> dict[str, str]:
-    """Let libtracefs take ours for a tracefs; without a C compiler its programs don't find it."""
+    """Build the library that answers instead of the kernel; return the environment that preloads it.
+
+    Without a C compiler the result is empty.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return {}
@@ -120,7 +304,7 @@ def _pretend_type(work: Path) -> dict[str, str]:
         )
     if built.returncode != 0:
         return {}
-    mounts = work / "mounts"
+    mounts = work / "preloaded-mounts"
     mounts.write_text(_mounts_text(), "utf-8", "surrogateescape")
     preloaded = [str(library), *filter(None, [os.environ.get("LD_PRELOAD")])]
     return {"LD_PRELOAD": ":".join(preloaded), "KPROBEFS_MOUNTS": str(mounts)}
@@ -152,8 +336,19 @@ def _mount(source: str, place: str, flags: int, fstype: str = "none") -> None:
     _call("mount", f"{source} on {place}", *encoded, ctypes.c_ulong(flags), None)
 
 
-def _call(name: str, what: str, *arguments: object) -> None:
+def _system_call(number: int, what: str, *arguments: int | bytes) -> int:
+    return _call("syscall", what, ctypes.c_long(number), *arguments)
+
+
+def _call(name: str, what: str, *arguments: object) -> int:
+    """Call a function of the C library. Raises: CliError (its result is negative)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
+    result = int(getattr(libc, name)(*arguments))
+    if result < 0:
         reason = os.strerror(ctypes.get_errno())
         raise CliError(f"--as-system: {name}: {what}: {reason}; root may do it", ExitStatus.RUN_FAILED)
+    return result
+
+
+def _tell(text: str) -> None:
+    print(f"kprobefs: --as-system: {text}", file=sys.stderr)

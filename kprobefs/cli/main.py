@@ -334,8 +334,16 @@ def _run(parsed: argparse.Namespace) -> int:
         raise CliError("run: no command given; add -- CMD...", ExitStatus.USAGE)
     from kprobefs.cli.run import run
 
+    if parsed.real_root and not parsed.as_system:
+        raise CliError("run: --real-root: is for --as-system; give both", ExitStatus.USAGE)
     options = _options(parsed, "")
-    return run(options, parsed.build or _builder(options), command, as_system=parsed.as_system)
+    return run(
+        options,
+        parsed.build or _builder(options),
+        command,
+        as_system=parsed.as_system,
+        real_root=parsed.real_root,
+    )
 
 
 def _bench(parsed: argparse.Namespace) -> int:

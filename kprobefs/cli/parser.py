@@ -131,7 +131,12 @@ def program_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--as-system",
         action="store_true",
-        help="show the mount to the command at /sys/kernel/tracing and /sys/kernel/debug too",
+        help="run in namespaces with the mount at /sys/kernel/tracing and /sys/kernel/debug too",
+    )
+    command.add_argument(
+        "--real-root",
+        action="store_true",
+        help="with --as-system: keep root's rights; the host's tracefs is then within reach",
     )
     _add_machine_options(command)
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")

@@ -39,21 +39,23 @@ def run(
     command: Sequence[str],
     *,
     as_system: bool = False,
+    real_root: bool = False,
     tracing: TraceSession | None = None,
 ) -> int:
     """Mount on a temporary directory, run `command` with its path in $KPROBEFS, clean up.
 
-    `as_system`: the mount stands at the system's places too, in a mount namespace of its own.
+    `as_system`: the mount stands at the system's places too, and the command runs in namespaces of its own.
+    `real_root`: without a user namespace among them.
     `tracing`: the command is traced, and runs where that says.
     Returns the command's exit status, 128 + number where a signal ended it. Raises: CliError.
     """
     if as_system:
-        as_system_places.enter_namespace()
+        as_system_places.enter_namespace(real_root=real_root)
     runner = _runner(command, tracing)
     with mounted(options, build) as base:
         directory = f"{base}/mnt"
         if as_system:
-            runner.environment = as_system_places.lay_over(directory, base)
+            runner.system = as_system_places.System(directory, base, real_root=real_root)
         status = runner.run(directory, tracing)
         if tracing is not None:
             tell_of_results(base / "mnt" / "scratch")
@@ -117,8 +119,8 @@ class _Runner:
         self._passed: signal.Signals | None = None
         """The latest that was passed on."""
         self._stdout = stdout
-        self.environment: dict[str, str] = {}
-        """What is added to the command's."""
+        self.system: as_system_places.System | None = None
+        """The system's places that the command sees; None where it sees the caller's."""
 
     def run(self, directory: str, tracing: TraceSession | None) -> int:
         """The command's exit status as a shell gives it. Raises: CliError (it can't be started)."""
@@ -129,16 +131,19 @@ class _Runner:
         if self._pending:
             return 128 + self._pending
         try:
-            environment = {**os.environ, **self.environment, "KPROBEFS": directory}
+            added = self.system.environment if self.system else {}
+            environment = {**os.environ, **added, "KPROBEFS": directory}
             self._process = subprocess.Popen(
                 self._command,
                 env=environment,
                 cwd=place,
                 stdout=self._stdout,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509
+                preexec_fn=self._prepare,  # noqa: PLW1509
             )
         except FileNotFoundError:
             raise CliError(f"{self._command[0]}: no such command", ExitStatus.NOT_FOUND) from None
+        except subprocess.SubprocessError:
+            raise CliError("--as-system: namespaces: refused; see dmesg", ExitStatus.RUN_FAILED) from None
         except OSError as error:
             raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
         # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
@@ -148,6 +153,13 @@ class _Runner:
         if self._passed:
             signal_left(directory, os.getsid(0), self._passed)
         return 128 - status if status < 0 else status
+
+    def _prepare(self) -> None:
+        """For the command's process, between fork and exec."""
+        if self.system is not None:
+            self.system.enter()
+        # Behind that: who takes other rights gets no such signal any more.
+        _end_with_parent()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handler for the signals that end a program."""

@@ -32,7 +32,8 @@ VALUES = (
 """Files of a trace array, as far as it has them, that are saved whole, in this order."""
 ARMED = "kprobes/enabled"
 OPTIMIZATION = "sysctl/debug/kprobes-optimization"
-"""Both are on in a new mount."""
+FTRACE = "sysctl/kernel/ftrace_enabled"
+"""All three are on in a new mount."""
 STATS = "kprobes/stats"
 UNSWITCHED = {"pending", "gone"}
 """Modes of probes that nothing can be switched of."""
@@ -63,6 +64,7 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
     for value in _content(files, STACK_TRACER):
         if value != "0":
             yield f"{STACK_TRACER} = {value}"
+    yield from _switched_off(files, FTRACE)
     # Linux: a probe that is enabled while all are disarmed isn't armed with them later.
     yield from _switched_off(files, ARMED)
 

@@ -31,7 +31,6 @@ class Watch(Prefetch):
 
     def synchronised(self) -> None:
         """Call `before_sync`, then forget all text writes before the synchronization."""
-
         self.before_sync()
         super().synchronised()
 

@@ -547,6 +547,7 @@ RULES = {
     "stack_trace_filter": "functions",
     "stack_max_size": "size",
     "stack_tracer_enabled": "switch_value",
+    "ftrace_enabled": "switch_value",
     "trace_options": "option",
     "trace_clock": "clock",
     "current_tracer": "tracer",

@@ -172,6 +172,7 @@ class Session:
             self._drop_triggers()
         self.write(f"{TRACING}/events/enable", b"0")
         self.write("/sysctl/kernel/stack_tracer_enabled", b"0")
+        self.write("/sysctl/kernel/ftrace_enabled", b"1")
         for name in (
             *("set_ftrace_filter", "set_ftrace_notrace", "set_event_pid", "set_event_notrace_pid"),
             *("set_graph_function", "set_graph_notrace", "stack_trace_filter"),

@@ -92,6 +92,7 @@ OUTSIDE = """\
 kprobes/enabled = 0
 sysctl/debug/kprobes-optimization = 0
 sysctl/kernel/stack_tracer_enabled = 7
+sysctl/kernel/ftrace_enabled = 0
 """
 WRONG = """\
 p:oops vfs_read \\

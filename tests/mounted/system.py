@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.fuse.harness import ROOT
 
 TIMEOUT = 60
-OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --bind "$HOME" /var/tmp ;; esac
+OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --rbind "$HOME" /var/tmp ;; esac
 """
 """perf-tools let one tool trace at a time, by a file that all tests would share, /var/tmp/.ftrace-lock."""
 

@@ -86,6 +86,8 @@ class FtraceSites:
         self._calling: dict[int, int] = {}
         """Site that holds a call -> target of the call."""
         self._with_regs: set[int] = set()
+        self.enabled = 1
+        """Value of sysctl kernel.ftrace_enabled; while it is 0, no site calls."""
         self.calls = 0
         """Number of calls from sites that Python handled."""
         self._ops: list[FtraceOps] = []
@@ -234,7 +236,7 @@ class FtraceSites:
         if code is not None:
             if self._poker.is_patching(kprobe.address):
                 self._put_off.add(kprobe.address)
-            elif kprobe.address in self._callers:
+            elif kprobe.address in self._callers and self.enabled:
                 self._start_and_stop({kprobe.address: self.trampoline})
             self._compiler.retire(code)
 
@@ -266,6 +268,18 @@ class FtraceSites:
             self.drop_code(kprobe)
 
     # All users
+
+    def enable(self, value: int) -> None:
+        """Set sysctl kernel.ftrace_enabled. With 0 all sites become nops, and users keep their sites.
+
+        Linux: EBUSY, where a live patch is registered; this kernel has none.
+        Mirrors: kernel/trace/ftrace.c:ftrace_enable_sysctl (v6.1).
+        """
+        self._lock.assert_held()
+        was_on = bool(self.enabled)
+        self.enabled = value
+        if was_on != bool(value):
+            self._update({site for ops in self._ops for site in ops.sites})
 
     def attach(self, ops: FtraceOps, sites: Collection[int]) -> None:
         """Set the sites that call a user. A user that had no sites becomes the newest one.
@@ -348,10 +362,11 @@ class FtraceSites:
         sites = set(sites)
         routed = len(self._calls)
         calling = len(self._calling)
-        calls = {site for site in sites if any(site in ops.sites for ops in self._ops)}
-        for site in calls:
+        used = {site for site in sites if any(site in ops.sites for ops in self._ops)}
+        for site in used:
             self._route(site)
-        self._with_regs -= sites - calls
+        self._with_regs -= sites - used
+        calls = used if self.enabled else set()
         put_off = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
         self._put_off |= put_off
         targets = ((site, self._target(site)) for site in calls - put_off)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
@@ -12,7 +13,7 @@ from emulated_kernel.vfs.core.seq_file import AttributeFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
-    """Return sysctl/: kernel/stack_tracer_enabled, and with an optimizer debug/kprobes-optimization."""
+    """Return sysctl/: kernel/stack_tracer_enabled, and what needs an optimizer or fentry sites."""
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
@@ -21,7 +22,15 @@ def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
             0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
         )
     }
+    if kprobes.sites is not None:
+        kernel["ftrace_enabled"] = _ftrace_enabled(kprobes.sites)
     return Directory(0o555, {"debug": Directory(0o555, debug), "kernel": Directory(0o555, kernel)})
+
+
+def _ftrace_enabled(sites: FtraceSites) -> File:
+    return AttributeFile(
+        0o644, show=lambda: f"{sites.enabled}\n", store=lambda data: sites.enable(sysctl_int(data))
+    )
 
 
 def kprobes_optimization(kprobes: Kprobes, optimizer: Optimizer) -> File:

@@ -115,6 +115,10 @@ def test_nothing_is_left(shell: Files, mount: Mount) -> None:
     assert len([*pages.extents()]) == len(before)
 
 
+def test_memory(shell: Files) -> None:
+    assert re.match(r"MemTotal: +\d{5} kB\nMemFree: ", shell.read("/machine/meminfo"))
+
+
 def test_modules(shell: Files, tmp_path: Path) -> None:
     """The kernel's own, by name or path; not one that probes by itself."""
     log = shell.read("/machine/dmesg")

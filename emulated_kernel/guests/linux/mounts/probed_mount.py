@@ -18,7 +18,7 @@ from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.vfs.control_fs import ControlFs
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
-from emulated_kernel.vfs.core.seq_file import GuestCommandFile, HostReadingFile, Records, single
+from emulated_kernel.vfs.core.seq_file import GuestCommandFile, HostReadingFile, Records, SeqFile, single
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
@@ -71,6 +71,7 @@ def probed_mount(
         "modules": HostReadingFile(
             0o644, partial(_module_lines, guest), partial(guest.prepared_modules, refused=_PROBING)
         ),
+        "meminfo": SeqFile(0o444, single(partial(_meminfo, guest))),
     }
     # What directories of the guest's are mounted on.
     further = {name: Directory(mode, {}) for name, mode in _MODES.items()}
@@ -100,6 +101,12 @@ def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls) -> bool:
     return any(
         not ledger.keys().isdisjoint(range(each.address, each.address + each.size)) for each in symbols
     )
+
+
+def _meminfo(guest: LinuxGuest) -> str:
+    """Return the guest's /proc/meminfo."""
+    with guest.running:
+        return guest.syscalls.read_all(f"{PROC}/meminfo").decode()
 
 
 def _module_lines(guest: LinuxGuest, client: Client) -> Records:

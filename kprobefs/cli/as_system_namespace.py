@@ -1,0 +1,202 @@
+"""The user namespace of a command under `--as-system`, and the process that looks after it.
+
+In a user namespace of its own, the kernel refuses the command any tracefs and debugfs of the host: mounting
+one, uncovering one, and the ways through other processes. The helper process stays outside, and maps the ids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import selectors
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from kprobefs.cli.as_system_calls import CallAnswerer, install_filter
+from kprobefs.common.errors import CliError, ExitStatus
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+MS_REC = 0x4000
+MS_PRIVATE = 1 << 18
+MS_SHARED = 1 << 20
+MESSAGE_SIZE = 256
+_MAP = b"map %d"
+_LISTENER = b"listener"
+_DONE = b"done"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class CommandNamespace:
+    """The namespaces and the filter that a command enters between fork and exec."""
+
+    def __init__(self, answerer: CallAnswerer | None, *, own_user: bool) -> None:
+        """Start the helper and try both on a process that ends at once.
+
+        `answerer`: what answers the filtered calls; None: no call is answered. `own_user`: enter a user
+        namespace and have perf_event_open(2) refused.
+
+        Raises: CliError (there is no user namespace to be had).
+        """
+        self._own_user = own_user
+        self._listens = answerer is not None
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._helper = _forked(lambda: _Helper(theirs, answerer).run(), keep=theirs.fileno())
+        theirs.close()
+        self.unanswered = ""
+        """Why no call is answered; empty where they are."""
+        self._try()
+
+    def enter(self) -> None:
+        """Enter the namespaces and install the filter; for the command's process. Raises: OSError."""
+        if self._own_user:
+            self._enter_user()
+        if self._listens:
+            listener = install_filter(refuse_perf=self._own_user, listen=True)
+            assert listener is not None
+            socket.send_fds(self._ours, [_LISTENER], [listener])
+            os.close(listener)
+            self._confirmed()
+        elif self._own_user:
+            # Without seccomp, perf_event_paranoid and the user namespace are what refuse it.
+            with suppress(OSError):
+                install_filter(refuse_perf=True, listen=False)
+
+    def close(self) -> None:
+        """Let the helper go; it ends after the last process whose calls it answers."""
+        self._ours.close()
+
+    def _enter_user(self) -> None:
+        # Both at once: the mounts of the new namespace are locked, so that none can be uncovered.
+        if _libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._ours.send(_MAP % os.getpid())
+        self._confirmed()
+        # What is unmounted outside at the end must not go here too: the host's tracefs lies below.
+        if _libc.mount(b"none", b"/", b"none", MS_REC | MS_PRIVATE, None):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        # Readers of mountinfo count on the field that only shared mounts have, as those of systemd are.
+        _libc.mount(b"none", b"/sys", b"none", MS_REC | MS_SHARED, None)
+
+    def _confirmed(self) -> None:
+        answer = self._ours.recv(MESSAGE_SIZE)
+        if answer != _DONE:
+            raise OSError(int(answer or b"5"), os.strerror(int(answer or b"5")))
+
+    def _try(self) -> None:
+        """Enter in a process of its own, first without the listener. Raises: CliError."""
+        listens = self._listens
+        self._listens = False
+        if failure := _failure_of(self.enter):
+            self.close()
+            raise CliError(
+                f"--as-system: a user namespace: {os.strerror(failure)};"
+                " allow them (sysctl user.max_user_namespaces), or give --real-root as root",
+                ExitStatus.RUN_FAILED,
+            )
+        if listens:
+            self._listens = True
+            if failure := _failure_of(self.enter):
+                self.unanswered = os.strerror(failure)
+                self._listens = False
+
+
+class _Helper:
+    """The process beside the command that has the rights which the command gave up."""
+
+    def __init__(self, connection: socket.socket, answerer: CallAnswerer | None) -> None:
+        self._connection = connection
+        self._answerer = answerer
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        """Serve until the command's starter and all processes with the filter have ended."""
+        self._selector.register(self._connection, selectors.EVENT_READ)
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                if key.fileobj is self._connection:
+                    self._receive()
+                else:
+                    self._serve(key.fd)
+
+    def _receive(self) -> None:
+        message, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_SIZE, 1)
+        if not message:
+            self._selector.unregister(self._connection)
+            return
+        for listener in descriptors:
+            self._selector.register(listener, selectors.EVENT_READ)
+        answer = _DONE
+        if not descriptors:
+            try:
+                _map_ids(int(message.split()[1]))
+            except OSError as failure:
+                answer = b"%d" % (failure.errno or 5)
+        with suppress(OSError):
+            self._connection.send(answer)
+
+    def _serve(self, listener: int) -> None:
+        if _has_hung_up(listener):
+            self._selector.unregister(listener)
+            os.close(listener)
+        elif self._answerer is not None:
+            self._answerer.serve(listener)
+
+
+def _has_hung_up(listener: int) -> bool:
+    """Whether no process has the listener's filter any more."""
+    waiter = select.poll()
+    waiter.register(listener, select.POLLIN)
+    return any(not event & select.POLLIN for _, event in waiter.poll(0))
+
+
+def _map_ids(pid: int) -> None:
+    """Map all ids of this process's user namespace to themselves in that of `pid`. Raises: OSError."""
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}", encoding="ascii") as lines:
+            ranges = [line.split() for line in lines]
+        text = "".join(f"{first} {first} {count}\n" for first, _, count in ranges)
+        descriptor = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+
+def _failure_of(action: Callable[[], None]) -> int:
+    """Return the errno with which an action fails in a forked process, or 0."""
+    child = os.fork()
+    if not child:
+        status = 5
+        try:
+            action()
+            status = 0
+        except OSError as failure:
+            status = failure.errno or 5
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _forked(serve: Callable[[], None], keep: int) -> int:
+    """Fork a process that outlives this one and has no descriptor of it but `keep`; return its pid."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        os.chdir("/")
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(ending, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        os.closerange(3, keep)
+        os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+        serve()
+    finally:
+        os._exit(0)

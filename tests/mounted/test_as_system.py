@@ -1,0 +1,336 @@
+"""`run --as-system`: the host's tracefs is out of reach, and each way to ask finds ours as a tracefs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kprobefs.common.errors import ExitStatus
+from tests.fuse.harness import ROOT, needs_fuse
+from tests.fuse.ordinary_user import OrdinaryUser, ordinary_user
+from tests.guests.linux import debian_kernel
+from tests.mounted.system import as_system
+
+SOURCES = Path(__file__).parent
+TIMEOUT = 60
+TRACEFS = "74726163"
+DEBUGFS = "64626720"
+EINVAL = 22
+WITH_HOST_TRACEFS = """
+for place in /sys/kernel/tracing {other}; do mount -t tracefs nodev $place || exit 99; done
+mount -t debugfs nodev /sys/kernel/debug || exit 99
+"""
+
+pytestmark = [pytest.mark.mounted, needs_fuse]
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with all ids needs root")
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} isn't installed")
+
+
+def built(name: str, to: Path, *options: str) -> Path:
+    """Return a program of a C source beside this file."""
+    program = to / f"{name}{'-static' if '-static' in options else ''}"
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("cc isn't installed")
+    done = subprocess.run(
+        [compiler, "-O2", "-o", program, *options, SOURCES / f"{name}.c"], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"{name}.c can't be built: {done.stderr.decode().splitlines()[-1]}")
+    return program
+
+
+def beside_host(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run root's script where the host's tracefs is mounted, also at tmp_path/other; $RUN runs as-system."""
+    other = tmp_path / "other"
+    other.mkdir(exist_ok=True)
+    run = shlex.join([sys.executable, "-m", "kprobefs", "run", "--as-system"])
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{WITH_HOST_TRACEFS.format(other=other)}\nRUN='{run}'\n{script}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "LC_ALL": "C"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    if done.returncode == 99:
+        pytest.skip(f"this kernel mounts no tracefs: {done.stderr.strip()}")
+    return done
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[OrdinaryUser]:
+    with ordinary_user() as found:
+        yield found
+
+
+def in_namespaces(user: OrdinaryUser, script: str) -> str:
+    """Return what a script prints under an ordinary user's as-system."""
+    tried = user.run("unshare", "--user", "--map-root-user", "--mount", "true")
+    if tried.returncode:
+        pytest.skip(f"ordinary users have no namespaces here: {tried.stderr.strip()}")
+    done = user.kprobefs("run", "--as-system", "--", "sh", "-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+class TestHostOutOfReach:
+    @as_root
+    def test_no_way_reaches_it(self, tmp_path: Path) -> None:
+        reach = built("reach", tmp_path, "-static")
+        done = beside_host(f"$RUN -- sh -c '{reach} {tmp_path} $PPID; ls -A {tmp_path}/other'", tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        answers = dict(line.split() for line in done.stdout.splitlines())
+        assert len(answers) > 20
+        assert set(answers.values()) <= {"EPERM", "EACCES", "EINVAL"}
+
+    def test_no_way_of_an_ordinary_user_reaches_it(self, user: OrdinaryUser, tmp_path: Path) -> None:
+        reach = built("reach", tmp_path, "-static")
+        own = user.base / "reach"
+        assert user.as_root("cp", str(reach), str(own)).returncode == 0
+        answers = dict(line.split() for line in in_namespaces(user, f"{own} {user.home} $PPID").splitlines())
+        assert len(answers) > 20
+        assert set(answers.values()) <= {"EPERM", "EACCES", "EINVAL"}
+
+    @as_root
+    @needs("trace-cmd")
+    def test_programs_that_mount_one(self, tmp_path: Path) -> None:
+        script = """$RUN -- sh -c '
+            cd /sys/kernel; wc -l < tracing/available_events
+            mount -t tracefs nodev /sys/kernel/tracing 2> /dev/null; wc -l < tracing/available_events
+            mount -t debugfs nodev /sys/kernel/debug 2> /dev/null; wc -l < debug/tracing/available_events
+            env -i '$(command -v trace-cmd)' list -e | wc -l
+            su root -c "trace-cmd list -e" | wc -l'"""
+        done = beside_host(script, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.split()) == 5
+        assert len(set(done.stdout.split())) == 1
+
+    @as_root
+    @pytest.mark.parametrize(
+        ("place", "told"),
+        [
+            ("cd /sys/kernel/tracing/events; $RUN -- pwd", "the working directory: is in the host's tracefs"),
+            ("$RUN -- cat < /sys/kernel/tracing/README", "standard input: is in the host's tracefs"),
+            ("$RUN -- id > /sys/kernel/tracing/set_event", "standard output: is in the host's tracefs"),
+            ("cd /sys/kernel/debug; $RUN -- pwd", "the working directory: is in the host's debugfs"),
+        ],
+    )
+    def test_open_files_of_it_are_refused(self, place: str, told: str, tmp_path: Path) -> None:
+        done = beside_host(place, tmp_path)
+        assert (done.returncode, done.stdout) == (ExitStatus.RUN_FAILED, "")
+        assert done.stderr.startswith(f"kprobefs: --as-system: {told}; ")
+        assert done.stderr.count("\n") == 1
+
+    @as_root
+    def test_the_switches_of_its_tracing_are_covered(self, tmp_path: Path) -> None:
+        switches = [
+            Path("/proc/sys/kernel", name)
+            for name in ("tracepoint_printk", "traceoff_on_warning", "ftrace_dump_on_oops", "ftrace_enabled")
+        ]
+        there = [switch for switch in switches if switch.exists()]
+        before = [switch.read_text() for switch in there]
+        other = ["1" if text == "0\n" else "0" for text in before]
+        script = "; ".join(f"echo {value} > {switch}" for switch, value in zip(there, other, strict=True))
+        try:
+            as_system(script, tmp_path)
+            assert [switch.read_text() for switch in there] == before
+        finally:
+            for switch, text in zip(there, before, strict=True):
+                if switch.read_text() != text:
+                    switch.write_text(text)
+
+    @as_root
+    def test_what_root_keeps(self, tmp_path: Path) -> None:
+        """Other ids, mounts and a /proc of their own."""
+        script = f"""
+            setpriv --reuid=1234 --regid=1234 --groups=4,5 id -u
+            mkdir {tmp_path}/m && mount -t tmpfs none {tmp_path}/m && touch {tmp_path}/m/x && ls {tmp_path}/m
+            unshare --mount-proc --fork --pid sh -c 'echo $$; cat /proc/1/comm'
+        """
+        assert as_system(script, tmp_path) == "1234\nx\n1\nsh\n"
+
+    @as_root
+    def test_what_outlives_the_command_does_not_get_it(self, tmp_path: Path) -> None:
+        """The mount goes with the command's end, and uncovers nothing."""
+        told = tmp_path / "told"
+        left = tmp_path / "left.sh"
+        left.write_text(
+            f"exec > {told}.part 2>&1; sleep 3\n"
+            "ls -A /sys/kernel/tracing; mkdir /sys/kernel/tracing/x; ls /sys/kernel/debug\n"
+            f"mv {told}.part {told}\n"
+        )
+        script = f"""
+            $RUN -- sh -c 'setsid sh {left} > /dev/null 2>&1 &'
+            while [ ! -e {told} ]; do sleep 0.1; done
+        """
+        done = beside_host(script, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert told.read_text().count("Transport endpoint is not connected") == 3
+
+    @as_root
+    def test_real_root(self, tmp_path: Path) -> None:
+        """The option says its price, and the table has the line that keeps programs from mounting one."""
+        made = tmp_path / "made"
+        script = f"""$RUN --real-root -- sh -c '
+            stat -f -c %t /sys/kernel/tracing; findmnt -n -t tracefs | wc -l
+            mknod {made} c 1 3 && echo made'"""
+        done = beside_host(script, tmp_path)
+        assert done.stdout == f"{TRACEFS}\n1\nmade\n"
+        told = "--real-root: the host's tracefs and debugfs are within reach of the command"
+        assert done.stderr == f"kprobefs: --as-system: {told}\n"
+
+    def test_real_root_of_an_ordinary_user(self, user: OrdinaryUser) -> None:
+        done = user.kprobefs("run", "--as-system", "--real-root", "--", "true")
+        assert done.returncode == ExitStatus.USAGE
+        assert done.stderr == "kprobefs: --real-root: you are not root; leave it out, or run as root\n"
+
+
+class TestType:
+    @as_root
+    @pytest.mark.parametrize("options", [[], ["-static"]], ids=["dynamic", "static"])
+    @pytest.mark.parametrize(
+        ("place", "magic", "name"),
+        [("/sys/kernel/tracing", TRACEFS, "tracefs"), ("/sys/kernel/debug", DEBUGFS, "debugfs")],
+    )
+    def test_of_c(self, options: list[str], place: str, magic: str, name: str, tmp_path: Path) -> None:
+        asks = built("asks", tmp_path, *options)
+        out = as_system(f"env -i {asks} {place} | cat", tmp_path)
+        answers = dict(line.split(" ", 1) for line in out.splitlines())
+        assert answers.pop("statfs") == magic
+        assert answers.pop("fstatfs") == f"{magic} 4096 255 1"
+        assert {answers.pop(table) for table in ("/proc/mounts", "/proc/self/mounts", "/etc/mtab")} == {name}
+        assert (answers.pop("missing"), answers.pop("bad-address")) == ("2", "14")
+        assert answers.pop("other") == "9fa0"
+        assert answers.pop("relative") == (magic if name == "tracefs" else "0")
+        assert set(answers.values()) == ({str(EINVAL)} if name == "tracefs" else set())
+
+    @as_root
+    @needs("findmnt")
+    def test_of_programs(self, tmp_path: Path) -> None:
+        script = """
+            stat -f -c %t /sys/kernel/tracing /sys/kernel/debug/tracing /sys/kernel/debug /proc/self/cwd
+            findmnt -n -o TARGET -t tracefs,debugfs | sort
+            mount | grep -c ' type tracefs '
+            grep -c -- '- debugfs ' /proc/self/mountinfo
+        """
+        out = as_system(f"cd /sys/kernel/tracing; {script}", tmp_path)
+        assert out.split() == [
+            TRACEFS,
+            TRACEFS,
+            DEBUGFS,
+            TRACEFS,
+            "/sys/kernel/debug",
+            "/sys/kernel/tracing",
+            "1",
+            "1",
+        ]
+
+    def test_of_an_ordinary_user(self, user: OrdinaryUser) -> None:
+        script = """
+            stat -f -c %t /sys/kernel/tracing /sys/kernel/debug
+            grep -c '^[^ ]* [^ ]* tracefs ' /proc/mounts
+        """
+        assert in_namespaces(user, script).split() == [TRACEFS, DEBUGFS, "1"]
+
+    @as_root
+    def test_modes_are_asked_of_the_kernel(self, tmp_path: Path) -> None:
+        """Who may not look at a file is not told what it is by the process that answers."""
+        script = "setpriv --reuid=1234 --clear-groups stat -f -c %t /sys/kernel/tracing/events 2>&1 || true"
+        assert "Permission denied" in as_system(script, tmp_path)
+
+    @as_root
+    def test_within_another_one(self, tmp_path: Path) -> None:
+        """One process has one listener: the preloaded library is left, and a line says so."""
+        run = shlex.join([sys.executable, "-m", "kprobefs", "run", "--as-system"])
+        out = as_system(f"{run} -- sh -c 'grep -c . /sys/kernel/tracing/available_events' 2>&1", tmp_path)
+        told, events = out.splitlines()
+        assert told.startswith("kprobefs: --as-system: statfs(2) and copying calls: no seccomp listener: ")
+        assert int(events) > 100
+
+
+@as_root
+class TestGuest:
+    """What the command sees of the emulated machine."""
+
+    @pytest.mark.parametrize("kprobes", ["", "kprobefs", "kernel"], ids=["own", "image", "kernel"])
+    def test_the_switch_of_ftrace(self, kprobes: str, tmp_path: Path) -> None:
+        script = """
+            cd /sys/kernel/tracing; switch=/proc/sys/kernel/ftrace_enabled
+            echo vfs_mkdir > set_ftrace_filter; echo function > current_tracer
+            hits() { mkdir "$KPROBEFS"/scratch/$1; grep -c ': vfs_mkdir <-' trace; }
+            cat $switch; hits a || true
+            echo 0 > $switch; cat $switch; hits b || true
+            echo nonsense > $switch || echo refused; cat $switch
+            echo 1 > $switch; hits c; cat "$KPROBEFS"/sysctl/kernel/ftrace_enabled
+        """
+        out = as_system(script, tmp_path, *self._options(kprobes))
+        assert out.split() == ["1", "1", "0", "1", "refused", "0", "2", "1"]
+
+    @pytest.mark.parametrize("kprobes", ["", "kprobefs", "kernel"], ids=["own", "image", "kernel"])
+    def test_its_memory(self, kprobes: str, tmp_path: Path) -> None:
+        script = 'head -n 1 /proc/meminfo; head -n 1 "$KPROBEFS"/machine/meminfo'
+        shown, there = as_system(script, tmp_path, *self._options(kprobes)).splitlines()
+        assert shown == there
+        assert 16 << 10 < int(shown.split()[1]) < 512 << 10
+
+    def _options(self, kprobes: str) -> list[str]:
+        """Return those of a Debian kernel with the given kprobes, none for our own kernel."""
+        return ["--image", str(debian_kernel.image()), "--kprobes", kprobes] if kprobes else []
+
+
+@as_root
+class TestPrograms:
+    def test_one_built_with_address_sanitizer(self, tmp_path: Path) -> None:
+        source = tmp_path / "a.c"
+        source.write_text("int main(void) { return 0; }\n")
+        program = tmp_path / "a"
+        built_it = subprocess.run(["cc", "-fsanitize=address", source, "-o", program], check=False)
+        if built_it.returncode:
+            pytest.skip("cc has no address sanitizer")
+        as_system(str(program), tmp_path)
+
+    @needs("busybox")
+    def test_copies_by_busybox(self, tmp_path: Path) -> None:
+        script = f"""
+            cd /sys/kernel/tracing
+            busybox cat trace_options | cmp - trace_options
+            busybox cp README {tmp_path}/copied; cmp README {tmp_path}/copied && echo same
+        """
+        assert as_system(script, tmp_path) == "same\n"
+
+    @needs("go")
+    def test_detection_by_go(self, tmp_path: Path) -> None:
+        program = tmp_path / "detect"
+        environment = {**os.environ, "GOCACHE": str(tmp_path / "cache"), "CGO_ENABLED": "0"}
+        subprocess.run(
+            ["go", "build", "-o", program, SOURCES / "detect.go"], env=environment, check=True, timeout=300
+        )
+        assert as_system(f"env -i {program}", tmp_path) == "/sys/kernel/tracing 0 <nil>\n"
+
+    @needs("stress-ng")
+    def test_stress_ng(self, tmp_path: Path) -> None:
+        out = as_system(f"cd {tmp_path}; stress-ng --ftrace --get 1 --timeout 2 2>&1", tmp_path)
+        assert "skipping" not in out
+        assert "successful run completed" in out
+
+    @needs("uftrace")
+    def test_uftrace(self, tmp_path: Path) -> None:
+        """It takes the kernel's functions only where it finds a tracefs in mountinfo."""
+        source = tmp_path / "a.c"
+        source.write_text('#include <unistd.h>\nint main(void) { return access("/", 0); }\n')
+        subprocess.run(["cc", "-pg", source, "-o", tmp_path / "a"], check=True)
+        cpus = str(os.sysconf("SC_NPROCESSORS_CONF"))
+        out = as_system(f"cd {tmp_path}; uftrace record -k -d out ./a 2>&1; ls out", tmp_path, "--cpus", cpus)
+        assert "kernel-cpu0.dat" in out
