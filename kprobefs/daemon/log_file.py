@@ -18,7 +18,10 @@ def check_log(path: str, directory: str) -> None:
 
 
 def open_log(path: str, directory: str, *, anew: bool) -> int:
-    """Return a descriptor for appending to the log. If `anew` is true, truncate it first. Raises: CliError."""
+    """Open the log for appending and return the descriptor. If `anew` is true, truncate it.
+
+    Raises: CliError.
+    """
     return _open(path, directory, os.O_TRUNC if anew else 0)
 
 
