@@ -1,1 +1,1 @@
-"""The process that serves a mount."""
+"""The daemon: the process that serves a mount."""

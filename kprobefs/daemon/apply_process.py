@@ -1,4 +1,4 @@
-"""The process that applies a mount's first definitions while the daemon serves it."""
+"""Child process that applies the *.probes files of a new mount while the daemon serves the mount."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ log = logging.getLogger("kprobefs")
 PIPE_SIZE = 1 << 16
 """Bytes that a pipe holds. Mirrors: pipe(7)."""
 END_TIMEOUT = 1.0
-"""Seconds."""
+"""Seconds that the process may take to exit after it has closed its standard error."""
 
 
 class ApplyProcess:
-    """A process that applies the definitions that a mount begins with; it logs what fails.
+    """A process that applies the *.probes files of a new mount. Its messages go to the daemon's log.
 
-    Not the daemon itself: one that waits for an answer of its own process couldn't be killed.
+    The daemon does not apply them itself: a process that waits for an answer from its own FUSE mount
+    cannot be killed.
     """
 
     def __init__(self, directory: str) -> None:
         package = os.path.dirname(os.path.dirname(os.path.abspath(kprobefs.__file__)))
         paths = filter(None, (package, os.environ.get("PYTHONPATH")))
-        # -P: nothing is imported from the working directory.
+        # -P keeps the working directory out of sys.path.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kprobefs", "apply", "--mount", directory],
             env={**os.environ, "PYTHONPATH": ":".join(paths)},
@@ -42,11 +43,15 @@ class ApplyProcess:
 
     @property
     def descriptor(self) -> int:
-        """Can be read when there is something for read()."""
+        """Descriptor that becomes readable when read() has something to read."""
         return self._messages.fileno()
 
     def read(self) -> str | None:
-        """Log what it has to tell; when it has ended how: "" where all was applied."""
+        """Log the new messages of the process.
+
+        Return None while the process runs. After its end return "" if it applied all definitions,
+        and a message otherwise.
+        """
         data = os.read(self.descriptor, PIPE_SIZE)
         *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
         for line in filter(None, lines):
@@ -54,14 +59,14 @@ class ApplyProcess:
         if data:
             return None
         with suppress(subprocess.TimeoutExpired):
-            # Behind its last word it only closes files.
+            # After the end of its standard error the process only closes files.
             if self._process.wait(END_TIMEOUT) == ExitStatus.OK:
                 return ""
-        how = "not all definitions were applied"
-        log.error("%s", how)
-        return how
+        outcome = "not all definitions were applied"
+        log.error("%s", outcome)
+        return outcome
 
     def end(self) -> None:
-        """Kill it, if it still runs: where a request of its hangs, it ends with the mount."""
+        """Kill the process if it still runs. If one of its requests hangs, it dies with the mount."""
         self._process.kill()
         self._messages.close()

@@ -1,6 +1,7 @@
-"""Backends of a mount: the built-in kernel, a distribution's kernel with two engines, and a vmcore.
+"""Backends of a mount: the built-in kernel, a distribution's kernel with either engine, and a vmcore.
 
-A function imports what it needs when it is called: the other backends' modules are a third of a start.
+Each function imports its modules when it is called. Importing the modules of all backends would take a
+third of the time of a start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def prepare(options: MountOptions) -> None:
-    """Do what takes seconds while somebody watches: boot a kernel, or convert a dump. Raises: CliError."""
+    """Boot the distribution's kernel or convert the dump, if the options name one. Raises: CliError.
+
+    Both take seconds. The result is cached for build_kernel(). Call this while a terminal can show progress.
+    """
     if options.vmcore is not None:
         _convert_vmcore(options.vmcore)
     elif runs_linux(options):
@@ -27,7 +31,7 @@ def prepare(options: MountOptions) -> None:
 
 
 def build_kernel(options: MountOptions) -> Mount:
-    """Return the mount that the options describe. Its files belong to the current user. Raises: CliError."""
+    """Return the mount that the options describe. The current user owns its files. Raises: CliError."""
     if options.vmcore is not None:
         return _vmcore_mount(options, options.vmcore)
     if not runs_linux(options):
@@ -56,7 +60,7 @@ def _builtin_mount(options: MountOptions) -> Mount:
 
 
 def _state(options: MountOptions) -> SavedState | None:
-    """Return the saved state, if the options name one. Raises: CliError (another daemon has it)."""
+    """Return the saved state, if the options name one. Raises: CliError (another daemon uses it)."""
     if options.state is None:
         return None
     from kprobefs.daemon.state.saved_state import SavedState
@@ -66,7 +70,7 @@ def _state(options: MountOptions) -> SavedState | None:
 
 
 def _boot_linux(options: MountOptions) -> None:
-    """Boot the distribution's kernel, and show how far it is. The mount starts from that boot."""
+    """Boot the distribution's kernel into the boot cache, and show a progress bar."""
     from emulated_kernel.guests.linux.boot_cache import ensure_cached
     from kprobefs.common.progress import Progress
 
@@ -117,13 +121,13 @@ def _probed_mount(options: MountOptions) -> Mount:
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
         modules = ModuleFiles(kernel_file(image), tasks.release)
     served = probed_mount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
-    # Most of what it takes to begin is never read again.
+    # Most pages of the kernel's file are read only at the start.
     kernel.release_pages()
     return served
 
 
 def _convert_vmcore(vmcore: str) -> None:
-    """Convert the dump. The mount starts from the result."""
+    """Convert the dump into the cache from which the mount starts."""
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached
 
     with explained(vmcore):

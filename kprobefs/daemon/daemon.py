@@ -1,4 +1,4 @@
-"""Start of a daemon, in the foreground, in the background, or as a child of its caller."""
+"""Start of a daemon: in the foreground, in the background, or as a child of the calling process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from kprobefs.mount_options import Builder, MountOptions
 log = logging.getLogger("kprobefs")
 
 READY = b"\0"
+"""Message to the starting process that the mount answers requests."""
 
 
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
-    """Serve in this process, with what mounts begin with. Raises: CliError."""
+    """Serve the mount in this process, and apply the *.probes files. Raises: CliError."""
     if log_file is None:
         _start_logging(logging.INFO, sys.stderr)
     else:
@@ -38,7 +39,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
-    """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's reason)."""
+    """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's message)."""
     start = DaemonStart(options, build, log_file)
     child = os.fork()
     if child == 0:
@@ -51,16 +52,17 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
 
 
 def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
-    """Start a daemon that ends with its parent; its pid, when its mount answers. Raises: CliError.
+    """Start a daemon that ends with its parent. Return its pid when its mount answers. Raises: CliError.
 
-    `on_orphaned` is called at its end, where the parent is gone then.
+    The daemon calls `on_orphaned` at its end if the parent is dead by then.
     """
     start = DaemonStart(options, build, None)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        # A session of its own: an interrupt from the terminal is for the command. Until the service has its
-        # handlers the caller's would swallow the signal of the parent's death.
+        # In its own session the daemon gets no SIGINT from the terminal, which is meant for the command.
+        # The default actions apply until Service installs its handlers. The caller's handlers would
+        # swallow the signal of the parent's death.
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -79,10 +81,13 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
 
 
 class DaemonStart:
-    """A daemon's start, seen from both sides of the fork: it ends in a mount, or in nothing and a reason."""
+    """The start of a daemon: the child reports success or a reason to its starting process by a pipe.
+
+    The starting process calls await_ready(), and the child calls serve().
+    """
 
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
-        """Raises: CliError (the log can't be written)."""
+        """Check the log and open the pipe, before the fork. Raises: CliError (the log cannot be written)."""
         self._options = options
         self._build = build
         self._is_own_log = log_file is None
@@ -92,21 +97,24 @@ class DaemonStart:
         self._is_told = threading.Lock()
 
     def await_ready(self) -> None:
-        """For who started it. Raises: CliError (with the daemon's reason)."""
+        """Wait, in the starting process, until the mount answers.
+
+        Raises: CliError (with the daemon's message).
+        """
         os.close(self._writer)
         with os.fdopen(self._reader, "rb") as pipe:
             answer = pipe.read()
         if not answer:
-            # It may have been killed, by itself too.
+            # A daemon that was killed leaves its mount and its record.
             sweep()
-            raise CliError(self._bug("it ended without a word"))
+            raise CliError(self._bug("it ended without giving a reason"))
         if answer != READY:
             raise CliError(answer[1:].decode(errors="surrogateescape"), ExitStatus(answer[0]))
 
     def serve(self, at_end: Callable[[], None] = lambda: None) -> NoReturn:
-        """Serve, in the daemon, and end the process."""
+        """Serve the mount in the daemon, and end the process."""
         status = ExitStatus.FAILURE
-        # This is a forked copy of the caller: nothing may get back into its frames.
+        # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.
         try:
             status = self._serve_or_report()
         finally:
@@ -134,7 +142,7 @@ class DaemonStart:
         return ExitStatus.FAILURE
 
     def _report(self, failure: CliError) -> None:
-        """Log the failure. If whoever started the daemon reads it, no log needs to stay."""
+        """Log the failure. If the starting process has received the message, remove the default log."""
         why = last_line(sys.stderr.fileno()) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
         log.error("%s", escape_for_terminal(message))
@@ -154,38 +162,38 @@ class DaemonStart:
             self._log_file.unlink(missing_ok=True)
 
     def _become_ready(self, given: Sequence[int]) -> None:
-        # A lock or a pipe that its starter was given would be held as long as the mount. Only now: the
-        # kernel's file may have been named by such a descriptor.
+        # A lock or a pipe inherited from the starting process would be held as long as the mount lives.
+        # They are closed only now because the kernel's file may be named as /dev/fd/N.
         for descriptor in given:
             os.close(descriptor)
         self._tell(READY)
 
-    def _bug(self, what: str) -> str:
-        return f"the daemon failed at its start: {what}: see {self._log_file}"
+    def _bug(self, reason: str) -> str:
+        return f"the daemon failed at its start: {reason}: see {self._log_file}"
 
     def _tell_reason(self, message: str, status: ExitStatus) -> bool:
         return self._tell(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _tell(self, message: bytes) -> bool:
-        """Tell who started the daemon; False where it was told before."""
+        """Send the message to the starting process. Return False if an earlier message was sent."""
         if not self._is_told.acquire(blocking=False):
             return False
-        # Who started it may be gone.
+        # The starting process may be dead.
         with suppress(BrokenPipeError):
             os.write(self._writer, message)
         os.close(self._writer)
         return True
 
     def _watch_starter(self) -> None:
-        """From now on the daemon ends when who started it goes before the mount stands."""
+        """Start a thread that ends the daemon if the starting process dies before the mount answers."""
 
         def watch() -> None:
             waiting = poll()
             waiting.register(self._writer, 0)
-            # What is shorter than this needs no watch; and the descriptor is closed with the answer.
+            # The timeout is needed because _tell() closes the descriptor that is polled here.
             while not self._is_told.locked():
                 if any(event & POLLERR for _, event in waiting.poll(100)) and self._is_told.acquire(False):
-                    log.error("who started the daemon went before the mount was there")
+                    log.error("the process that started the daemon died before the mount answered")
                     if mountpoints.mounted_on(self._options.directory):
                         with suppress(CliError):
                             mountpoints.detach(self._options.directory)
@@ -207,10 +215,14 @@ class DaemonStart:
 
 
 def _given_descriptors() -> list[int]:
-    """Those that came by execve(2), but standard ones: Python's own don't go that way."""
+    """Return the descriptors inherited by execve(2), except the standard ones.
+
+    Python opens its own descriptors with FD_CLOEXEC.
+    """
     found = []
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        # That of the listing itself is gone.
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        # The descriptor that os.listdir() used is closed again.
         with suppress(OSError):
             if descriptor > 2 and os.get_inheritable(descriptor):
                 found.append(descriptor)

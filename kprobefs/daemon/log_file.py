@@ -1,4 +1,4 @@
-"""The daemon's log: a regular file, outside of the mount, that is gone again when it says nothing."""
+"""The daemon's log: a regular file outside of the mount."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import is_inside
 
 TAIL = 4096
+"""Bytes at the end of the log in which last_line() looks for a line."""
 
 
 def check_log(path: str, directory: str) -> None:
-    """Raises: CliError (`path` can't be the log of a daemon that serves `directory`)."""
+    """Check that `path` can be the log of a daemon that serves `directory`. Raises: CliError."""
     os.close(_open(path, directory, 0))
 
 
 def open_log(path: str, directory: str, *, anew: bool) -> int:
-    """A descriptor to write to; `anew`: what stood there is dropped. Raises: CliError."""
+    """Open the log for appending and return the descriptor. If `anew` is true, truncate it.
+
+    Raises: CliError.
+    """
     return _open(path, directory, os.O_TRUNC if anew else 0)
 
 
@@ -36,7 +40,7 @@ def _open(path: str, directory: str, flags: int) -> int:
 
 
 def _reason(path: str, error: OSError) -> str:
-    # What open(2) says of a FIFO, a socket or a link is a riddle.
+    # The errors of open(2) for a FIFO, a socket or a link do not name the cause.
     if os.path.islink(path):
         return "a symbolic link; name the file itself"
     if os.path.exists(path) and not os.path.isfile(path):
@@ -45,7 +49,7 @@ def _reason(path: str, error: OSError) -> str:
 
 
 def last_line(descriptor: int) -> str:
-    """What a log that is open as `descriptor` ends with; "" where it is empty."""
+    """Return the last line that is not blank of the log open as `descriptor`, or "" if there is none."""
     try:
         with open(f"/proc/self/fd/{descriptor}", "rb") as file:
             file.seek(max(0, os.fstat(descriptor).st_size - TAIL))

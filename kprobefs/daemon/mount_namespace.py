@@ -1,4 +1,4 @@
-"""Who else is in the daemon's mount namespace: a mount that nobody can reach any more needs no daemon."""
+"""The other processes in the daemon's mount namespace. When the last one exits, the daemon can end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from kprobefs.common.errors import CliError
 from kprobefs.common.mountpoints import our_mounts
 
 INTERVAL = 30.0
-"""Seconds between two looks at all processes."""
+"""Seconds between two scans of all processes."""
 CAP_SYS_PTRACE = 19
+"""Number of the capability. Mirrors: include/uapi/linux/capability.h."""
 
 
 class NamespaceMembers:
-    """The other processes of this mount namespace, but for daemons that keep a mount for each other alone.
+    """The other processes in the daemon's mount namespace, except the daemons of its kprobefs mounts.
 
-    In the host's own namespace there are always some.
+    If daemons counted, two of them in one namespace would keep each other alive. The host's initial
+    namespace is not scanned because it always has other processes.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,7 @@ class NamespaceMembers:
         self._namespace = os.readlink("/proc/self/ns/mnt")
         self._had_some = False
         self.interval = INTERVAL if _may_look_at_all() and not self._is_of_host() else None
-        """Seconds between two looks; None where none is needed."""
+        """Seconds between two scans; None if no scan is needed or possible."""
         if self.interval is not None:
             self._had_some = self._has_some()
 
@@ -36,11 +38,11 @@ class NamespaceMembers:
             return False
 
     def add(self, pid: int) -> None:
-        """A process of ours that doesn't count."""
+        """Exclude a process of the daemon's own from the others."""
         self._own.add(pid)
 
     def have_gone(self) -> bool:
-        """Whether there were others, and are none now."""
+        """Return True if there were other processes and there are none now."""
         if self._has_some():
             self._had_some = True
             return False
@@ -50,7 +52,7 @@ class NamespaceMembers:
         daemons = _daemons()
         for name in os.listdir("/proc"):
             if name.isdecimal() and int(name) not in self._own:
-                # One has ended, or is of a user namespace above.
+                # The process has exited, or it belongs to a parent user namespace.
                 with suppress(OSError):
                     if os.readlink(f"/proc/{name}/ns/mnt") != self._namespace:
                         continue
@@ -60,7 +62,10 @@ class NamespaceMembers:
 
 
 def _daemons() -> set[int]:
-    """Pids of those that serve the mounts of this namespace, as far as they can be found now."""
+    """Return the pids of the daemons that serve kprobefs mounts in this namespace.
+
+    If the mounts cannot be read, return an empty set.
+    """
     try:
         found = [running(point.directory) for point in our_mounts()]
     except (OSError, CliError):
@@ -69,7 +74,10 @@ def _daemons() -> set[int]:
 
 
 def _may_look_at_all() -> bool:
-    """Whether each process of the mount namespace is seen; true of who has made that namespace."""
+    """Return True if this process may read the namespace links of all processes in its mount namespace.
+
+    The creator of a namespace has CAP_SYS_PTRACE in it.
+    """
     with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
         effective = next(line for line in file if line.startswith("CapEff:"))
     return bool(int(effective.split()[1], 16) >> CAP_SYS_PTRACE & 1)

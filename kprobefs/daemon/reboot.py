@@ -1,4 +1,4 @@
-"""machine/power: boots the mount's kernel anew, with all that was defined, and the records so far."""
+"""Reboot of a mount's kernel by machine/power. The definitions and the trace records survive it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from kprobefs.definitions.syntax import Line
 from kprobefs.definitions.tracefs_files import TreeFiles
 
 RETURN_HOOK = "kprobes/return_hook"
+"""File that chooses how return probes are implemented."""
 PLACE = "the kernel before this one"
-"""Where lines that can't be applied come from, in the kernel's log."""
+"""Name of the file, in the guest's log, of definition lines that cannot be applied after a reboot."""
 
 
 class PowerFile(CommandFile):
-    """`reboot` boots the guest anew; reading says whether it runs, and how often it was booted."""
+    """machine/power: writing `reboot` boots the guest again; reading returns its state and boot count."""
 
     replaces_kernel = True
     __slots__ = ()
 
 
 class RebootableKernel:
-    """A mount, and the kernel that it shows now."""
+    """A mount and its current kernel, which reboot() replaces."""
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class RebootableKernel:
         watch: Callable[[], ProcessWatch] = HostProcesses,
         state: SavedState | None = None,
     ) -> None:
-        """`watch` makes what each of its kernels sees of the host; `state`: what an earlier daemon has left.
+        """Boot the first kernel, and restore `state`, which an earlier daemon has saved.
 
-        Raises: OSError, as Kernel does.
+        Each kernel gets its own view of the host's processes from `watch`. Raises: OSError, as Kernel does.
         """
         self._watch = watch
         self._layout = layout
@@ -65,7 +66,7 @@ class RebootableKernel:
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
         self._return_hook = self._kernel.kretprobes.hooks.return_hook
-        """Of a new kernel."""
+        """Default return hook of a new kernel."""
         is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
         if state is not None:
@@ -74,12 +75,12 @@ class RebootableKernel:
                 state.keep(kernel, self.mount, partial(self._definitions, kernel), is_fresh=not is_restored)
 
     def _restore(self, state: SavedState) -> bool:
-        """Bring back what was left; where that fails there is a kernel that has seen nothing of it."""
+        """Restore the saved state. If that fails, boot a fresh kernel and return False."""
         kernel = self._kernel
         try:
             with kernel.lock:
                 return state.restore(kernel, self._tree(kernel))
-        # Whatever the files say, the daemon starts.
+        # The daemon must start even if the state's files are damaged.
         except Exception as error:
             state.refuse(error)
         self._kernel = Kernel(kernel.config, self._processes)
@@ -113,13 +114,13 @@ class RebootableKernel:
 
     def _definitions(self, kernel: Kernel) -> list[str]:
         hook = kernel.kretprobes.hooks.return_hook
-        # It can't be chosen any more once a return probe is there.
+        # The return hook comes first: it cannot be changed once a return probe exists.
         chosen = [f"{RETURN_HOOK} = {hook}"] if hook != self._return_hook else []
         lines = saved(self._all_files(kernel), probe_states(kernel.components))
         return [f"{line}\n" for line in (*chosen, *lines)]
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
-        """A tree that has all of them, whatever the layout shows."""
+        """Return the files of the full layout, which may have more than the mount's layout."""
         client = Client(os.getpid(), self._owner.uid, self._owner.gid)
         return TreeFiles(self._tree(kernel), client)
 
@@ -127,10 +128,7 @@ class RebootableKernel:
         return kernel.filesystem(RootLayout.FULL, self._owner)
 
     def reboot(self) -> None:
-        """Put a new kernel into the place of this one; where that fails nothing has changed.
-
-        Raises: KernelError.
-        """
+        """Replace the current kernel by a new one. If that fails, keep the old one. Raises: KernelError."""
         with self._kernel.lock:
             old = self._kernel
             clock = self._kernel.machine.clock
@@ -159,7 +157,7 @@ class RebootableKernel:
             if self._state is not None:
                 self._state.keep(new, self.mount, partial(self._definitions, new))
             del old
-            # What the daemon made before it served isn't looked at for garbage; the old kernel is some now.
+            # Objects from before the first request are frozen, so the old kernel must be unfrozen first.
             gc.unfreeze()
             gc.collect()
             gc.freeze()
@@ -171,7 +169,7 @@ class RebootableKernel:
             except KernelError as error:
                 kernel.guest.log(f"module {file.name}: {error.strerror}")
         if self._state is not None:
-            # Where that fails the reboot does, with all records still there.
+            # If this fails, the reboot fails, and the old kernel keeps all records.
             previous_boot.make_again(kernel, old)
         lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
         for failed in Loader(self._all_files(kernel)).apply(lines):
@@ -181,7 +179,7 @@ class RebootableKernel:
 
 
 def _modules(kernel: Kernel) -> list[ModuleFile]:
-    """What to load again; nothing where the guest has lost its list."""
+    """Return the files of the loaded modules. If the guest's list of modules is damaged, return none."""
     with suppress(KernelError):
         return kernel.modules.files()
     return []

@@ -1,4 +1,4 @@
-"""Service: one mount, from building its kernel to the end."""
+"""The service of one mount, from the build of its kernel to the unmount."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("kprobefs")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that end the service."""
 CLOSE_TIMEOUT = 1.0
-"""Seconds that who waits in a read has to be sent away before the mount is taken off."""
+"""Seconds that closing the kernel may take before the unmount. Closing it ends all waiting reads."""
 END_TIMEOUT = 2.0
-"""Seconds that the session may take to end once it is unmounted; the process ends anyhow."""
+"""Seconds that the FUSE session may take to end after the unmount. The process exits in any case."""
 SWITCH_INTERVAL = 0.0002
-"""Seconds. Handlers of the emulator compete with requests for the interpreter; see sys.setswitchinterval."""
+"""Argument of sys.setswitchinterval() in seconds. Emulator hooks and requests compete for the interpreter."""
 FULL_COLLECTIONS = 50
-"""Collections of younger garbage for each full one, which takes longer than registering a thousand probes."""
+"""Collections of the middle generation per full one. A full one is slower than registering 1000 probes."""
 APPLY_TIMEOUT = 30.0
-"""Seconds that a start waits for the definitions."""
+"""Seconds that a start waits until the *.probes files are applied."""
 
 
 class StartUp:
-    """The part of a start after the mount: its definitions are applied.
+    """The phase after mounting in which the *.probes files are applied.
 
-    It is over when they are, or have taken too long. The process that applies them goes on then.
+    It is over when they are applied, or after APPLY_TIMEOUT. After a timeout the process that applies them
+    continues.
     """
 
     def __init__(self, applying: ApplyProcess | None, wake: Wake) -> None:
@@ -58,16 +60,16 @@ class StartUp:
         self._wake = wake
         self._deadline = time.monotonic() + APPLY_TIMEOUT
         self.remark = "" if applying is None else "applying definitions"
-        """What the service manager shows of it."""
+        """Text about this phase for the service manager's status line, or ""."""
         if applying is not None:
             wake.watch(applying.descriptor, self._read)
 
     def is_over(self) -> bool:
-        """Whether the start waits for nothing any more."""
+        """Return True if all files are applied or the timeout has passed."""
         return self._applying is None or time.monotonic() > self._deadline
 
     def seconds_left(self) -> float:
-        """Return how long the start still waits."""
+        """Return the seconds until the timeout."""
         return max(0, self._deadline - time.monotonic())
 
     def _read(self) -> None:
@@ -80,10 +82,14 @@ class StartUp:
 
 
 class WatchdogReports:
-    """What the watchdog's process hears from the mount; each answer is a sign of life of the service."""
+    """Reports of the mount's condition from the watchdog process.
+
+    Each report sends a keep-alive to the service manager.
+    """
 
     def __init__(self, watchdog: ServiceWatchdog | None, wake: Wake) -> None:
         self.condition = "serving"
+        """The latest condition that the mount has reported."""
         self._watchdog = watchdog
         self._wake = wake
         if watchdog is not None:
@@ -98,11 +104,11 @@ class WatchdogReports:
             self.condition = answer
         else:
             self._wake.ignore(self._watchdog.descriptor)
-            log.error("nothing asks the mount for its state any more")
+            log.error("the watchdog process has ended: the mount's state is no longer checked")
 
 
 class ServiceStatus:
-    """What the service manager has been told: each new status, and once that the service is ready."""
+    """Status of the service at the service manager: readiness, sent once, and each changed status line."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -110,7 +116,7 @@ class ServiceStatus:
         self._sent = ""
 
     def report(self, condition: str, remark: str, *, is_ready: bool) -> None:
-        """Send what is new."""
+        """Send the status if it has changed, and READY=1 when `is_ready` is true for the first time."""
         status = f"{condition} {self._directory}{remark and ': '}{remark}"
         if is_ready and not self._is_ready:
             self._is_ready = True
@@ -121,10 +127,10 @@ class ServiceStatus:
 
 
 class Service:
-    """One mount, from building its kernel to the end. Needs the main thread, for signals."""
+    """The service of one mount. It must run in the main thread because it handles signals."""
 
     def __init__(self, options: MountOptions, build: Builder, *, applies_definitions: bool) -> None:
-        """`applies_definitions`: apply those that mounts begin with; otherwise the starting process does."""
+        """Prepare the service. If `applies_definitions` is false, the starting process applies *.probes."""
         self._options = options
         self._build = build
         self._applies_definitions = applies_definitions
@@ -134,12 +140,11 @@ class Service:
         self._failure: CliError | None = None
 
     def run(self, on_prepared: Callable[[], None], on_ready: Callable[[], object]) -> None:
-        """Serve until SIGTERM, SIGINT, SIGHUP or umount.
+        """Serve until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
-        `on_prepared` is called while there are no threads yet, `on_ready` once the mount answers.
-        Raises: CliError.
+        Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers.
         """
-        # Before libfuse is loaded: it takes signals that still have their default action.
+        # Hazard: libfuse takes over signals with the default action, so this must precede its loading.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
         registration = Registration(self._describe())
@@ -165,7 +170,7 @@ class Service:
         from kprobefs.fuse.operations import FuseOptions, Server
 
         share_heap()
-        # What the kernel is made of stays; it would be looked at by each full collection.
+        # The kernel's objects live as long as the mount. Frozen, they do not slow down full collections.
         gc.disable()
         served = self._build(self._options)
         gc.freeze()
@@ -195,13 +200,13 @@ class Service:
             if applying is not None:
                 applying.end()
         server.stop()
-        # It waits for the request that has the kernel, which may be a long one.
+        # close() waits for the request that holds the control lock, which may take long.
         closing: threading.Thread | None = None
         with suppress(KernelError):
             closing = start_thread("close", served.close)
             closing.join(CLOSE_TIMEOUT)
         self._end(session)
-        # The host had no thread for it; behind the session's end there is nothing to wait for.
+        # If the host had no thread for close(), call it here: without a session no request holds the lock.
         if closing is None and not session.is_alive():
             served.close()
         if self._failure is not None:
@@ -211,7 +216,7 @@ class Service:
         return self._applies_definitions and bool(dropins.files())
 
     def _wait(self, watchdog: ServiceWatchdog | None, start_up: StartUp) -> None:
-        """Wait until it is time to end; meanwhile the service manager hears what the mount answers."""
+        """Wait until the service must end. Meanwhile send the mount's condition to the service manager."""
         status = ServiceStatus(escape_for_terminal(self._options.directory))
         reports = WatchdogReports(watchdog, self._wake)
         while True:
@@ -235,7 +240,7 @@ class Service:
             server.serve(self._options.directory, mounted)
         except CliError as failure:
             if self._wake.is_set():
-                # Unmounted under its threads, libfuse's loop may end with an error of its own.
+                # After an unmount, libfuse's loop may return an error.
                 log.info("the session ended: %s", failure)
             else:
                 self._failure = failure
@@ -250,12 +255,12 @@ class Service:
         directory = self._options.directory
         point = mountpoints.mounted_on(directory)
         if self._mounted and session.is_alive() and point is not None and point.fstype == mountpoints.FSTYPE:
-            # Another place that shows the same mount keeps the session alive as well.
+            # Bind mounts of the same file system keep the session alive too.
             for each in reversed(mountpoints.mount_points()):
                 if each.device == point.device:
                     with suppress(CliError):
                         mountpoints.detach(each.directory)
-        # So does a file that somebody still holds open; the end of the process closes it.
+        # An open file also keeps the session alive, until the process exits.
         session.join(END_TIMEOUT)
         log.info("stopped serving %s", escape_for_terminal(directory))
 

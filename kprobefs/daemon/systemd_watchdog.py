@@ -1,6 +1,6 @@
-"""The service manager: how the daemon is, and a watchdog that requests through the mount feed.
+"""Notifications to the service manager, and a watchdog process that sends requests through the mount.
 
-A daemon that hangs is restarted.
+If the daemon hangs, the keep-alive messages stop and the service manager restarts it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from typing import NoReturn
 from kprobefs.common.mountpoints import CONTROL_TIMEOUT, STATE_LINK, MountState
 
 BUSY_LIMIT = 900.0
-"""Seconds that a request may keep the kernel: a run's budget is 600 at most."""
+"""Seconds that one request may hold the control lock. The budget of a run is at most 600 seconds."""
 CPU_TIMES = slice(11, 13)
-"""utime and stime among the fields of /proc/PID/stat behind the name; see proc(5)."""
+"""utime and stime among the fields of /proc/PID/stat after the name. Mirrors: proc(5)."""
 PR_SET_PDEATHSIG = 1
+"""Mirrors: prctl(2)."""
 PIPE_SIZE = 1 << 16
-"""Bytes that a pipe holds: all answers that were not read yet. Mirrors: pipe(7)."""
+"""Bytes that a pipe holds. One read of this size returns all unread reports. Mirrors: pipe(7)."""
 
 
 def sd_notify(*assignments: str) -> None:
-    """Send assignments such as "READY=1" to the service manager, if one listens. Mirrors: sd_notify(3)."""
+    """Send assignments such as "READY=1" to the service manager, if there is one.
+
+    Mirrors: sd_notify(3).
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -39,29 +43,29 @@ def sd_notify(*assignments: str) -> None:
 
 
 def watchdog_interval() -> float | None:
-    """Seconds between two signs of life; None where no service manager waits for them.
+    """Return the seconds between two keep-alives, or None if no service manager expects them.
 
     Mirrors: sd_watchdog_enabled(3).
     """
     with suppress(ValueError):
         if int(os.environ.get("WATCHDOG_PID", os.getpid())) == os.getpid():
             microseconds = int(os.environ.get("WATCHDOG_USEC", "0"))
-            # Half of it, as the manual page asks.
+            # The manual page recommends half of the timeout.
             return microseconds / 2e6 if microseconds > 0 else None
     return None
 
 
 class ServiceWatchdog:
-    """A process that asks the mount for its state again and again, and passes each answer on.
+    """A child process that reads the mount's state at regular intervals and reports it to the daemon.
 
-    While a request keeps the kernel, and the state waits for its lock, it says that the mount is busy if the
-    daemon uses its CPU: one that is stopped, or has locked itself out, doesn't.
-    Not a thread: one that waits for an answer of its own process couldn't be killed. It has to be started
-    before /dev/fuse is opened, and while the caller has no threads.
+    If the read blocks because a request holds the control lock, the child reports that the mount is busy.
+    It does so only while the daemon uses CPU time: a stopped or deadlocked daemon uses none.
+    The watchdog is not a thread: a process that waits for an answer from its own FUSE mount cannot be killed.
+    Start it before /dev/fuse is opened and while the caller has no threads.
     """
 
     def __init__(self, directory: str, interval: float) -> None:
-        """`interval` in seconds."""
+        """Fork the child, which waits for start(). `interval` is in seconds."""
         start, self._start = os.pipe()
         self.descriptor, answers = os.pipe()
         self.pid = os.fork()
@@ -71,31 +75,31 @@ class ServiceWatchdog:
         os.close(answers)
 
     def start(self) -> None:
-        """The mount is there."""
+        """Let the child begin. Call this when the mount answers."""
         os.close(self._start)
 
     def answer(self) -> str:
-        """What the mount said last: its condition; "" when the process has ended."""
-        told = os.read(self.descriptor, PIPE_SIZE).decode("ascii", "replace").split()
-        return told[-1] if told else ""
+        """Return the latest condition that the child has reported, or "" if the child has ended."""
+        reports = os.read(self.descriptor, PIPE_SIZE).decode("ascii", "replace").split()
+        return reports[-1] if reports else ""
 
     def end(self) -> None:
-        """No more questions."""
+        """Kill the child."""
         os.kill(self.pid, signal.SIGKILL)
-        # One that waits for an answer of ours ends with us.
+        # A child that is blocked in a request of this mount dies only with the daemon, so do not wait.
         os.waitpid(self.pid, os.WNOHANG)
         os.close(self.descriptor)
 
 
 class _Condition:
-    """What the mount says of itself, as long as a daemon works at it."""
+    """The mount's condition, as the watchdog process sees it."""
 
     def __init__(self, link: Path, daemon: int) -> None:
-        """`daemon`: its pid."""
+        """Watch the state that `link` returns and the CPU time of the process with the pid `daemon`."""
         self.told = ""
-        """MountState's value; "" where the mount is gone."""
+        """Latest value of MountState, or "" if the mount is gone."""
         self.is_alive = True
-        """Whether an answer came, or is still worked for."""
+        """False if the daemon neither answers nor uses CPU time."""
         self._link = link
         self._stat = Path(f"/proc/{daemon}/stat")
         self._asking = threading.Thread()
@@ -104,9 +108,10 @@ class _Condition:
         self._used: list[bytes] = []
 
     def ask(self) -> str:
-        """Look again; what is told then."""
+        """Read the state again, wait for it up to CONTROL_TIMEOUT, and return the new `told`."""
         if not self._asking.is_alive():
-            self._asking, self._since = threading.Thread(target=self._read, daemon=True), time.monotonic()
+            self._asking = threading.Thread(target=self._read, daemon=True)
+            self._since = time.monotonic()
             self._asking.start()
         self._asking.join(CONTROL_TIMEOUT)
         is_busy = self._asking.is_alive()
@@ -132,7 +137,7 @@ def _ask_for_ever(directory: str, interval: float, start: int, answers: int) -> 
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         first, last = sorted((start, answers))
-        # The daemon's record is locked by a descriptor: who holds a copy would hold the lock.
+        # Hazard: a descriptor locks the daemon's record. A copy of it in this process would hold the lock.
         for low, high in ((3, first), (first + 1, last), (last + 1, 1 << 20)):
             os.closerange(low, high)
         os.read(start, 1)
@@ -141,6 +146,6 @@ def _ask_for_ever(directory: str, interval: float, start: int, answers: int) -> 
             if condition.is_alive:
                 os.write(answers, f"{condition.told}\n".encode())
             time.sleep(interval)
-    # This is a forked copy of the daemon: nothing may get back into its frames.
+    # Hazard: this is a forked copy of the daemon. No exception may unwind into the daemon's frames.
     finally:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Wake: what the daemon's main thread waits for: the end, and processes that have something to say."""
+"""Event loop of the daemon's main thread: it waits for the end and for output of child processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Handler = Callable[[], None]
 
 
 class Wake:
-    """An event that a signal handler may set, for the main thread to wait for; there is one in a process.
+    """An event that signal handlers may set and the main thread waits for. A process has only one.
 
-    A handler runs when the main thread runs Python again. A wait for a lock goes on if the signal came just
-    before it, or to another thread. A wait for a pipe is ended by the byte that the interpreter writes then.
+    Python runs a signal handler only when the main thread executes Python code. A threading.Event would
+    keep waiting if the signal came just before the wait or arrived in another thread. A wait for a pipe
+    ends because the interpreter writes a byte to the pipe on each signal.
     """
 
     def __init__(self) -> None:
@@ -23,32 +24,32 @@ class Wake:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # Unlike epoll's, it needs no descriptor of its own.
+        # Unlike epoll, poll needs no descriptor of its own.
         self._selector = PollSelector()
         self._selector.register(self._reader, EVENT_READ, self._drain)
 
     def is_set(self) -> bool:
-        """Whether it has been set."""
+        """Return True if the event has been set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, from any thread."""
+        """Set the event. Any thread may call this."""
         self._is_set = True
         with suppress(BlockingIOError):
             os.write(self._writer, b"\0")
 
     def watch(self, descriptor: int, handler: Handler) -> None:
-        """Have wait() return `handler` when the descriptor can be read."""
+        """Let wait() return `handler` when the descriptor can be read."""
         self._selector.register(descriptor, EVENT_READ, handler)
 
     def ignore(self, descriptor: int) -> None:
-        """Watch a descriptor no more."""
+        """Stop watching a descriptor."""
         self._selector.unregister(descriptor)
 
     def wait(self, timeout: float | None = None) -> list[Handler]:
-        """Wait until it is set, for `timeout` seconds, or until a watched descriptor can be read.
+        """Wait until the event is set, `timeout` seconds have passed, or a watched descriptor can be read.
 
-        Return the handlers of the descriptors that can be read. Only for the main thread.
+        Return the handlers of the descriptors that can be read. Only the main thread may call this.
         """
         while not self._is_set:
             found: list[Handler] = [key.data for key, _ in self._selector.select(timeout)]

@@ -1,1 +1,1 @@
-"""Files of probe definitions: reading, applying and saving them."""
+"""Files of probe definitions: how to read, apply and save them."""

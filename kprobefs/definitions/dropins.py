@@ -1,4 +1,4 @@
-"""Definitions that a mount begins with: *.probes in directories of the system's and of the user's."""
+"""Drop-in files: the *.probes files of the system and of the user that every new mount applies."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from emulated_kernel.util.safe_read import open_regular, read_open
 from kprobefs.common.errors import CliError
 
 SYSTEM = ("/etc/kprobefs/probes.d", "/run/kprobefs/probes.d", "/usr/lib/kprobefs/probes.d")
+"""Directories of the system, the most important one first."""
 VARIABLE = "KPROBEFS_PROBES_PATH"
+"""Environment variable with directories, separated by colons, that replace the default ones."""
 LIMIT = 64 << 20
-"""Bytes of a file of definitions."""
+"""Largest size of a file of definitions in bytes."""
 
 
 def directories() -> list[str]:
-    """Where they are looked for; of two files of the same name the one in the earlier directory counts."""
+    """Return the directories of drop-in files.
+
+    If two directories have a file of the same name, only the file in the earlier directory is used.
+    """
     if VARIABLE in os.environ:
         return [path for path in os.environ[VARIABLE].split(":") if path]
     if os.geteuid() == 0:
-        # sudo may leave the user's HOME: what is there isn't root's to apply.
+        # sudo may keep the user's HOME, and root must not apply the user's files.
         return list(SYSTEM)
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return [f"{home}/kprobefs/probes.d", *SYSTEM]
 
 
 def files() -> list[Path]:
-    """In the order of their names, whatever their directory. Mirrors: sysctl.d(5)."""
+    """Return the drop-in files, sorted by name across all directories. Mirrors: sysctl.d(5)."""
     found: dict[str, Path] = {}
     for directory in directories():
         try:
@@ -36,12 +41,15 @@ def files() -> list[Path]:
         for name in names:
             if name.endswith(".probes"):
                 found.setdefault(name, Path(directory, name))
-    # A link to /dev/null hides the files of that name.
+    # A link to /dev/null masks the files of the same name in later directories.
     return [found[name] for name in sorted(found) if os.path.realpath(found[name]) != os.devnull]
 
 
 def read(path: Path) -> str:
-    """What a file holds. Raises: CliError (it can't be read, or somebody else could have written it)."""
+    """Return the text of a drop-in file.
+
+    Raises: CliError (the file cannot be read, or another user could have written it).
+    """
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())

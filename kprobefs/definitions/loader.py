@@ -1,4 +1,7 @@
-"""`kprobefs apply`: makes a tracefs what the lines of definition files say. Naming an instance makes it."""
+"""`kprobefs apply`: application of the lines of definition files to a tracefs.
+
+If a line names an instance that does not exist, the instance is created.
+"""
 
 from __future__ import annotations
 
@@ -25,56 +28,57 @@ from kprobefs.definitions.syntax import (
 from kprobefs.definitions.tracefs_files import OUTSIDE, Files
 
 CURSOR = re.compile(r"^ *\^$")
+"""Line of an error_log that points at the position of the error."""
 WISHES = ("enable", "optimized")
-"""Files that say what is so yet, not what they were asked for."""
+"""Files that return the current state, which may lag behind the value that was written."""
 
 
 class DefinitionError(Exception):
-    """A line that can't be done: what to tell, after the file's name and the line's number."""
+    """A line that cannot be applied. The message does not name the file and the line."""
 
     def __init__(self, message: str, cursor: int | None = None) -> None:
-        """`cursor`: index in the line that the kernel's error log points at."""
+        """Make the error. `cursor` is the index in the line at which the kernel's error_log points."""
         super().__init__(message)
         self.cursor = cursor
 
 
 class Loader:
-    """Makes a tracefs what lines say, and leaves alone what is so already."""
+    """Applies lines of definitions to a tracefs. A line that already holds changes nothing."""
 
     def __init__(self, files: Files) -> None:
-        """`files` are those that are to be written. Raises: CliError."""
+        """Prepare to write `files`. Raises: CliError (they have no tracefs), DefinitionError."""
         self._files = files
         self._tracefs = files.tracefs()
         self._defined: set[str] = set()
-        """Events of the lines so far; a further line for one of them adds to it."""
+        """Events defined by earlier lines. A further line for such an event adds a probe to it."""
         self._error_logs = {"": self._read("error_log")}
-        """By trace array: "" or instances/NAME/."""
+        """Directory of a trace array ("" or instances/NAME/) -> its error_log, as last read."""
         self._known: _ExistingDefinitions | None = None
-        """What dynamic_events says; None where lines have changed it in ways that only reading it tells."""
+        """Content of dynamic_events, or None if it must be read again."""
 
     def apply(self, lines: Sequence[Line]) -> list[str]:
         """Apply all lines; return a message for each that failed."""
         failed: list[str] = []
-        told: list[str] = []
+        failed_triggers: list[str] = []
         later = list(lines)
         while later:
             now = later
             later = []
-            told = []
+            failed_triggers = []
             for line in now:
                 try:
                     self._do(line.text)
                 except DefinitionError as refused:
                     report = _report(line, refused)
-                    # A trigger may need a variable of one that comes behind it.
+                    # A trigger may need a variable that a later trigger defines, so it is tried again.
                     if is_trigger(line.text):
                         later.append(line)
-                        told.append(report)
+                        failed_triggers.append(report)
                     else:
                         failed.append(report)
             if len(later) == len(now):
                 break
-        return failed + told
+        return failed + failed_triggers
 
     def _do(self, text: str) -> None:
         if text.startswith("#"):
@@ -104,7 +108,7 @@ class Loader:
         self._defined.add(definition.event)
 
     def _remove(self, event: str) -> None:
-        """Make room for another definition of an event."""
+        """Disable an event in all trace arrays and remove its definition."""
         instances = self._files.directories(f"{self._tracefs}instances")
         for place in ("", *(f"instances/{name}/" for name in sorted(instances))):
             switch = f"{place}events/{event}/enable"
@@ -113,12 +117,12 @@ class Loader:
         try:
             self._write("dynamic_events", f"-:{event}", None)
         except DefinitionError as refused:
-            # Linux: a trigger that counts by an event's fields keeps it.
+            # Linux: an event that a hist trigger uses cannot be removed (EBUSY).
             triggers = list(self._triggers(event))
             raise DefinitionError(f"{refused}: {'; '.join(triggers)}" if triggers else str(refused)) from None
 
     def _triggers(self, event: str) -> Iterator[str]:
-        """What an event's triggers are, with the files that take them away again."""
+        """Yield the triggers of an event in all trace arrays, each after the name of its file."""
         instances = self._files.directories(f"{self._tracefs}instances")
         for place in ("", *(f"instances/{name}/" for name in sorted(instances))):
             file = f"{place}events/{event}/trigger"
@@ -143,13 +147,14 @@ class Loader:
         elif parts[-1] == "trigger":
             if not any(_covers(each, value) for each in saved_triggers(self._read(path))):
                 self._write(path, value, column)
-        # While the loader's own requests may be traced, it makes as few as it can.
+        # The loader's own requests may be traced, so it skips needless ones.
         elif parts[-1] in WISHES or value not in (text := self._read(path).strip(), chosen_word(text)):
             self._write(path, value, column)
 
     def _make(self, instance: str) -> None:
-        """The instance, if it isn't there, and what its error_log says before anything of ours."""
-        if (log := f"{instance}/") in self._error_logs:
+        """Create the instance if it does not exist, and remember its current error_log."""
+        log = f"{instance}/"
+        if log in self._error_logs:
             return
         try:
             self._files.mkdir(f"{self._tracefs}{instance}")
@@ -161,18 +166,17 @@ class Loader:
             self._error_logs[log] = ""
 
     def _add(self, path: str, value: str, column: int) -> None:
-        """Write the words of a list that aren't in it."""
-        present = set(map(without_count, saved_words(path, self._read(path))))
+        """Write the words that the list in a file lacks."""
+        present = {without_count(word) for word in saved_words(path, self._read(path))}
         for word in re.finditer(r"\S+", value):
             if without_count(word[0]) in present:
                 continue
             try:
                 self._write(path, word[0], column + word.start())
             except DefinitionError:
-                # EINVAL where each function that a pattern means has the command already.
+                # Linux: EINVAL if all functions that match a pattern have the command already.
                 pattern, colon, command = without_count(word[0]).partition(":")
-                had = (each.partition(":") for each in present)
-                if not colon or not any(c == command and fnmatchcase(f, pattern) for f, _, c in had):
+                if not colon or not _has_command(present, pattern, command):
                     raise
 
     def _path(self, name: str) -> str:
@@ -183,12 +187,16 @@ class Loader:
             return self._files.read(self._path(name))
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EACCES):
-                # A file that only takes.
+                # The file is write-only.
                 return ""
             raise DefinitionError(f"{name}: {error.strerror}") from None
 
     def _write(self, name: str, value: str, column: int | None) -> None:
-        """`column`: where `value` begins in its line; None where it doesn't stand there."""
+        """Write a line to a file.
+
+        `column` is the index of `value` in the line that is applied, or None if the line does not have it.
+        Raises: DefinitionError (with the message of the error_log).
+        """
         try:
             self._files.write(self._path(name), f"{value}\n")
         except OSError as error:
@@ -196,22 +204,32 @@ class Loader:
             before = self._error_logs.get(array)
             now = self._read(f"{array}error_log")
             self._error_logs[array] = now
-            told, cursor = _last_error(now, value) if now != before else ("", None)
-            reason = f"{told}: {error.strerror}" if told else str(error.strerror)
+            message, cursor = _last_error(now, value) if now != before else ("", None)
+            reason = f"{message}: {error.strerror}" if message else str(error.strerror)
             at = None if cursor is None or column is None else column + cursor
             raise DefinitionError(reason, at) from None
 
 
+def _has_command(words: Iterable[str], pattern: str, command: str) -> bool:
+    """Return True if a word gives `command` to a function that matches `pattern`."""
+    for word in words:
+        function, _, present = word.partition(":")
+        if present == command and fnmatchcase(function, pattern):
+            return True
+    return False
+
+
 class _ExistingDefinitions:
-    """The definitions that there are, as dynamic_events says, and those that were written since."""
+    """The definitions listed in dynamic_events, and those that were written after it was read."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """By kind, event and rest, and by kind, no event and rest."""
-        for each in map(parse_definition, lines):
-            if each is not None:
-                self.add(each)
+        """Kind, event and rest -> values of maxactive. Each definition is also found with the event ""."""
+        for line in lines:
+            definition = parse_definition(line)
+            if definition is not None:
+                self.add(definition)
 
     def add(self, definition: Definition) -> None:
         self.events.add(definition.event)
@@ -219,12 +237,15 @@ class _ExistingDefinitions:
             self._of(definition, event).add(definition.count)
 
     def has(self, wanted: Definition) -> bool:
-        """Whether there is such a one."""
+        """Return True if the wanted definition exists."""
         counts = self._of(wanted, wanted.event)
         return wanted.count in counts or (not wanted.count and bool(counts))
 
     def is_unsure(self, wanted: Definition) -> bool:
-        """Whether a name or a maxactive that the kernel has chosen since may be the one that is meant."""
+        """Return True if dynamic_events must be read again to find the wanted definition.
+
+        The kernel chooses a missing name or maxactive of a new definition. It may be the wanted one.
+        """
         return (bool(wanted.event) and "" in self.events) or (
             bool(wanted.count) and "" in self._of(wanted, wanted.event)
         )
@@ -234,22 +255,25 @@ class _ExistingDefinitions:
 
 
 def _last_error(log: str, value: str) -> tuple[str, int | None]:
-    """What the newest entry of an error_log says, and which character of `value` it points at."""
+    """Return the message of the newest entry of an error_log, and the index in `value` it points at."""
     lines = log.splitlines()
     heads = [number for number, line in enumerate(lines) if line.startswith("[")]
     if not heads:
         return "", None
     entry = lines[heads[-1] :]
-    told = entry[0].rpartition("error: ")[2]
+    message = entry[0].rpartition("error: ")[2]
     command = entry[1] if len(entry) > 1 else ""
     at = command.rfind(value) if value else -1
     if at < 0 or len(entry) < 3 or not CURSOR.match(entry[2]):
-        return told, None
-    return told, len(entry[2]) - 1 - at
+        return message, None
+    return message, len(entry[2]) - 1 - at
 
 
 def _covers(existing: str, wanted: str) -> bool:
-    """Whether a trigger is there: the kernel adds what isn't said, and counts down."""
+    """Return True if an existing trigger is the wanted one.
+
+    The kernel shows parameters that were not written, and the count that is left. Both are ignored.
+    """
     head, _, condition = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", wanted).partition(" if ")
     found, _, given = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", existing).partition(" if ")
     parts = head.split(":")

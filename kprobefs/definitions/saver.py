@@ -1,4 +1,4 @@
-"""`kprobefs save`: the lines that make a new mount what another one is."""
+"""`kprobefs save`: output of a mount's definitions and settings as lines for `kprobefs apply`."""
 
 from __future__ import annotations
 
@@ -29,25 +29,30 @@ VALUES = (
     "tracing_thresh",
     "max_graph_depth",
 )
-"""Files of a trace array, as far as it has them, that are saved whole, in this order."""
+"""Files of a trace array whose value is saved, in this order. A missing file is skipped."""
 ARMED = "kprobes/enabled"
+"""Switch that arms all probes. It is on in a new mount."""
 OPTIMIZATION = "sysctl/debug/kprobes-optimization"
+"""Switch of the optimizer. It is on in a new mount."""
 FTRACE = "sysctl/kernel/ftrace_enabled"
-"""All three are on in a new mount."""
+"""Switch of function tracers and of probes that use ftrace. It is on in a new mount."""
 STATS = "kprobes/stats"
+"""Directory with a subdirectory for each event, which has the state and the switches of its probes."""
 UNSWITCHED = {"pending", "gone"}
-"""Modes of probes that nothing can be switched of."""
+"""Modes of probes that cannot be enabled, disabled or optimized."""
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
-"""Off in a new mount."""
+"""Switch of the stack tracer. It is off in a new mount."""
 NO_FILTER = "none"
+"""Content of the filter file of an event without a filter."""
 REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
-"""How the file of a filter ends that was refused: its event has none then."""
+"""End of a filter file after the kernel has rejected the filter. The event has no filter then."""
 
 
 def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
-    """The lines that make a new mount what the one of `files` is; what is switched on comes last.
+    """Yield the lines that give a new mount the definitions and settings of `files`.
 
-    `probes` is what the files of thousands say, where that is known without reading them. Raises: CliError.
+    Lines that switch something on come last. If the caller passes `probes`, the files in kprobes/stats are
+    not read; there may be thousands of them. Raises: CliError.
     """
     tracefs = files.tracefs()
     arrays = {"": _Array(files, tracefs)}
@@ -65,7 +70,7 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
         if value != "0":
             yield f"{STACK_TRACER} = {value}"
     yield from _switched_off(files, FTRACE)
-    # Linux: a probe that is enabled while all are disarmed isn't armed with them later.
+    # Linux: a probe that is enabled while all probes are disarmed is not armed with them later.
     yield from _switched_off(files, ARMED)
 
 
@@ -76,11 +81,11 @@ def _switched_off(files: Files, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Array:
-    """A trace array's files."""
+    """The files of a trace array."""
 
     files: Files
     directory: str
-    """"" or with a slash at its end."""
+    """Directory of the array: empty, or with a slash at its end."""
 
     def lines(self, name: str) -> list[str]:
         return _content(self.files, f"{self.directory}{name}")
@@ -92,7 +97,7 @@ class _Array:
             for value in self.lines(name)[:1]:
                 if value == "X":
                     yield from self._sizes()
-                # "7 (expanded: 1410)" is a buffer that nobody has used yet.
+                # "7 (expanded: 1410)" is a buffer of default size that is not in use yet.
                 elif "(" not in value:
                     yield f"{name} = {chosen_word(value)}"
         [mask] = self.lines("tracing_cpumask")
@@ -120,7 +125,7 @@ class _Array:
                 yield setting_line(f"{event}/trigger", value)
 
     def _sizes(self) -> Iterator[str]:
-        """Of buffers that differ."""
+        """Yield the size of each CPU's buffer. They are needed if the sizes differ."""
         for cpu in sorted(self.files.directories(f"{self.directory}per_cpu")):
             for value in self.lines(f"per_cpu/{cpu}/buffer_size_kb"):
                 yield f"per_cpu/{cpu}/buffer_size_kb = {value}"
@@ -133,7 +138,7 @@ class _Array:
             if self.lines(f"events/{event}/enable")[:1] in (["1"], ["1*"]):
                 yield f"events/{event}/enable = 1"
         words = saved_words("set_ftrace_filter", "\n".join(self.lines("set_ftrace_filter")))
-        if commands := list(filter(is_command, words)):
+        if commands := [word for word in words if is_command(word)]:
             yield f"set_ftrace_filter = {' '.join(commands)}"
         if self.lines("tracing_on") == ["1"]:
             yield "tracing_on = 1"
@@ -142,12 +147,15 @@ class _Array:
 def _single_probes(
     files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeState] | None
 ) -> Iterator[str]:
-    """Switches of probes that aren't as their events are: they stand behind those, which they go by."""
+    """Yield the switches of single probes that differ from those of their events.
+
+    These lines come after those of the events, because switching an event switches its probes.
+    """
     arrays = [*arrays]
     enabled = {word.replace(":", "/", 1) for array in arrays for word in array.lines("set_event")}
     for probe in _read_probes(files) if probes is None else sorted(probes, key=lambda it: str(it["event"])):
         event = probe["event"]
-        # One that is enabled for its triggers alone isn't listed.
+        # An event that is enabled only for its triggers is not in set_event.
         is_wanted = event in enabled or any(
             array.lines(f"events/{event}/enable") != ["0"] for array in arrays
         )
@@ -161,7 +169,7 @@ def _single_probes(
 
 
 def _read_probes(files: Files) -> Iterator[ProbeState]:
-    """What is needed here of each, in files of its own."""
+    """Yield the state of each event's probes from the files in kprobes/stats."""
     for group in sorted(files.directories(STATS) if files.exists(STATS) else ()):
         for event in sorted(files.directories(f"{STATS}/{group}")):
             name = f"{STATS}/{group}/{event}"
@@ -174,10 +182,13 @@ def _read_probes(files: Files) -> Iterator[ProbeState]:
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:
-    """Those of other tracers than the current one, which trace_options is without; all arrays share them."""
-    told = set(_content(files, f"{tracefs}trace_options"))
+    """Yield the options of all tracers except the current one. All arrays share them.
+
+    trace_options does not list these options.
+    """
+    listed = set(_content(files, f"{tracefs}trace_options"))
     for name in sorted(files.names(f"{tracefs}options")):
-        if told.isdisjoint((name, f"no{name}")):
+        if listed.isdisjoint((name, f"no{name}")):
             yield f"options/{name} = {files.read(f'{tracefs}options/{name}').strip()}"
 
 

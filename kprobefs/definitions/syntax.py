@@ -1,13 +1,13 @@
-"""Syntax of definition files, and how the kernel's files show the same things.
+r"""Syntax of definition files, and conversion of the kernel's output to it.
 
-A line defines a dynamic event, in the words of dynamic_events, or it says what to write into a file:
+A line defines a dynamic event in the syntax of dynamic_events, or it gives a value to write to a file:
 
     p:reads vfs_read count=$arg3
     events/kprobes/reads/filter = count > 3
     instances/slow/events/kprobes/reads/enable = 1
     kprobes/enabled = 0
 
-Blanks and the like in names of files are written as in /proc/mounts, \\040.
+Whitespace, "=" and backslashes in names of files are escaped as in /proc/mounts: a blank is \040.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from emulated_kernel.util.fast_dataclass import dataclass
 
 DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
+"""A line that defines a dynamic event."""
 SETTING = re.compile(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
+"""A line that writes a value to a file."""
 GROUPS = {
     "p": "kprobes",
     "r": "kprobes",
@@ -27,7 +29,7 @@ GROUPS = {
     "e": "eprobes",
     "t": "tracepoints",
 }
-"""Where events are that name no group."""
+"""Kind of event -> its default group."""
 LISTS = (
     "set_event_pid",
     "set_event_notrace_pid",
@@ -39,11 +41,13 @@ LISTS = (
     "set_graph_function",
     "stack_trace_filter",
 )
-"""Files of words, which are added by writing them."""
+"""Files that contain a list of words. Writing a word adds it to the list."""
 MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
-"""Lists that take the functions of one module."""
+"""Lists that accept `FUNCTION:mod:MODULE`."""
 TRIGGER = re.compile(r"[a-z_]+:")
+"""Start of a line of a trigger file that shows a trigger."""
 NO_PID = "no pid"
+"""Content of a list of pids without any pid."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,17 @@ class Line:
 
     file: str
     number: int
-    """0 where it stands in no file."""
+    """Number of the line in the file, or 0 if the line comes from no file."""
     text: str
     typed: str = ""
-    """Its end, or what that was made of: what is told where the line isn't the user's own."""
+    """Text that error messages show instead of `text`, or "" if the user wrote the whole line."""
 
 
 def read_lines(path: str, text: str) -> Iterator[Line]:
-    """Yield the lines that say something. A backslash at the end joins the next one that is no comment."""
+    """Yield the lines of a file except blank ones and comments.
+
+    A backslash at the end of a line joins it with the next line that is not a comment.
+    """
     parts: list[str] = []
     first = 0
     for number, line in enumerate([*text.replace("\r\n", "\n").split("\n"), ""], 1):
@@ -75,18 +82,19 @@ def read_lines(path: str, text: str) -> Iterator[Line]:
 
 @dataclass(frozen=True)
 class Definition:
-    """A dynamic event's definition, taken apart."""
+    """The parts of a dynamic event's definition."""
 
     kind: str
     count: str
-    """maxactive; "" where it is the kernel's choice, which shows it then."""
+    """maxactive, or "" if the kernel chooses it. dynamic_events shows the value that the kernel chose."""
     event: str
-    """group/name; "" where the kernel makes up a name."""
+    """group/name, or "" if the kernel chooses the name."""
     rest: str
+    """Location and arguments, in the form in which dynamic_events shows them."""
 
 
 def parse_definition(text: str) -> Definition | None:
-    """Return the definition that a line gives; None if it gives none."""
+    """Return the definition that a line contains, or None if the line defines no event."""
     found = DEFINITION.match(text)
     if found is None or SETTING.match(text):
         return None
@@ -105,7 +113,7 @@ def parse_definition(text: str) -> Definition | None:
 
 
 def _as_shown(kind: str, place: str) -> str:
-    """Where an event is, as dynamic_events writes it."""
+    """Return the location of an event in the form in which dynamic_events shows it."""
     if kind == "e":
         return place.replace("/", ".", 1)
     if offset := re.fullmatch(r"(.+)([+:])(0x[0-9a-fA-F]+|\d+)", place):
@@ -117,13 +125,13 @@ def _as_shown(kind: str, place: str) -> str:
 
 
 def is_trigger(text: str) -> bool:
-    """Whether a line sets a trigger."""
+    """Return True if a line sets a trigger."""
     setting = SETTING.match(text)
     return setting is not None and setting["file"].endswith("/trigger")
 
 
 def saved_words(name: str, text: str) -> list[str]:
-    """Return the words that make the list `name` show `text`, in the order in which they were given."""
+    """Return the words to write to the list `name` so that it shows `text`, in their original order."""
     words: dict[str, str] = {}
     for line in text.splitlines():
         if not line or line.startswith("#") or line == NO_PID:
@@ -139,34 +147,34 @@ def saved_words(name: str, text: str) -> list[str]:
         else:
             is_of_module = name.rpartition("/")[2] in MODULE_FILTERS
             word = f"{function}:mod:{module}" if is_of_module else function
-        # Functions of the same name are one word.
+        # The kernel lists each function of the same name, but one word selects all of them.
         words.setdefault(without_count(word), word)
-    # Of those with a colon the latest is shown first.
+    # The kernel shows the words with a colon in reverse order.
     later = [word for word in words.values() if ":" in word]
     return [word for word in words.values() if ":" not in word] + later[::-1]
 
 
 def is_command(word: str) -> bool:
-    """Whether a word of set_ftrace_filter says what a function's call does."""
+    """Return True if a word of set_ftrace_filter is a command such as `FUNCTION:traceoff`."""
     return ":" in word and not word.partition(":")[2].startswith("mod:")
 
 
 def without_count(word: str) -> str:
-    """Return a word of a list without the number of its command, which counts down."""
+    """Return a word of a list without the count of its command, which the kernel decrements."""
     return re.sub(r":\d+$", ":", word)
 
 
 def chosen_word(value: str) -> str:
-    """Return the word in brackets, which is the chosen one, or the whole value if there is none."""
+    """Return the word in brackets, which marks the current choice, or the whole value if there is none."""
     chosen = re.search(r"(?:^| )\[(\S+)\](?: |$)", value)
     return chosen[1] if chosen else value
 
 
 def saved_triggers(text: str) -> list[str]:
-    """Return the commands that make an event's triggers, in the order in which they were given."""
+    """Return the commands to write for the triggers of a trigger file, in their original order."""
     found: list[str] = []
     for line in text.split("\n"):
-        # Their filters have the newlines that they were written with.
+        # The filter of a trigger may contain newlines.
         if found and line and (_is_open(found[-1]) or not TRIGGER.match(line)):
             found[-1] += f"\n{line}"
         elif line and not line.startswith("#"):
@@ -175,13 +183,13 @@ def saved_triggers(text: str) -> list[str]:
 
 
 def setting_line(name: str, value: str) -> str:
-    """Return the line that sets a filter or trigger."""
+    """Return the line that sets a filter or trigger, or a comment if a string in it has a newline."""
     line = f"{name} = {one_line(value)}"
     return line if "\n" not in line else f"# {name}: has a newline in a string, which no line can say"
 
 
 def one_line(value: str) -> str:
-    """Replace the newlines outside of strings in a filter or trigger by blanks, which mean the same."""
+    """Return a filter or trigger with blanks instead of the newlines outside of its strings."""
     joined, *rest = value.split("\n")
     for line in rest:
         joined += ("\n" if _is_open(joined) else " ") + line
@@ -189,7 +197,7 @@ def one_line(value: str) -> str:
 
 
 def _is_open(text: str) -> bool:
-    """Whether text ends within a string."""
+    """Return True if the text ends inside a quoted string."""
     quote = ""
     for character in text:
         if quote:
@@ -200,7 +208,7 @@ def _is_open(text: str) -> bool:
 
 
 def _command(line: str) -> str:
-    """A trigger as it is shown, as it is written."""
+    """Return the command to write for a trigger that a trigger file shows."""
     line = line.removesuffix(" [active]")
     if line.endswith(" [paused]"):
         head, condition, rest = line.removesuffix(" [paused]").partition(" if ")
@@ -213,7 +221,7 @@ def _counted(command: str, count: str | None) -> str:
 
 
 def escaped(name: str) -> str:
-    """Return a file's name as a word: bytes that would end it are octal numbers."""
+    """Return a file's name as one word, with whitespace, "=" and backslashes as octal escapes."""
     return re.sub(
         r"[\s=\\]",
         lambda found: "".join(f"\\{byte:03o}" for byte in found[0].encode("utf-8", "surrogateescape")),
@@ -222,7 +230,7 @@ def escaped(name: str) -> str:
 
 
 def unescaped(word: str) -> str:
-    """Return the file's name that escaped() made a word of."""
+    """Return the file's name from a word that escaped() returned."""
     data = re.sub(
         rb"\\([0-3][0-7]{2})",
         lambda octal: bytes((int(octal[1], 8),)),

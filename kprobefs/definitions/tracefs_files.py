@@ -1,6 +1,6 @@
-"""The files that definitions are applied to and saved from: a mount's, or those of a kernel in this process.
+"""Access to tracefs files for applying and saving definitions: by a mount, or inside the daemon.
 
-Names are relative to the mount's root; text has surrogates for bytes that are no UTF-8.
+Names are relative to the mount's root. Text has surrogates for bytes that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ if TYPE_CHECKING:
     from emulated_kernel.vfs.core.open_file import OpenFile
 
 OUTSIDE = ("kprobes", "sysctl")
-"""Directories beside the tracefs whose files definitions may name too, where the mount has them."""
+"""Directories of a mount outside of its tracefs whose files definitions may also name."""
 READ_SIZE = 1 << 16
-"""Bytes; a read that gives less has come to the file's end."""
+"""Bytes of one read request."""
 
 
 def control_root(directory: str) -> Path:
-    """Where a mount has machine/ and what else isn't its tracefs's."""
+    """Return the directory of a mount that contains kprobes/, machine/ and sysctl/."""
     unlisted = Path(directory, CONTROL)
     return unlisted if unlisted.is_dir() else Path(directory)
 
 
 class Files(ABC):
-    """Some files; all methods raise OSError."""
+    """Interface to the files of a mount. All methods raise OSError."""
 
     @abstractmethod
     def read(self, name: str) -> str:
-        """A file's contents, by as few requests as can be: each may be a hit."""
+        """Return the content of a file. Use few requests, because each request may hit a probe."""
 
     @abstractmethod
     def write(self, name: str, text: str) -> None:
-        """Write without O_TRUNC, which deletes the events that are there."""
+        """Write to a file without O_TRUNC, which would delete existing events."""
 
     @abstractmethod
     def names(self, name: str) -> list[str]:
-        """What a directory has."""
+        """Return the names of all entries of a directory."""
 
     @abstractmethod
     def directories(self, name: str) -> list[str]:
-        """The directories among them."""
+        """Return the names of the subdirectories of a directory."""
 
     @abstractmethod
     def mkdir(self, name: str) -> None:
-        """mkdir(2)."""
+        """Make a directory."""
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Return True if the file exists."""
 
     def tracefs(self) -> str:
-        """The directory that is a tracefs: "" or with a slash at its end. Raises: CliError."""
+        """Return the directory of the tracefs: "" or with a slash at its end. Raises: CliError."""
         for directory in ("tracing/", ""):
             if self.exists(f"{directory}dynamic_events"):
                 return directory
@@ -71,7 +71,7 @@ class Files(ABC):
 
 
 def read_all(read: Callable[[int], bytes]) -> str:
-    """What a file gives by reads of READ_SIZE; one that gives less need not be the last."""
+    """Return all data of a file. `read` takes a size, and may return less before the end of the file."""
     data = b""
     while part := read(READ_SIZE):
         data += part
@@ -79,14 +79,14 @@ def read_all(read: Callable[[int], bytes]) -> str:
 
 
 def write_all(write: Callable[[bytes], int], text: str) -> None:
-    """Some files take a word at a time."""
+    """Write all of the text. Some files take only one word from each write."""
     left = text.encode("utf-8", "surrogateescape")
     while left and (taken := write(left)):
         left = left[taken:]
 
 
 class HostFiles(Files):
-    """Those that are mounted on a directory."""
+    """The files of a mount, used by system calls."""
 
     def __init__(self, directory: str) -> None:
         self._root = Path(directory)
@@ -96,7 +96,7 @@ class HostFiles(Files):
         return (self._control_root if name.partition("/")[0] in OUTSIDE else self._root) / name
 
     def read(self, name: str) -> str:
-        """See Files."""
+        """Return the content of a file."""
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             return read_all(lambda size: os.read(descriptor, size))
@@ -104,7 +104,7 @@ class HostFiles(Files):
             os.close(descriptor)
 
     def write(self, name: str, text: str) -> None:
-        """See Files."""
+        """Write to a file without O_TRUNC."""
         descriptor = os.open(self._path(name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_all(lambda data: os.write(descriptor, data), text)
@@ -112,32 +112,35 @@ class HostFiles(Files):
             os.close(descriptor)
 
     def names(self, name: str) -> list[str]:
-        """See Files."""
+        """Return the names of all entries of a directory."""
         return os.listdir(self._path(name))
 
     def directories(self, name: str) -> list[str]:
-        """See Files."""
+        """Return the names of the subdirectories of a directory."""
         with os.scandir(self._path(name)) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 
     def mkdir(self, name: str) -> None:
-        """See Files."""
+        """Make a directory."""
         self._path(name).mkdir()
 
     def exists(self, name: str) -> bool:
-        """See Files."""
+        """Return True if the file exists."""
         return self._path(name).exists()
 
 
 class TreeFiles(Files):
-    """Those of a kernel in this process, used by no task of its guest. Needs the control lock."""
+    """The files of a kernel in this process. No guest task makes the requests.
+
+    The caller must hold the control lock.
+    """
 
     def __init__(self, tree: NodeTree, client: Client) -> None:
         self._tree = tree
         self._client = client
 
     def read(self, name: str) -> str:
-        """See Files."""
+        """Return the content of a file."""
         with self._opened(name, os.O_RDONLY) as opened:
             position = 0
 
@@ -150,27 +153,27 @@ class TreeFiles(Files):
             return read_all(read)
 
     def write(self, name: str, text: str) -> None:
-        """See Files."""
+        """Write to a file without O_TRUNC."""
         with self._opened(name, os.O_WRONLY) as opened:
             write_all(lambda data: opened.write(data, 0), text)
 
     def names(self, name: str) -> list[str]:
-        """See Files."""
+        """Return the names of all entries of a directory."""
         with _as_the_hosts():
             return [entry.name for entry in self._tree.readdir(f"/{name}")[2:]]
 
     def directories(self, name: str) -> list[str]:
-        """See Files."""
+        """Return the names of the subdirectories of a directory."""
         with _as_the_hosts():
             return [entry.name for entry in self._tree.readdir(f"/{name}")[2:] if stat.S_ISDIR(entry.kind)]
 
     def mkdir(self, name: str) -> None:
-        """See Files."""
+        """Make a directory."""
         with _as_the_hosts():
             self._tree.mkdir(self._client, f"/{name}", 0o755)
 
     def exists(self, name: str) -> bool:
-        """See Files."""
+        """Return True if the file exists."""
         with suppress(FileNotFoundError), _as_the_hosts():
             self._tree.lookup(f"/{name}")
             return True
@@ -188,7 +191,7 @@ class TreeFiles(Files):
 
 @contextmanager
 def _as_the_hosts() -> Iterator[None]:
-    """An errno arrives as from a system call: FileNotFoundError and so on."""
+    """Convert a KernelError to the OSError of a system call, such as FileNotFoundError."""
     try:
         yield
     except KernelError as error:

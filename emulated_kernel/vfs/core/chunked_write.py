@@ -1,4 +1,4 @@
-"""What is done at several goes: long writes of lines, piece by piece, and what waits for the guest's call."""
+"""Writes in several steps: long writes in pieces, and actions that run at most once during a guest's call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
 T = TypeVar("T")
 WritePiece = Callable[[Piece, int], int]
-"""Writes a piece at an offset; bytes taken, which may be fewer. Raises: KernelError."""
+"""Write a piece at an offset and return the bytes taken, which may be fewer. Raises: KernelError."""
 
 
 class RunOnce(Generic[T]):
-    """What a file of ours does at the guest's call: once, and all the same if that never comes.
+    """An action of one of kprobefs's own files that runs once, during or after the guest's system call.
 
-    Control files answer whatever the guest did: where its call fails, our answer stands.
+    The request returns the result of the action, even if the guest's system call fails or never runs it.
     """
 
     def __init__(self, action: Callable[[], T]) -> None:
@@ -25,10 +25,13 @@ class RunOnce(Generic[T]):
         self.answer: T
         self._error: Exception | None = None
         self.is_done = False
-        """It was done, and `answer` is what came of it."""
+        """True if the action has returned. Its result is in `answer`."""
 
     def __call__(self) -> T:
-        """Raises: what the action did, WouldBlock (after which it may be asked again)."""
+        """Run the action, or return its earlier result.
+
+        Raises: the action's exception, each time; WouldBlock (the next call runs the action again).
+        """
         if self._error is not None:
             raise self._error
         if not self.is_done:
@@ -44,7 +47,7 @@ class RunOnce(Generic[T]):
 
 
 class ChunkedWrite:
-    """One write(2) to an open file. Linux: what was done before an errno stays."""
+    """One write(2) to an open file, in pieces. Linux: the effects before an error are kept."""
 
     def __init__(self, opened: OpenFile, data: bytes, offset: int, write: WritePiece) -> None:
         self._pieces = opened.pieces(data)
@@ -54,19 +57,25 @@ class ChunkedWrite:
         self._taken = 0
 
     def __call__(self) -> int:
-        """One more piece; bytes taken by all. Raises: YieldLock (behind all but the last), KernelError."""
+        """Write the next piece. After the last one, return the bytes that all pieces have taken.
+
+        Raises: YieldLock (there are further pieces), KernelError.
+        """
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)
         self._done += 1
         self._taken += taken
-        # Where not all is taken, the rest is the writer's again.
+        # If a piece is not taken whole, the writer must write the rest again.
         if taken == len(piece.data) and self._done < len(self._pieces):
             raise YieldLock
         return self._taken
 
 
 def retry_yielding_lock(lock: ControlLock, write: Callable[[], int]) -> int:
-    """What `write` returns, which takes the lock by itself and is asked again where it raises YieldLock."""
+    """Call `write` until it does not raise YieldLock, and return its result.
+
+    `write` takes the lock by itself. Between the calls other threads get the lock.
+    """
     while True:
         try:
             return write()

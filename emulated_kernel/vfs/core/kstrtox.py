@@ -1,4 +1,4 @@
-"""How Linux's control files read a written number or switch."""
+"""Parsers of numbers and switches written to control files, as Linux parses them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emulated_kernel.util.errors import KernelError
 _UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
 _INTEGER = re.compile(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")
 _INTEGER_LIMIT = 20
-"""Linux: takes no number of more characters, sign and zeros included. Mirrors: proc_get_long (v6.1)."""
+"""Limit of a number's characters, including sign and leading zeros. Mirrors: proc_get_long (v6.1)."""
 _HEXADECIMAL = re.compile(rb"[0-9a-fA-F]+")
 _CHUNK_DIGITS = 8
 _NUMBER_BUFFER = 31
@@ -19,7 +19,7 @@ _SWITCHES_AFTER_O = {b"n": True, b"f": False}
 
 
 def kstrtobool(data: bytes) -> bool:
-    """A switch, recognised by its first letter or two: 1/0, y/n, t/f, on/off in either case.
+    """Return the value of a switch, by its first one or two letters: 1/0, y/n, t/f, on/off in either case.
 
     Raises: KernelError EINVAL. Mirrors: lib/kstrtox.c:kstrtobool (v6.1).
     """
@@ -31,7 +31,7 @@ def kstrtobool(data: bytes) -> bool:
 
 
 def kstrtoul(data: bytes) -> int:
-    """An unsigned decimal number with at most one newline after it.
+    """Return the value of an unsigned decimal number with at most one newline after it.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoul_from_user (v6.1).
     """
@@ -46,7 +46,10 @@ def kstrtoul(data: bytes) -> int:
 
 
 def switch(data: bytes) -> bool:
-    """0 or 1 and nothing else, as an event's `enable` takes it. Raises: KernelError EINVAL, ERANGE."""
+    """Return the value of a 0 or a 1, as an event's `enable` file parses it.
+
+    Raises: KernelError EINVAL, ERANGE.
+    """
     value = kstrtoul(data)
     if value > 1:
         raise KernelError(errno.EINVAL, "neither 0 nor 1")
@@ -54,7 +57,7 @@ def switch(data: bytes) -> bool:
 
 
 def sysctl_switch(data: bytes) -> bool:
-    """0 or 1 as an integer sysctl with these bounds takes it: blanks around it are skipped.
+    """Return the value of 0 or 1, as an integer sysctl with these bounds parses it. Skip blanks around it.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
     """
@@ -65,7 +68,7 @@ def sysctl_switch(data: bytes) -> bool:
 
 
 def sysctl_int(data: bytes) -> int:
-    """An int as an integer sysctl takes it: blanks around it are skipped.
+    """Return the value of an int, as an integer sysctl parses it. Blanks around it are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
     """
@@ -81,7 +84,7 @@ def sysctl_int(data: bytes) -> int:
 
 
 def cpumask(data: bytes, cpus: int) -> int:
-    """A set of CPUs below `cpus`, a bit each: hexadecimal, in chunks of 32 bits with commas between them.
+    """Return a CPU mask of `cpus` bits from hexadecimal chunks of 32 bits, separated by commas.
 
     Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (more bits than a chunk or the machine has).
     Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
@@ -101,9 +104,9 @@ def cpumask(data: bytes, cpus: int) -> int:
 
 
 def ascii_lines(data: bytes) -> list[str]:
-    """The lines of a write without blanks around them, but those that are empty.
+    """Return the lines of a write that are not blank, without blanks around them.
 
-    Raises: KernelError EINVAL (they aren't ASCII).
+    Raises: KernelError EINVAL (the data is not ASCII).
     """
     try:
         lines = [line.strip() for line in data.decode("ascii").split("\n")]

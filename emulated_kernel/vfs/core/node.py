@@ -1,4 +1,4 @@
-"""Nodes with modes, owners, times and inode numbers, as kernfs keeps them, and directories of them."""
+"""Nodes: named files with mode, owner, times and inode number, as in kernfs, and directories of nodes."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 
 PERMISSION_BITS = 0o7777
+"""The bits of a mode that chmod(2) changes."""
 _FEW = 64
-"""Nodes of objects that a directory keeps without looking whether they still exist."""
+"""Number of members up to which a DynamicDirectory does not check for removed objects."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whom nodes belong to that were never chown(2)ed: the user who mounts."""
+    """User and group of all nodes that were not changed by chown(2): those of the user who mounts."""
 
     uid: int = 0
     gid: int = 0
 
     def is_privileged(self, client: Client) -> bool:
-        """Whether `client` counts as holding CAP_SYSLOG: root, or whose kernel it is."""
+        """Return True if `client` is treated as having CAP_SYSLOG: it is root or the owner of the mount."""
         return client.uid in (0, self.uid)
 
 
 class Node:
-    """Something with a name. A node sits in one directory at most."""
+    """A file or directory with a name. A node is in at most one directory."""
 
     kind: ClassVar[int] = stat.S_IFREG
     is_paged: ClassVar[bool] = False
-    """It has read_page()."""
+    """True if its open files implement read_page()."""
     is_listed: ClassVar[bool] = True
-    """Listings show it."""
+    """True if directory listings show the node."""
     __slots__ = ("_gid", "_permissions", "_times_ns", "_uid", "ino", "name", "parent")
 
     def __init__(self, mode: int) -> None:
@@ -62,13 +63,16 @@ class Node:
         return 1
 
     def number(self, numbers: Iterator[int]) -> int:
-        """The inode number, taken from `numbers` when first asked for."""
+        """Return the inode number. The first call takes it from `numbers`."""
         if self.ino == 0:
             self.ino = next(numbers)
         return self.ino
 
     def stat(self, owner: Owner) -> Stat:
-        """Attributes, with `owner` where nobody changed it. Size is 0, as in debugfs and tracefs."""
+        """Return the attributes. `owner` fills in a user or group that chown(2) has not set.
+
+        The size is 0, as in debugfs and tracefs.
+        """
         atime, mtime, ctime = self._times_ns
         return Stat(
             ino=self.ino,
@@ -88,7 +92,7 @@ class Node:
         self._touch()
 
     def chown(self, uid: int, gid: int) -> None:
-        """Replace owner and group; -1 leaves one alone."""
+        """Replace the user and the group; -1 keeps the old one."""
         if uid != -1:
             self._uid = uid
         if gid != -1:
@@ -96,7 +100,7 @@ class Node:
         self._touch()
 
     def utimens(self, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Set access and modification time, in nanoseconds since the epoch; None leaves one alone."""
+        """Set the access and the modification time in nanoseconds since the epoch; None keeps the old one."""
         atime, mtime, _ = self._times_ns
         self._times_ns = (
             atime if atime_ns is None else atime_ns,
@@ -105,7 +109,10 @@ class Node:
         )
 
     def check_attached(self) -> None:
-        """Raises: KernelError ENODEV (once an object was removed: the parents' own lookups don't find it)."""
+        """Check that each directory above still finds the node or its ancestor.
+
+        Raises: KernelError ENODEV (the kernel's object of the node or of a directory above was removed).
+        """
         node = self
         while node.parent is not None:
             if node.parent.get(node.name) is not node:
@@ -113,7 +120,7 @@ class Node:
             node = node.parent
 
     def count_open(self, change: int) -> None:
-        """The node was opened (1) or closed (-1): all directories above it have to know."""
+        """Add `change`, 1 for an open and -1 for a close, to `open_files` of all directories above."""
         directory = self.parent
         while directory is not None:
             directory.open_files += change
@@ -125,11 +132,11 @@ class Node:
 
 
 class Directory(Node):
-    """A directory with fixed children; a literal with modes beside names."""
+    """A directory with fixed children, which are given by name."""
 
     kind = stat.S_IFDIR
     is_kept_by_open_files: ClassVar[bool] = False
-    """rmdir(2) of one of its subdirectories is EBUSY while files are open in that."""
+    """True if rmdir(2) of a subdirectory returns EBUSY while files in that subdirectory are open."""
     __slots__ = ("_children", "_subdirectories", "open_files")
 
     def __init__(self, mode: int, children: Mapping[str, Node]) -> None:
@@ -137,7 +144,7 @@ class Directory(Node):
         self._children: dict[str, Node] = {}
         self._subdirectories = 0
         self.open_files = 0
-        """Files open now in it and below it."""
+        """Number of files that are open in the directory and in its subdirectories."""
         for name, child in children.items():
             self._adopt(name, child)
             self._children[name] = child
@@ -145,28 +152,28 @@ class Directory(Node):
 
     @property
     def nlink(self) -> int:
-        """Two, and one for each subdirectory's ".."."""
+        """Number of links: two, and one for each subdirectory's ".."."""
         return 2 + self._subdirectories
 
     def get(self, name: str) -> Node | None:
-        """The child called `name`; a dictionary lookup, not a scan."""
+        """Return the child called `name`, or None if there is none, without a scan of the children."""
         return self._children.get(name)
 
     def names(self) -> list[str]:
-        """Names of all children that are listed."""
+        """Return the names of all children that listings show."""
         return [name for name, child in self._children.items() if child.is_listed]
 
     def entries(self, numbers: Iterator[int]) -> list[DirEntry]:
-        """What readdir(3) shows of the children; `numbers` has the inode numbers of those without one."""
+        """Return the entries for readdir(3). A child without an inode number takes one from `numbers`."""
         listed = ((name, child) for name, child in self._children.items() if child.is_listed)
         return [DirEntry(name, child.kind, child.number(numbers)) for name, child in listed]
 
     def mkdir(self, name: str, mode: int) -> None:
-        """mkdir(2) in this directory. Raises: KernelError EPERM (unless a subclass makes directories)."""
+        """Make a subdirectory. Raises: KernelError EPERM (unless a subclass overrides this)."""
         raise KernelError(errno.EPERM, f"no directory can be made here: {name} ({mode:o})")
 
     def rmdir(self, name: str) -> None:
-        """rmdir(2) in this directory. Raises: KernelError EPERM (unless a subclass removes directories)."""
+        """Remove a subdirectory. Raises: KernelError EPERM (unless a subclass overrides this)."""
         raise KernelError(errno.EPERM, f"{name} can't be removed")
 
     def _adopt(self, name: str, child: Node) -> None:
@@ -177,7 +184,7 @@ class Directory(Node):
 
 
 class UnlistedDirectory(Directory):
-    """One that is there for who knows its name."""
+    """A directory that can be opened by name, but is not shown in listings."""
 
     is_listed = False
     __slots__ = ()
@@ -185,26 +192,29 @@ class UnlistedDirectory(Directory):
 
 @dataclass(frozen=True, slots=True)
 class Objects(Generic[T]):
-    """Where a DynamicDirectory gets its subdirectories: named objects of the kernel that come and go."""
+    """Source of a DynamicDirectory's subdirectories: named kernel objects that are created and removed."""
 
     names: Callable[[], Collection[str]]
-    """Names now, in the order of readdir; len() of it must be cheap, since nlink is made of it."""
+    """Return the current names in the order of readdir. Its len() must be cheap, because nlink needs it."""
     find: Callable[[str], T | None]
-    """The object of that name; the same one as long as it exists."""
+    """Return the object of a name, or None. It must return the same object as long as that exists."""
     make: Callable[[T], Directory]
-    """The directory that shows an object."""
+    """Make the directory that shows an object."""
 
 
 @dataclass(slots=True)
 class _Member(Generic[T]):
-    """An object of a DynamicDirectory; a listing gives it a number, and looking it up its directory."""
+    """An object of a DynamicDirectory, with its inode number and its directory once they are needed.
+
+    A listing needs only the number, and a lookup needs the directory.
+    """
 
     object: T
     ino: int = 0
     directory: Directory | None = None
 
     def number(self, numbers: Iterator[int]) -> int:
-        """The inode number of its directory, whether that was made or not."""
+        """Return the inode number of its directory, which need not exist yet."""
         if self.directory is not None:
             return self.directory.number(numbers)
         self.ino = self.ino or next(numbers)
@@ -212,10 +222,10 @@ class _Member(Generic[T]):
 
 
 class DynamicDirectory(Directory, Generic[T]):
-    """A directory with a subdirectory for each of some objects, beside fixed children.
+    """A directory with a subdirectory for each kernel object, in addition to fixed children.
 
-    A node lives as long as its object: a new object of an old name gets a new node and inode number,
-    and files still open under the old one are detached.
+    A node lives as long as its object. A new object of the same name gets a new node and a new inode number.
+    Files that are still open in the old node return ENODEV.
     """
 
     __slots__ = ("_limit", "_members", "_mkdir", "_objects", "_rmdir")
@@ -237,11 +247,11 @@ class DynamicDirectory(Directory, Generic[T]):
 
     @property
     def nlink(self) -> int:
-        """Two, and one for each subdirectory's ".."."""
+        """Number of links: two, and one for each subdirectory's ".."."""
         return super().nlink + len(self._objects.names())
 
     def get(self, name: str) -> Node | None:
-        """The fixed child or the object's directory called `name`."""
+        """Return the fixed child or the object's directory called `name`, or None if there is none."""
         fixed = self._children.get(name)
         if fixed is not None:
             return fixed
@@ -267,17 +277,20 @@ class DynamicDirectory(Directory, Generic[T]):
         return member
 
     def _forget_removed(self) -> None:
-        """Most objects go without anybody asking for their names again."""
+        """Drop the members of removed objects. Few of them are dropped by a lookup of their name."""
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}
         self._limit = max(_FEW, 2 * len(self._members))
 
     def names(self) -> list[str]:
-        """Names of the fixed children, then of the objects; a fixed child hides an object of its name."""
+        """Return the names of the fixed children, then those of the objects.
+
+        A fixed child hides an object of the same name.
+        """
         return [*super().names(), *(name for name in self._objects.names() if name not in self._children)]
 
     def entries(self, numbers: Iterator[int]) -> list[DirEntry]:
-        """As of a Directory; directories of objects aren't made for it."""
+        """Return the entries for readdir(3), without making the directories of the objects."""
         entries = super().entries(numbers)
         for name in self._objects.names():
             if name not in self._children and (member := self._member(name)) is not None:
@@ -285,14 +298,14 @@ class DynamicDirectory(Directory, Generic[T]):
         return entries
 
     def mkdir(self, name: str, mode: int) -> None:
-        """Make an object. Raises: KernelError EPERM (none can be made)."""
+        """Create an object. Raises: KernelError EPERM (the directory does not support it)."""
         if self._mkdir is None:
             super().mkdir(name, mode)
         else:
             self._mkdir(name)
 
     def rmdir(self, name: str) -> None:
-        """Remove an object. Raises: KernelError EPERM (none can be removed, or for a fixed child)."""
+        """Remove an object. Raises: KernelError EPERM (not supported, or `name` is a fixed child)."""
         if self._rmdir is None or super().get(name) is not None:
             super().rmdir(name)
         else:

@@ -1,4 +1,4 @@
-"""Files, and what open(2) makes of them, and Linux's file position, from a front end's offsets."""
+"""Files and open files, and the file position that Linux would have, derived from a front end's offsets."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node
 
 ALWAYS_READY = select.POLLIN | select.POLLOUT | select.POLLRDNORM | select.POLLWRNORM
-"""What poll(2) says of files that have no poll method. Mirrors: include/linux/poll.h:DEFAULT_POLLMASK."""
+"""Result of poll(2) for files without a poll method. Mirrors: include/linux/poll.h:DEFAULT_POLLMASK."""
 
 
 def encode(text: str) -> bytes:
-    """The bytes of a file's text, in which surrogates stand for bytes that are no UTF-8."""
+    """Return the bytes of a file's text, in which surrogates represent bytes that are not UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 class File(Node):
-    """A regular file; its contents are its open files' business."""
+    """A regular file. Its open files implement reading and writing."""
 
     runs_guest: ClassVar[bool] = False
-    """A write runs code in the guest: the task that writes has to sleep meanwhile."""
+    """True if a write runs code in the guest. The writing task must sleep meanwhile."""
     notes_writer: ClassVar[bool] = False
-    """A write is recorded as the current task's: that has to be the one that writes."""
+    """True if a write is recorded with the current task. The current task must then be the writer."""
     reads_host: ClassVar[bool] = False
-    """A write names files of the host, which may be slow or this mount's own: OpenFile.prepare reads them."""
+    """True if a write names host files. OpenFile.prepare() reads these without the control lock.
+
+    They may be slow, or be files of this mount.
+    """
     replaces_kernel: ClassVar[bool] = False
-    """A write boots another kernel in this one's place, whose tasks have no part in it."""
+    """True if a write replaces this kernel by a new one. No guest task makes such a write."""
     opened_as: ClassVar[type[OpenFile]]
-    """What open(2) makes of it, with the errno that the file's own open method has on Linux."""
+    """Class of its open files. The constructor raises the errno of the file's open method on Linux."""
     __slots__ = ()
 
 
 class Cursor:
-    """Where the file position is on Linux, worked out from the offsets that a front end passes.
+    """The file position that Linux would have, derived from the offsets that a front end passes.
 
-    A front end adds written bytes to its offset, while many control files leave the position alone in
-    write(2): a read after a write then begins at 0. An offset that doesn't continue the last operation
-    is lseek(2) or pread(2), and is taken as it is.
+    A front end adds written bytes to its offset. In many control files write(2) does not move the position,
+    so a read after a write begins at 0. If an offset does not continue the last operation, it comes from
+    lseek(2) or pread(2), and is used unchanged.
     """
 
     __slots__ = ("_expected", "_position")
@@ -52,61 +55,61 @@ class Cursor:
         self._position = 0
 
     def position(self, offset: int) -> int:
-        """Position of an operation that the front end places at `offset`."""
+        """Return the position of an operation for which the front end passes `offset`."""
         return self._position if offset == self._expected else offset
 
     def moved(self, offset: int, transferred: int, position: int) -> None:
-        """The operation at `offset` transferred bytes and left the file at `position`."""
+        """Record that the operation at `offset` transferred bytes and left the file at `position`."""
         self._expected = offset + transferred
         self._position = position
 
 
 class Piece(NamedTuple):
-    """Of what one write(2) was given."""
+    """A part of the data of one write(2)."""
 
     data: bytes
     is_part: bool = False
-    """What stands behind its last newline goes on in another write(2)."""
+    """True if the line after its last newline continues in the next write(2)."""
 
 
 class OpenFile:
-    """What open(2) returned. Subclasses give `_read` and `_write`; without them both are EINVAL."""
+    """An open file. Subclasses override `_read` and `_write`, which raise EINVAL by default."""
 
     stream = False
-    """No position: lseek(2) and pread(2) are ESPIPE."""
+    """True if the file has no position. lseek(2) and pread(2) then return ESPIPE."""
     moves_on_write: ClassVar[bool] = True
-    """Whether a write moves the position by what it takes."""
+    """True if a write moves the position by the bytes that it takes."""
 
     def __init__(self, node: File, flags: int, client: Client) -> None:
-        """`client` opens it: its rights count, not those of who reads later."""
+        """Open the file for `client`. Later reads use the rights of this client, not those of the reader."""
         del client
         self.node = node
         self.flags = flags
         self._cursor = Cursor()
         self._is_part = False
-        """Of what is written now."""
+        """`Piece.is_part` of the current write."""
 
     def pieces(self, data: bytes) -> list[Piece]:
-        """What one write(2) is taken apart into, for other requests to come between."""
+        """Return the parts into which one write(2) is split. Other requests may run between them."""
         return [Piece(data)]
 
     @property
     def is_between_parts(self) -> bool:
-        """Whether it has a part of a long write(2) that waits for the next one."""
+        """True if the file holds the unfinished line of a split write(2) until the next part arrives."""
         return False
 
     @property
     def readable(self) -> bool:
-        """Opened with O_RDONLY or O_RDWR."""
+        """True if it was opened with O_RDONLY or O_RDWR."""
         return self.flags & os.O_ACCMODE != os.O_WRONLY
 
     @property
     def writable(self) -> bool:
-        """Opened with O_WRONLY or O_RDWR."""
+        """True if it was opened with O_WRONLY or O_RDWR."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
     def read(self, size: int, offset: int) -> bytes:
-        """At most `size` bytes from `offset`; b"" at the end.
+        """Return at most `size` bytes from `offset`, or b"" at the end.
 
         Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock.
         """
@@ -119,25 +122,28 @@ class OpenFile:
         return data
 
     def read_page(self, size: int) -> bytes:
-        """What splice(2) gets of a file whose node is_paged: `size` bytes, never fewer.
+        """Return the next page of `size` bytes for splice(2), if the file's node has `is_paged`.
 
         Raises: KernelError EINVAL (there are no pages, or none of that size), EAGAIN (no page yet).
         """
         raise KernelError(errno.EINVAL, f"this file has no pages of {size} bytes")
 
     def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
-        """What a client's write of `data` will do; without the control lock, as it may read host files."""
+        """Return a function that will do a client's write of `data`.
+
+        The caller does not hold the control lock, because this may read host files.
+        """
         del client
         return lambda: self._write(data)
 
     def write(
         self, data: bytes, offset: int, prepared: Callable[[], int] | None = None, *, is_part: bool = False
     ) -> int:
-        """Number of bytes taken; what the write does, `prepared` where given, is done when it returns.
+        """Do the write, or call `prepared` if given, and return the number of bytes taken.
 
         `is_part`: see Piece.
 
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), what the file's command raises.
+        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), and errors of the file's command.
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")
@@ -149,24 +155,30 @@ class OpenFile:
         return count
 
     def set_status_flags(self, flags: int) -> None:
-        """What fcntl(F_SETFL) set since it was opened."""
+        """Take over O_NONBLOCK from `flags`, which fcntl(F_SETFL) has set."""
         self.flags = self.flags & ~os.O_NONBLOCK | flags & os.O_NONBLOCK
 
     def goes_on_from(self, other: OpenFile) -> None:
-        """Be where and as `other` is, which the same client has open under the same name."""
+        """Share the position of `other` and copy its O_NONBLOCK.
+
+        The same client has opened `other` under the same name.
+        """
         self._cursor = other._cursor
         self.set_status_flags(other.flags)
 
     def poll(self, notify: Callable[[], None] | None = None) -> int:
-        """Readiness as poll(2)'s mask; `notify` is called once when a file that wasn't ready becomes so."""
+        """Return the readiness as a mask of poll events.
+
+        If the file is not ready, call `notify` once when it becomes ready.
+        """
         del notify
         return ALWAYS_READY
 
     def wait(self, timeout: float) -> None:
-        """Return once a read may give something, or after `timeout` seconds."""
+        """Wait until a read may return data, or for `timeout` seconds."""
 
     def release(self) -> None:
-        """The last descriptor was closed."""
+        """Clean up after the last descriptor was closed."""
 
     def _read(self, size: int, position: int) -> bytes:
         del size, position

@@ -1,4 +1,4 @@
-"""Kinds of files: sequences of records, single values, commands, streams."""
+"""Kinds of files: sequences of records, single values, commands and streams."""
 
 from __future__ import annotations
 
@@ -14,24 +14,30 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import File, OpenFile, Piece, encode
 
 PIECE_SIZE = 1 << 10
-"""Bytes of definitions, and the rest of a line, that are taken at once: some ms of work."""
+"""Bytes of definitions after which a piece ends at the next newline. A piece takes some milliseconds."""
 SPLIT_SIZE = (128 << 10) - 4096
-"""A write of at least so many bytes may be a part of a longer one: FUSE splits at 128 KiB, less an offset."""
+"""Smallest size in bytes of a write that may be a part of a longer one.
+
+FUSE splits writes at 128 KiB, less an offset.
+"""
 _USUAL_SIZE = 256
-"""Bytes that most records stay below; fewer are rendered at a time than a read takes of such."""
+"""Bytes that most records stay below. It limits how many records are rendered in advance for a read."""
 Records = Callable[[int], Iterable[str]]
-"""Records of a file from an index on; asked for anew by each read(2) that needs more of them."""
+"""Return the records of a file from an index on. Each read(2) that needs more records calls it again."""
 Store = Callable[[bytes], None]
-"""What a write does, in that write; all of the data is taken. Raises: KernelError."""
+"""Execute a write that takes all data. Raises: KernelError."""
 Execute = Callable[[bytes], int]
-"""What a write does, in that write; returns the number of bytes taken. Raises: KernelError."""
+"""Execute a write and return the number of bytes taken. Raises: KernelError."""
 Taken = TypeVar("Taken", int, None)
 
 
 def explained(
     log: Callable[[str], None], file: str, execute: Callable[[bytes], Taken]
 ) -> Callable[[bytes], Taken]:
-    """`execute`, of whose failures the kernel log tells why: a process sees no more than an errno."""
+    """Return a function that calls `execute` and writes the reason of a KernelError to the kernel log.
+
+    The writing process sees only the errno.
+    """
 
     def explaining(data: bytes) -> Taken:
         try:
@@ -44,55 +50,56 @@ def explained(
 
 
 def listing(records: Callable[[], Iterable[str]]) -> Records:
-    """Records of a file from a callable that gives all of them."""
+    """Return the Records of a file from a function that returns all records."""
     return lambda index: islice(records(), index, None)
 
 
 def single(show: Callable[[], str]) -> Records:
-    """A file of one record, rendered once an open. Mirrors: fs/seq_file.c:single_open."""
+    """Return Records with one record, which is rendered once per open. Mirrors: fs/seq_file.c:single_open."""
     return lambda index: (show() for _ in range(index, 1))
 
 
 class WrittenList(Protocol):
-    """A list whose lines are added by writing and all go with O_TRUNC."""
+    """A list to which a write adds entries, and which O_TRUNC clears."""
 
     def records(self) -> Iterable[str]:
-        """A line for each, with its newline."""
+        """Return a line with its newline for each entry."""
 
     def write(self, data: bytes) -> int:
-        """Execute one write(2); bytes taken, which may be fewer than given. Raises: KernelError."""
+        """Execute one write and return the bytes taken, which may be fewer. Raises: KernelError."""
 
     def clear(self) -> None:
-        """Remove all. Raises: KernelError EBUSY (while one is in use)."""
+        """Remove all entries. Raises: KernelError EBUSY (an entry is in use)."""
 
 
 class Stream(Protocol):
     """A consuming reader, such as an open trace_pipe."""
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
-        """At most `size` bytes; b"" is the end. Raises: WouldBlock (while there is nothing).
+        """Return at most `size` bytes, or b"" at the end. Raises: WouldBlock (no data yet).
 
-        `nonblock`: the file has O_NONBLOCK now.
+        `nonblock` is True if O_NONBLOCK is set at the file now.
         """
 
     def ready(self) -> bool:
-        """Whether read() would give something."""
+        """Return True if read() would return data."""
 
     def wait(self, timeout: float) -> None:
-        """Return once read() may give something, or after `timeout` seconds."""
+        """Wait until read() may return data, or for `timeout` seconds."""
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once, from any thread, when read() would give something."""
+        """Call `notify` once, from any thread, when read() would return data."""
 
     def close(self) -> None:
-        """Let go of what the reader holds, and wake all who wait."""
+        """Release the reader's resources and wake all waiting readers."""
 
 
 class SeqReader:
     """The buffer of a seq_file: whole records, rendered when a read first needs them.
 
-    Reading at 0 starts anew; a read that continues takes what was rendered before and then the records
-    of now, by index; any other position renders up to it. Mirrors: fs/seq_file.c:seq_read_iter (v6.1).
+    A read at 0 starts again from the first record. A read that continues returns the rest of the buffer, and
+    then the current records from the next index on. A read at another position renders all records up to it.
+    Mirrors: fs/seq_file.c:seq_read_iter (v6.1).
     """
 
     def __init__(self, records: Records) -> None:
@@ -103,7 +110,7 @@ class SeqReader:
         self._position = 0
 
     def read(self, size: int, position: int) -> bytes:
-        """At most `size` bytes at `position`."""
+        """Return at most `size` bytes at `position`."""
         if position == 0 or position != self._position:
             self._buffer = b""
             self._start = position
@@ -149,9 +156,9 @@ class _OpenSeq(OpenFile):
 
 
 class SeqFile(File):
-    """A list of records, rendered when they are first read; with `records` None reading is EINVAL.
+    """A list of records, rendered when they are first read. If `records` is None, read(2) returns EINVAL.
 
-    Opening for writing succeeds, as it does for root; writing is EINVAL.
+    Linux: root can open such a file for writing, and write(2) returns EINVAL.
     """
 
     opened_as: ClassVar[type[OpenFile]] = _OpenSeq
@@ -162,13 +169,13 @@ class SeqFile(File):
         self._records = records
 
     def records_for(self, client: Client) -> Records | None:
-        """What a client sees who opens it."""
+        """Return the records for a client that opens the file, or None if reading is EINVAL."""
         del client
         return self._records
 
 
 class PerClientFile(SeqFile):
-    """Records that depend on who opens the file."""
+    """A SeqFile whose records depend on the client that opens it."""
 
     __slots__ = ("_records_for",)
 
@@ -196,10 +203,10 @@ class OpenCommand(_OpenSeq):
 
 
 class CommandFile(SeqFile):
-    """Records to read, and commands to write: each write(2) is executed by itself, in that write.
+    """A file of records to read and commands to write. Each write(2) executes its data before it returns.
 
-    A write leaves the position alone and nothing of it is kept for the next one. Opening for writing
-    with O_TRUNC calls `truncate`, whose errno open(2) returns.
+    A write does not move the position, and no part of its data is kept for the next write. Opening for
+    writing with O_TRUNC calls `truncate`, and open(2) returns its errno.
     """
 
     opened_as: ClassVar[type[OpenFile]] = OpenCommand
@@ -214,23 +221,23 @@ class CommandFile(SeqFile):
 
 
 class GuestCommandFile(CommandFile):
-    """A CommandFile whose commands the guest itself carries out."""
+    """A CommandFile whose commands are executed by code in the guest."""
 
     runs_guest = True
     __slots__ = ()
 
 
 class MarkerFile(CommandFile):
-    """A CommandFile whose writes are recorded, with who made them."""
+    """A CommandFile whose writes are recorded with the writing task."""
 
     notes_writer = True
     __slots__ = ()
 
 
 class _OpenLines(OpenCommand):
-    """Keeps the unfinished line of a part of a long write for the part that follows.
+    """An open LinesFile. It keeps the unfinished line at the end of a split write for the next part.
 
-    Linux: a write(2) is never split. Deviates: where a later part fails, write(2) has taken the earlier ones.
+    Linux: a write(2) is never split. Deviates: if a later part fails, the earlier parts have been executed.
     """
 
     _unfinished = b""
@@ -250,7 +257,7 @@ class _OpenLines(OpenCommand):
         return len(data)
 
     def pieces(self, data: bytes) -> list[Piece]:
-        """Linux: each line takes the lock by itself, too."""
+        """Split the data after lines. Linux: each line takes the lock separately, too."""
         found = []
         start = 0
         while start < len(data):
@@ -268,9 +275,9 @@ class _OpenLines(OpenCommand):
 
 
 class LinesFile(GuestCommandFile):
-    """A CommandFile of definitions, which the guest has a part in.
+    """A CommandFile of definitions whose commands run code in the guest.
 
-    Its lines survive that a front end splits a long write(2).
+    A line stays whole even if a front end splits a long write(2) inside it.
     """
 
     opened_as = _OpenLines
@@ -286,7 +293,7 @@ class _OpenHostReading(_OpenSeq):
 
 
 class HostReadingFile(PerClientFile):
-    """A PerClientFile with commands that read files of the host, before the control lock is taken."""
+    """A PerClientFile with commands that read host files before they take the control lock."""
 
     opened_as = _OpenHostReading
     runs_guest = True
@@ -299,7 +306,10 @@ class HostReadingFile(PerClientFile):
         records_for: Callable[[Client], Records],
         prepare: Callable[[Client, bytes], Callable[[], int]],
     ) -> None:
-        """`prepare` reads the files and returns what the writer's write does: it returns the bytes taken."""
+        """Make the file. `prepare` reads host files and returns a function that does the write.
+
+        That function returns the bytes taken.
+        """
         super().__init__(mode, records_for)
         self.prepare = prepare
 
@@ -315,7 +325,7 @@ class _OpenLastClose(OpenFile):
 
 
 class LastCloseFile(File):
-    """Writing to it does nothing, and can't fail; what it is for happens when it is closed."""
+    """A file whose close has an effect. Writing to it does nothing and cannot fail."""
 
     opened_as = _OpenLastClose
     __slots__ = ("on_close",)
@@ -344,9 +354,9 @@ class _OpenAttribute(OpenFile):
 
 
 class AttributeFile(File):
-    """One value. It is rendered by a read at 0 and sliced by those that continue.
+    """A file of one value. A read at 0 renders the value, and continuing reads return slices of it.
 
-    `show` None makes reading EINVAL, `store` None writing.
+    If `show` is None, read(2) returns EINVAL. If `store` is None, write(2) returns EINVAL.
     """
 
     opened_as = _OpenAttribute
@@ -364,9 +374,9 @@ class _OpenOneRead(_OpenAttribute):
 
 
 class OneReadFile(AttributeFile):
-    """One value that a read at 0 gives; what doesn't fit into it is lost.
+    """A file of one value that only a read at 0 returns. The part that does not fit is lost.
 
-    Linux: events' filters are read so. Mirrors: kernel/trace/trace_events.c:event_filter_read (v6.1).
+    Linux: filter files of events behave so. Mirrors: kernel/trace/trace_events.c:event_filter_read (v6.1).
     """
 
     opened_as = _OpenOneRead
@@ -379,7 +389,7 @@ class OpenPipe(OpenFile):
     stream = True
 
     def __init__(self, node: PipeFile, flags: int, client: Client) -> None:
-        """Raises: KernelError EBUSY (the stream has one reader at a time and there is one)."""
+        """Open the stream. Raises: KernelError EBUSY (it allows one reader at a time and has one)."""
         super().__init__(node, flags, client)
         self._source = node.connect()
 
@@ -400,7 +410,7 @@ class OpenPipe(OpenFile):
 
 
 class PipeFile(File):
-    """A consuming stream: reads block while it is empty, and have no position."""
+    """A file without a position whose reads consume a stream. They block while the stream is empty."""
 
     opened_as = OpenPipe
     __slots__ = ("connect",)

@@ -1,8 +1,9 @@
 """ClientScheduler: switches between the tasks of clients, and runs the guest until a system call returns.
 
-A task is driven through its stub. One that is not driven sleeps as if an interrupt had put it to sleep: it is
-in no system call. The host switches tasks by one platform interrupt, whose callback wakes the next one. The
-kernel does everything else, and no system call is made that a probe could see.
+The host drives a task through its stub, the user-mode code that waits for requests. A task that is not driven
+sleeps as if an interrupt had put it to sleep, in no system call. The host switches tasks by one platform
+interrupt, whose callback wakes the next task. The kernel does everything else, and switching makes no system
+call that a probe could see.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _CALL_SLOTS = [
 ]
 _NO_ARGUMENTS = (0,) * 6
 _ARRIVAL = TSC_KHZ // 1000
-"""Cycles that each arrival at the stub takes: time must pass for the guest's own housekeeping."""
+"""Cycles added at each arrival at the stub, because the guest's own housekeeping needs time to pass."""
 _CLOSE = 3
 _MAX_ERRNO = 4095
 _ROUNDS = 1 << 16
-"""Runs until the expected event; more of them mean that the guest has lost it."""
+"""Limit of runs until an expected event. After that many runs the guest is declared dead."""
 _WORD = (1 << 64) - 1
 
 
 class ClientScheduler:
-    """Knows which task stands at its stub, or where its system call waits for the host.
+    """Switches between client tasks, and knows the task at its stub and the task that waits in a call.
 
     Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
     """
@@ -57,18 +58,18 @@ class ClientScheduler:
         self._current = table.current
         self._thunk = thunk
         self.current: LinuxTask | None = current
-        """The task at its stub; None: the CPU is idle, or a switch has not been run yet."""
+        """The task at its stub, or None if the CPU is idle or the guest has not run since a switch."""
         self._in_call: LinuxTask | None = None
-        """The task whose system call waits for the host and has not gone to sleep."""
+        """The task whose system call waits for the host and is not asleep yet."""
         self.sleep_in_call: int | None = None
-        """Address of code that sleeps until its task is woken, and then has `woken()` called."""
+        """Address of guest code that sleeps until its task is woken, and then causes a call of woken()."""
         self._answers: dict[LinuxTask, Callable[[], None]] = {}
-        """Of tasks that have been served and are still asleep."""
+        """Task that is still asleep -> function that puts the answer of its call into the registers."""
 
     # Run and switch
 
     def run(self) -> LinuxTask | None:
-        """Run until a task comes to its stub or waits in its call, and return it; None: the CPU is idle."""
+        """Run until a task is at its stub or waits in its call. Return it, or None if the CPU is idle."""
         if self._in_call is not None:
             self._leave_call()
         self.current = None
@@ -89,13 +90,13 @@ class ClientScheduler:
         return task
 
     def switch(self, to: LinuxTask | None) -> None:
-        """Send away the task that is at its stub or in a call, and wake `to`. The guest must run next."""
+        """Put the task at its stub or in a call to sleep, and wake `to`. The guest must run next."""
         self._leave_call()
         task = self.current
         self.current = None
         if task is not None:
             self._put_to_sleep(task)
-            # The way back to user mode calls schedule().
+            # With this flag the kernel calls schedule() on its way back to user mode.
             self._memory.words[task.flags >> 3] |= NEED_RESCHED
         self._thunk.wake(to.address if to else 0)
 
@@ -111,7 +112,7 @@ class ClientScheduler:
     ) -> bool:
         """Run the guest until `is_done()`; return False if `on_idle()` gave up or the guest ran too often.
 
-        `on_arrival` is called when a task arrives and nothing is done yet; by default the task is sent away.
+        `on_arrival` is called when a task arrives too early; by default the task is put to sleep.
         `on_idle` is called when the CPU is idle; by default time passes to the next timer interrupt.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
@@ -123,7 +124,7 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Do as run_until() behind its first run, which returned `arrived`."""
+        """Do the part of run_until() after its first run, which returned `arrived`."""
         for _ in range(_ROUNDS):
             if is_done():
                 return True
@@ -172,7 +173,7 @@ class ClientScheduler:
     def call_behind_close(
         self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
     ) -> int:
-        """Close the descriptor `closed`, whose result is lost, and make a system call, in one run."""
+        """Close the descriptor `closed`, ignore the result, and make a system call, all in one run."""
         first, *others = arguments
         self.begin(task, TWO_CALLS, _CLOSE, (closed, *others), kept=(first, number))
         return self.wait_for_result(task, patience)
@@ -186,7 +187,7 @@ class ClientScheduler:
         cx: int = 0,
         kept: tuple[int, int] = (0, 0),
     ) -> None:
-        """Let the task go on at `ip` in the next run. `kept`: rbx and rbp, which system calls preserve."""
+        """Let the task continue at `ip` in the next run. `kept` has rbx and rbp, which calls preserve."""
         machine = self._machine
         if machine.death:
             machine.check_alive()
@@ -200,7 +201,7 @@ class ClientScheduler:
             regs = machine.regs
             regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, *rest = values
             regs.ip, regs.cx, regs.bx, regs.bp = rest
-            # The instruction itself would cost a callback.
+            # Entering the system call here is cheaper: the emulated instruction would cost a callback.
             if ip != TOUCH:
                 machine.cpu.syscall(ip)
             return
@@ -254,7 +255,7 @@ class ClientScheduler:
     # Calls that the host serves
 
     def wait_in_call(self) -> bool:
-        """End the run where the running task's call waits for its service; return False if it has none."""
+        """End the run because the running task's call waits for its service. Return False if it has none."""
         task = self._by_address.get(self._memory.words[self._current])
         if task is None or task.service is None:
             return False
@@ -264,20 +265,23 @@ class ClientScheduler:
         return True
 
     def woken(self) -> bool:
-        """Give the running task the answer for which it slept in its call; return False if none will come."""
+        """Give the running task the answer for which it slept in its call.
+
+        Return False if the task waits for no answer.
+        """
         task = self._by_address.get(self._memory.words[self._current])
         if task is None or not (task.waits or task in self._answers):
             return False
         answer = self._answers.pop(task, None)
         if answer is None:
-            # Something else has woken it.
+            # Something other than the answer has woken the task.
             self._sleep_in_call(task)
         else:
             answer()
         return True
 
     def _leave_call(self) -> None:
-        """Let the task that stands in a call sleep there from the next run on."""
+        """Let the task that waits in a call fall asleep there in the next run."""
         task = self._in_call
         self._in_call = None
         if task is not None:
@@ -289,7 +293,7 @@ class ClientScheduler:
         self._machine.regs.ip = self.sleep_in_call
 
     def _serve(self, task: LinuxTask) -> None:
-        """Do what its call waits for; the guest may run meanwhile. Raises: WouldBlock."""
+        """Do the service for which the task's call waits. The guest may run meanwhile. Raises: WouldBlock."""
         assert task.service is not None
         answer = task.service()
         task.waits = False
@@ -302,7 +306,7 @@ class ClientScheduler:
             self.switch(task)
 
     def cancel_service(self, task: LinuxTask) -> None:
-        """Let the task's call, if it waits for the host, never get its answer."""
+        """Cancel the service of the task's call. If the call waits for it, no answer will come."""
         task.waits = False
         task.service = None
         self._answers.pop(task, None)
@@ -310,14 +314,14 @@ class ClientScheduler:
     # Time for the guest itself
 
     def idle(self, microseconds: int) -> None:
-        """Let time pass in which the guest does what it has to do by itself."""
+        """Let time pass in which the guest does its own work, such as timers and kernel threads."""
         end = self._tsc_in(microseconds)
         if self.current is not None:
             self.switch(None)
         self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
 
     def do_work(self, callback: int, is_done: Callable[[], bool], microseconds: int) -> None:
-        """Have an interrupt call the function at `callback`, and run until `is_done()`, or for so long."""
+        """Let an interrupt call the function at `callback`, and run until `is_done()` or the time is over."""
         self._machine.check_alive()
         if self.current is not None:
             self._take_interrupts()
@@ -328,7 +332,7 @@ class ClientScheduler:
         self._go_on_until(arrived, is_done, on_idle=partial(self._timer_until, end))
 
     def schedule_in(self, task: LinuxTask) -> None:
-        """Have the task stand at its stub. One that sleeps in a call stays where it is."""
+        """Run until the task is at its stub. If the task sleeps in a call or has ended, do nothing."""
         if task is self.current or task.pending or not task.alive:
             return
         self._machine.check_alive()

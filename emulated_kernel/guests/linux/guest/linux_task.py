@@ -1,4 +1,4 @@
-"""LinuxTask: one task of the guest that makes the system calls of a client."""
+"""A client task: a guest task that makes the system calls of a client."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ NEED_RESCHED = 1 << 3
 """The bit of TIF_NEED_RESCHED: the way back to user mode calls schedule()."""
 
 Service = Callable[[], Callable[[], None]]
-"""Does the host's part of a system call, and returns a function that puts the answer into the registers.
+"""Function that does the host's part of a system call.
 
-Raises: WouldBlock (the task sleeps on, and its client repeats the request). Nothing else.
+It returns a function that puts the result into the registers. Raises: only WouldBlock. The task then
+continues to sleep, and its client repeats the request.
 """
 
 
@@ -26,30 +27,30 @@ class Blocked(Exception):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LinuxTask:
-    """A client's task. Its registers and flags stay where the kernel keeps them."""
+    """A client task. Its registers and flags live in guest memory; this object has their addresses."""
 
     address: int
     """Virtual address of its task_struct."""
     pid: int
     root: int
-    """Physical address of its page tables, as the three fields below."""
+    """Physical address of its page tables."""
     registers: int
-    """Its pt_regs."""
+    """Physical address of its pt_regs."""
     state: int
-    """task_struct.__state."""
+    """Physical address of task_struct.__state."""
     flags: int
-    """thread_info.flags."""
+    """Physical address of thread_info.flags."""
     entries: dict[int, int] = field(default_factory=dict)
     """Page -> index of the word that holds its page table entry. Valid until the task executes or ends."""
     owner: tuple[int, int] = 0, 0
-    """User and group."""
+    """User id and group id."""
     comm: str = ""
     pending: bool = False
-    """Its system call has not returned."""
+    """True while its system call has not returned."""
     result: int = 0
-    """What its latest system call returned."""
+    """Return value of its latest system call."""
     alive: bool = True
     service: Service | None = None
-    """The host's part of its system call."""
+    """The host's part of its system call, or None if there is none."""
     waits: bool = False
-    """Its system call waits for `service`; while the guest runs for other tasks, it sleeps there."""
+    """True if its system call waits for `service`. The task sleeps while the guest runs other tasks."""

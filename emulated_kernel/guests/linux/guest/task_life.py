@@ -1,4 +1,4 @@
-"""TaskLife: fork, names, credentials and ends of clients' tasks, and what the kernel reports of all tasks."""
+"""Life cycle of guest tasks: fork, name, credentials and exit of client tasks, and events of all tasks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _ALL_CAPABILITIES = (1 << 40) - 1
 
 
 class TaskLife:
-    """Raises: KernelError (with the errno of a system call), GuestFault (the guest has died)."""
+    """Creates, changes and ends client tasks, and calls the observers of forks and exits of all tasks.
+
+    Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
+    """
 
     def __init__(
         self,
@@ -46,10 +49,10 @@ class TaskLife:
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
         machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
 
-    # What the host does
+    # Requests of the host
 
     def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
-        """Fork a child, with that pid if it is free. Raises: KernelError EAGAIN, ENOMEM."""
+        """Fork a child, which gets `pid` if that is free. Raises: KernelError EAGAIN, ENOMEM."""
         known = set(self._table.by_address)
         next_pid = self._structs.load_s32(self._next_pid)
         self._structs.store("<I", self._next_pid, pid)
@@ -64,7 +67,7 @@ class TaskLife:
             return not parent.pending and (child is not None or parent.result < 0)
 
         self._scheduler.run_until(is_done)
-        # The kernel's own threads get the pids that they would have got.
+        # Kernel threads get the same pids as without this fork.
         self._structs.store("<i", self._next_pid, next_pid)
         if child is None:
             raise KernelError(-parent.result if parent.result < 0 else EAGAIN)
@@ -95,7 +98,10 @@ class TaskLife:
             tell(task.pid, comm)
 
     def set_creds(self, task: LinuxTask, uid: int, gid: int) -> None:
-        """Set its credentials, which a fork does not share. Only root has capabilities."""
+        """Set the credentials of a task. Only uid 0 gets capabilities.
+
+        Linux: a fork copies the credentials, so the parent's do not change.
+        """
         structs = self._structs
         task.owner = uid, gid
         cred = structs.word(task.address + structs.offsets["task_struct.cred"])
@@ -104,17 +110,17 @@ class TaskLife:
         for path in ("cred.cap_permitted", "cred.cap_effective"):
             structs.store("<Q", structs.member(cred, path), capabilities)
 
-    # What the kernel does
+    # Events in the guest's kernel
 
     def _forked(self) -> None:
-        """Report a fork before the child executes anything."""
+        """Report a fork to the observers before the child executes anything."""
         child = self._machine.regs.di
         parent = self._table.running()
         for tell in self._events.forked:
             tell(self._table.pid_of(parent), self._table.pid_of(child))
 
     def _exiting(self) -> None:
-        """Report the end of the running task, which never comes to its stub again."""
+        """Report to the observers that the running task exits. It never returns to its stub."""
         address = self._table.running()
         for tell in self._events.exiting:
             tell(address)
@@ -125,7 +131,7 @@ class TaskLife:
             task.result = -ESRCH
 
     def _freed(self) -> None:
-        """Report that the kernel frees a task_struct: nothing will be heard of the task."""
+        """Report to the observers that the kernel frees a task_struct. No further event names this task."""
         address = self._machine.regs.di - self._structs.offsets["task_struct.rcu"]
         pid = self._table.pid_of(address)
         for tell_freed in self._events.freed:

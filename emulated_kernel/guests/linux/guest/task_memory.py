@@ -1,4 +1,4 @@
-"""TaskMemory: the memory of clients' tasks, which the host reads and writes as the kernel would."""
+"""Access of the host to the user memory of client tasks, with the effects of the kernel's own access."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from emulated_kernel.guests.linux.initramfs import TOUCH
 from emulated_kernel.guests.linux.pc.ram import FRAME, PAGE, PRESENT, WRITABLE, LinuxMemory
 
 _OWN = PRESENT | WRITABLE
-"""A page that its task does not share."""
+"""Bits of the page table entry of a page that its task does not share with others."""
 
 
 class TaskMemory:
-    """Raises: KernelError (the task has ended), GuestFault."""
+    """Reads and writes the user memory of client tasks.
+
+    Raises: KernelError (the task has ended), GuestFault.
+    """
 
     def __init__(self, memory: LinuxMemory, table: TaskTable, scheduler: ClientScheduler) -> None:
         self._memory = memory
@@ -24,12 +27,12 @@ class TaskMemory:
         self._scheduler = scheduler
 
     def has_new_memory(self, task: LinuxTask) -> None:
-        """Forget the page tables of a task that has executed a program."""
+        """Update the page tables of a task after an execve."""
         task.root = self._table.page_tables_of(task.address)
         task.entries.clear()
 
     def copy_to_user(self, task: LinuxTask, va: int, data: bytes) -> None:
-        """Write to its memory."""
+        """Write `data` to the virtual address `va` of the task."""
         page = va & -PAGE
         slot = task.entries.get(page)
         entry = self._memory.words[slot] if slot is not None else self._entry(task, page)
@@ -41,7 +44,7 @@ class TaskMemory:
             self._ram[at : at + size] = data[offset : offset + size]
 
     def copy_from_user(self, task: LinuxTask, va: int, size: int) -> bytes:
-        """Read its memory; pages that are not there read as zeros."""
+        """Return `size` bytes at the virtual address `va` of the task. A missing page reads as zeros."""
         start = va & -PAGE
         slot = task.entries.get(start)
         entry = self._memory.words[slot] if slot is not None else self._entry(task, start)
@@ -57,7 +60,7 @@ class TaskMemory:
         return b"".join(parts)
 
     def _entry(self, task: LinuxTask, page: int) -> int:
-        """Return the page table entry of a page, and keep its place in `entries`; 0 if there is none."""
+        """Return the page table entry of a page, or 0 if there is none. Cache its index in `task.entries`."""
         slot, size = self._memory.last(task.root, page)
         if size != PAGE:
             return 0
@@ -65,7 +68,10 @@ class TaskMemory:
         return self._memory.words[slot]
 
     def _own_pages(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield physical address, offset in the range and size of each part, in pages of the task's own."""
+        """Yield the physical address, the offset in the range and the size of each page's part of the range.
+
+        First make each page the task's own, as a write of the task would.
+        """
         for page in range(va & -PAGE, va + size, PAGE):
             first = max(page, va)
             last = min(page + PAGE, va + size)
@@ -75,7 +81,7 @@ class TaskMemory:
             yield found[0] + first - page, first - va, last - first
 
     def _touch(self, task: LinuxTask, page: int, first_byte: int) -> tuple[int, int, int]:
-        """Have the task store the first byte of a page that is missing or shared, which makes it its own."""
+        """Let the task store the first byte of a missing or shared page. The fault gives it its own page."""
         self._scheduler.begin(task, TOUCH, first_byte, (page,), cx=1)
         self._scheduler.wait_for_result(task)
         found = self._memory.walk(task.root, page)

@@ -1,4 +1,4 @@
-"""TaskTable: the guest's tasks that have been at their stubs, by the addresses of their task_structs."""
+"""Table of client tasks: address of the task_struct -> task."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ PT_REGS = (
 )  # fmt: skip
 """The first members of struct pt_regs, of one word each."""
 _PT_REGS_WORDS = 21
+"""Words of struct pt_regs."""
 
 
 class TaskTable:
-    """The tasks that live; `current_cell` is the address of the CPU's `current_task`."""
+    """The live client tasks. `current_cell` is the address of the CPU's `current_task`."""
 
     def __init__(self, memory: LinuxMemory, structs: KernelStructs, current_cell: int) -> None:
         self._words = memory.words
@@ -33,13 +34,13 @@ class TaskTable:
         return self._structs.load_s32(self._structs.member(address, "task_struct.pid"))
 
     def page_tables_of(self, address: int) -> int:
-        """Return the physical address of the page tables of a task that has memory of its own."""
+        """Return the physical address of the page tables of a task. A kernel thread has none."""
         offsets = self._structs.offsets
         mm = self._structs.word(address + offsets["task_struct.mm"])
         return self._structs.physical(self._structs.word(mm + offsets["mm_struct.pgd"]))
 
     def adopt(self, address: int) -> LinuxTask:
-        """Add the task whose task_struct is at this address."""
+        """Add the task whose task_struct is at `address`, and return it."""
         structs = self._structs
         stack = structs.word(address + structs.offsets["task_struct.stack"])
         task = LinuxTask(

@@ -1,4 +1,4 @@
-"""LinuxTasks: clients as tasks of the guest's kernel, all of them forks of init."""
+"""Guest tasks that make the system calls of clients. All of them are forks of the guest's init."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _PID_MAX = 1 << 22
 
 
 class LinuxTasks(RunningLinux):
-    """The parts that drive a machine whose init is at its stub.
+    """Facade of the scheduler, the memory and the life cycle of client tasks in a booted guest.
 
-    The parts' methods are attributes here: a forwarding method would add a call to each system call.
+    Init must be at its stub, the user-mode code that waits for requests of the host.
+    Methods of the parts are attributes here, because forwarding methods would slow down each system call.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
@@ -70,7 +71,10 @@ class LinuxTasks(RunningLinux):
         self.set_creds = life.set_creds
 
     def prepare(self) -> None:
-        """Set up a guest that has just booted: the thunk, and what all forks of init inherit."""
+        """Prepare a guest that has just booted: install the wakeup thunk, and set what all forks inherit.
+
+        These are an ignored SIGCHLD and a buffer that is wiped on fork.
+        """
         self._thunk.install()
         self._structs.store("<i", self._structs.physical(self.facts.symbols["pid_max"]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
@@ -81,17 +85,17 @@ class LinuxTasks(RunningLinux):
         self._scheduler.idle(microseconds)
 
     def exit(self, task: LinuxTask) -> None:
-        """End a task whose process has ended on the host; one that sleeps in a call is killed."""
+        """End a task whose process has ended on the host. If the task sleeps in a call, kill it."""
         self._life.exit(task, self.init)
 
     @property
     def current(self) -> LinuxTask | None:
-        """The task at its stub; None if there is none."""
+        """The task that is at its stub, or None if the CPU runs other code."""
         return self._scheduler.current
 
     @property
     def sleep_in_call(self) -> int | None:
-        """Address of code in which tasks sleep while their calls wait for the host."""
+        """Address of the guest code in which a task sleeps while its call waits for the host."""
         return self._scheduler.sleep_in_call
 
     @sleep_in_call.setter

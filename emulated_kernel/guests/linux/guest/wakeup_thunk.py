@@ -66,14 +66,14 @@ class WakeupThunk:
         self._machine.engine.flush_tlb()
 
     def wake(self, task: int) -> None:
-        """Have the next run begin with the interrupt that wakes the task at this address; 0 wakes none."""
+        """Let the next run begin with the interrupt. It wakes the task at this address; 0 wakes none."""
         self._words[self._task >> 3] = task
         self._machine.cpu.interrupt(_PLATFORM_IPI)
 
     @contextmanager
     def replaced_by(self, callback: int) -> Iterator[None]:
-        """Have the interrupt call the function at this address meanwhile."""
+        """Let the interrupt call the function at `callback` inside the `with` block."""
         self._structs.store("<Q", self._callback, callback)
         yield
-        # A guest that has died in between is not repaired.
+        # If the guest dies in the block, the callback is not restored.
         self._structs.store("<Q", self._callback, _TEXT)
