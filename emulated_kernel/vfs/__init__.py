@@ -1,8 +1,10 @@
-"""Files: what processes see of a kernel, and how their requests reach it.
+"""Files: the files through which processes see a kernel, and the path of their requests to it.
 
-`mount` has Mount, which a front end serves: a table of file systems and a table of open files. `filesystem`
-has the interface of both, FileSystem and FileDescription. `control_fs` has ControlFs, the file system of
-kprobefs's own files, and GuestCalls, how a guest takes part in their use. `core` has kinds of files and knows
-no kernel; `trees` makes tracefs, debugfs and further directories of them, over the objects of the layers
-below. The file systems of guests are in `guests`. A new kind of mount is one subclass of FileSystem.
+- `mount`: Mount, which a front end serves: a table of file systems and a table of open files.
+- `filesystem`: FileSystem and FileDescription, the interfaces of the entries of these two tables.
+- `control_fs`: ControlFs, the file system of kprobefs's own files, and GuestCalls, the guest's part in it.
+- `core`: kinds of files, without any knowledge of kernels.
+- `trees`: tracefs, debugfs and further directories, built from `core` over the objects of the layers below.
+
+The file systems of guests are in `guests`. A new kind of mount is one subclass of FileSystem.
 """

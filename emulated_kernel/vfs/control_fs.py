@@ -1,7 +1,7 @@
-"""ControlFs: kprobefs's own files as a file system, and GuestCalls: how a kind of guest takes part in it.
+"""ControlFs: the file system of kprobefs's own files, and GuestCalls: the guest's part in it.
 
-A client's system call on a control file is answered by the host. As soon as a probe could notice that call,
-it is also made in the guest, by the client's task there. How that is done differs by the kind of guest.
+The host serves clients' system calls on control files. If a probe could notice such a call, the client's task
+in the guest makes the call, too. Each kind of guest has its own way to do this: a subclass of GuestCalls.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
-"""Calls that ask the host's kernel for the attributes of an open file."""
+"""Names of the system calls that make the host's kernel ask for the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
-"""The limits are set below."""
+"""Directories of the files that set limits: they can be opened beyond the limit of open files."""
 
 
 class ControlFile(FileDescription):
@@ -44,15 +44,18 @@ class ControlFile(FileDescription):
         self.error = 0
         self.handle = 0
         self.client = client
-        """Who has opened it."""
+        """The process that opened the file."""
         self.inner: OpenFile
-        """Its content; GuestCalls.open sets it."""
+        """The node's open file, which has the content; GuestCalls.open sets it."""
         self.fd: int | None = None
-        """None if the guest has no part in it: it wasn't watched at the open, was dead, or had no room."""
+        """The guest's descriptor for the file.
+
+        It is None if no probe could notice calls at the open, or if the guest was dead or out of resources.
+        """
         self.number: int | None = None
-        """The descriptor as the process knows it that opened the file, if that is known."""
+        """The descriptor number in the process that opened the file, if that number is known."""
         self.task: Any = None
-        """The guest's task whose call was the last one on it; only GuestCalls uses it."""
+        """The guest's task that made the last call on the file; only GuestCalls uses it."""
 
     @property
     def stream(self) -> bool:
@@ -89,7 +92,7 @@ class ControlFile(FileDescription):
             return self.fs.calls.read_page(client, self, size)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """See FileDescription. Files of the host are read before, without the lock."""
+        """See FileDescription. If the write needs files of the host, read them first, without the lock."""
         if self.error:
             raise self.gone()
         inner = self.inner
@@ -140,7 +143,7 @@ class ControlFile(FileDescription):
 
 
 class ControlDirectory(OpenDirectory):
-    """An open directory of control files, and the guest's descriptor for it, as ControlFile."""
+    """An open directory of control files, with `fd` and `number` as ControlFile has them."""
 
     __slots__ = ("fd", "number")
 
@@ -174,9 +177,9 @@ class ControlDirectory(OpenDirectory):
 
 
 class PendingWrite:
-    """One write(2) to a control file, which is done piece by piece; between two of them others have the lock.
+    """One write(2) to a control file, done piece by piece. Between two pieces other threads get the lock.
 
-    To be entered, and then asked by step() until that returns: retry_yielding_lock() does.
+    Use it as a context manager. Inside, retry_yielding_lock() calls step() until that returns.
     """
 
     __slots__ = ("_prepared", "by_piece", "client", "data", "file", "inner", "kept", "plan")
@@ -190,9 +193,10 @@ class PendingWrite:
         offset: int,
         prepared: Callable[[], int] | None,
     ) -> None:
-        """`inner`: what it began with. A reboot between two pieces gives the file another one.
+        """Begin a write of `data` at `offset`.
 
-        `prepared`: what a file that reads files of the host has made of the data.
+        `inner`: `file.inner` at the start. A reboot between two pieces replaces it in the file.
+        `prepared`: executes the data, if the file has read files of the host for this write; else None.
         """
         self.client = client
         self.file = file
@@ -200,18 +204,18 @@ class PendingWrite:
         self.data = data
         self._prepared = prepared
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Writes one more piece, without the guest; returns what all have taken.
+        """Write one more piece, without the guest; return the number of bytes that all pieces have taken.
 
-        Raises: YieldLock, KernelError.
+        Raises: YieldLock (more pieces follow), KernelError.
         """
         self.plan: Callable[[], int] | None = None
-        """What a step does in the guest, too; for GuestCalls.write, which is asked again for each piece."""
+        """Function that does one step. GuestCalls.write, which runs once per step, keeps it here."""
         self.kept = ExitStack()
-        """What the guest's call needs until the write has ended."""
+        """Resources that the guest's call needs until the write has ended."""
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the file has read files of the host for it."""
+        """True if the file has read files of the host for this write."""
         return self._prepared is not None
 
     def __enter__(self) -> Self:
@@ -223,9 +227,9 @@ class PendingWrite:
         self.kept.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Write one more piece.
+        """Write one more piece and return the number of bytes that all pieces have taken.
 
-        Lock: takes. Raises: YieldLock (there are more), WouldBlock, KernelError ESTALE, EIO.
+        Lock: takes. Raises: YieldLock (more pieces follow), WouldBlock, KernelError ESTALE, EIO.
         """
         file = self.file
         with file.fs.lock:
@@ -236,7 +240,10 @@ class PendingWrite:
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
-        """Write a piece, and tell the watcher from before it: the piece may boot another kernel."""
+        """Write a piece and report it to the watcher.
+
+        Hazard: read the watcher before the write, because the piece may boot another kernel.
+        """
         file = self.file
         watcher = file.fs.watcher
         data, is_part = piece
@@ -252,60 +259,65 @@ class PendingWrite:
 
 
 class GuestCalls:
-    """How a guest takes part in what clients do with control files; this class: not at all.
+    """The guest's part in clients' use of control files. In this base class the guest has no part.
 
-    All needs the control lock, which ControlFs takes. What the guest refuses, or is too broken for, is no
-    matter of a control file: only WouldBlock and YieldLock are raised beside what the file itself raises.
+    All methods need the control lock, which ControlFs takes. If the guest refuses a call or is too broken to
+    make it, the control file works all the same. The methods raise only WouldBlock and YieldLock, in
+    addition to the errors of the file itself.
 
-    A strategy decides in each method whether a request begins, for they differ: by which of them the guest's
-    clock ticks shows in its traces.
+    Each subclass decides for each method whether it begins a request. The decisions differ, and traces show
+    which methods let the guest's clock tick.
     """
 
     fs: ControlFs
-    """Whose files they are; ControlFs sets it."""
+    """The file system of the control files; ControlFs sets it."""
 
     @property
     def is_dead(self) -> bool:
-        """Whether the guest can't run any more."""
+        """True if the guest can't run any more."""
         return False
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether looked_up() and on_file() have anything to do for a client that asks for attributes."""
+        """True if looked_up() and on_file() have work to do when a client asks for attributes."""
         return False
 
     def request(self, client: Client) -> AbstractContextManager[object]:
-        """Return what a request of the client's runs in. The methods below use it."""
+        """Return the context in which a client's request runs. The methods below use it."""
         del client
         return nullcontext()
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
-        """Repeat the client's call, if it ends with the lookup of `path`; None: nothing is there."""
+        """Repeat the client's call if it ends with the lookup of `path`.
+
+        `found`: the attributes of the file; None if it does not exist.
+        """
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
-        """Repeat the client's call, if it is one of `names`, on the guest's descriptor of a file.
+        """Repeat the client's call on the guest's descriptor of a file, if the call is one of `names`.
 
-        Without `file` it is that of a file which is open by this path.
+        If `file` is None, use any open file with this path.
         """
 
     def tell(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
-        """Repeat the client's call, if it is one of `names`, on a path; `more`: its other paths.
+        """Repeat the client's call on a path, if the call is one of `names`.
 
-        `by_fd`: calls on a descriptor that ask for the same.
+        `more`: the further paths of the call.
+        `by_fd`: names of the calls that do the same on a descriptor.
         """
 
     def chdir(self, client: Client, path: str) -> None:
         """Repeat the client's change of its working directory."""
 
     def open(self, client: Client, file: ControlFile) -> None:
-        """Open the file: set `inner`, and `fd` and `number` if the guest takes part."""
+        """Open the file: set its `inner`. If the guest opens it, too, set `fd` and `number`."""
         with self.request(client):
             file.inner = file.fs.tree.open(file.path, file.flags, client)
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """Open in the guest what is open, since it is about to be watched."""
+        """Open `files` in the guest, because probes could notice its calls from now on."""
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
         """Open a directory in the guest."""
@@ -324,12 +336,12 @@ class GuestCalls:
             return file.inner.read_page(size)
 
     def write(self, write: PendingWrite) -> int:
-        """Do one step of a write: a piece, or the guest's call that asks for the piece."""
+        """Do one step of a write: write a piece, or make the guest's call that causes the piece."""
         with self.request(write.client):
             return write.by_piece()
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the call in which the client's task waits for the file, with this errno."""
+        """End the call in which the client's task waits for the file, with the errno `error`."""
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
         """Close the guest's descriptor `file.fd`."""
@@ -337,7 +349,10 @@ class GuestCalls:
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """Make or remove a directory by `act`, which is one of the system calls `names` with `args`."""
+        """Create or remove a directory by `act`.
+
+        `names`: the system calls that do so. `args`: the arguments after the path of the first of them.
+        """
         del names, path, args
         with self.request(client):
             act()
@@ -349,16 +364,16 @@ class GuestCalls:
             act()
 
     def close(self) -> None:
-        """End with the mount."""
+        """End the guest's part, because the mount ends."""
 
 
 class ControlFs(FileSystem):
-    """kprobefs's own files: a tree of nodes, which the host serves, with a guest's part in it."""
+    """The file system of kprobefs's own files: a tree of nodes. `calls` is the guest's part in their use."""
 
     def __init__(
         self, tree: NodeTree, lock: ControlLock | None = None, calls: GuestCalls | None = None
     ) -> None:
-        """Show a tree. `calls`: the guest's part; none by default."""
+        """Create a file system that shows a tree. `calls`: the guest's part; by default it has none."""
         super().__init__(lock)
         self.tree = tree
         self.calls = calls or GuestCalls()
@@ -406,7 +421,7 @@ class ControlFs(FileSystem):
             return file
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
-        """Raise EACCES, or EEXIST."""
+        """Refuse to create a file. Raises: KernelError EACCES, EEXIST."""
         del client, mode, flags
         with self.lock:
             return self.tree.create(path)
@@ -427,7 +442,7 @@ class ControlFs(FileSystem):
     # Changes
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem; in instances/ it makes a trace array."""
+        """See FileSystem. In instances/ a new directory is a new trace array."""
         with self.lock:
             tree = self.tree
             self.calls.change(
@@ -476,7 +491,7 @@ class ControlFs(FileSystem):
     def mknod(self, client: Client, path: str, mode: int) -> None:
         """See FileSystem."""
         with self.lock:
-            # The guest would make it.
+            # The guest would create the device.
             if not is_device(mode):
                 self.calls.tell(client, path, ("mknod", "mknodat"))
             self.tree.mknod(client, path, mode)
@@ -522,7 +537,7 @@ class ControlFs(FileSystem):
         self.calls.open_unseen(self.files())
 
     def become(self, new: FileSystem) -> None:
-        """See FileSystem. What a file has of the kernel before isn't released: it goes with that kernel."""
+        """See FileSystem. The files' references to the old kernel are not released: they end with it."""
         assert isinstance(new, ControlFs)
         self.tree = new.tree
         self.calls = new.calls
@@ -560,12 +575,12 @@ class ControlFs(FileSystem):
             return self.calls.is_dead
 
     def close(self) -> None:
-        """See FileSystem. Who waits for a file is woken by its release."""
+        """See FileSystem. The release of a file wakes the threads that wait for it."""
         with self.lock:
             files = self.files()
             super().close()
             for file in files:
-                # A line without an end is executed now.
+                # The release executes a line without a newline at its end.
                 with suppress(KernelError, GuestFault):
                     self.tree.release(file.inner)
             if self.watcher is not None:

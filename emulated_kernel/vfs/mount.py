@@ -1,7 +1,8 @@
-"""Mount: the files that a front end serves; a table of file systems, and a table of open files.
+"""Mount: the files that a front end serves, as a table of file systems and a table of open files.
 
-The mount never holds the control lock. A write gives it up between two pieces, a release must not wait for
-it, and which bracket a request needs differs from one file system to the other. So each takes it by itself.
+The mount never holds the control lock; each file system takes it. There are three reasons: a write gives the
+lock up between two pieces, a release must not wait for it, and each file system prepares the guest for a
+request in its own way.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, stil
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
 
 CLOSING = 0.05
-"""Seconds that a close(2) may be on its way while the next request is here already."""
+"""Seconds that rmdir(2) waits at most for the release requests of files that were just closed."""
 _KEPT = 500
-"""Paths whose file system is remembered; nobody has many in use at once."""
+"""Number of paths whose file system is cached. Clients use few paths at a time."""
 
 
 class Mount:
-    """What a front end serves: each request that it may make, from any thread.
+    """All requests that a front end can make on one mounted tree of files, from any thread.
 
-    Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno. What a
-    method does is said in FileSystem and FileDescription, which have methods of the same names.
+    Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno.
+    FileSystem and FileDescription document the methods of the same names.
 
     The two tables need no lock: single operations on a dictionary are atomic, and iterations go over copies.
     """
@@ -45,32 +46,34 @@ class Mount:
         limits: Limits | None = None,
         lasting: Collection[str] = (),
     ) -> None:
-        """`table`: prefix -> file system; "/" is required. A prefix may be a single file.
+        """Create a mount of the file systems in `table`: prefix -> file system.
 
-        `limits`: how many files may be open. Two that come at once may both get the last place.
-        `lasting`: directories of the root that are there as long as the mount, whichever kernel it shows.
+        The prefix "/" is required. A prefix may be the path of a single file.
+
+        `limits`: how many files may be open. Two opens at the same time may both get the last place.
+        `lasting`: directories of the root that exist as long as the mount, whichever kernel it shows.
         """
         self._table = dict(table)
         self._root = self._table["/"]
         self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))
         self._limits = limits
         self.lock: ControlLock = self._root.lock
-        """For front ends and tests; the mount itself doesn't take it."""
+        """The control lock, for front ends and tests; the mount itself does not take it."""
         self.lasting = frozenset(lasting)
         self.clients_own = frozenset[str]().union(*(fs.clients_own for fs in self._file_systems))
         self._below: dict[str, list[str]] = {}
-        """Path of a directory -> prefixes directly in it."""
+        """Path of a directory -> prefixes that are mounted directly in it."""
         for prefix in self._table:
             if prefix != "/":
                 self._below.setdefault(posixpath.dirname(prefix), []).append(prefix)
         self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_KEPT)(self._find)
-        """The file system that a path belongs to."""
+        """Return the file system that a path belongs to."""
         self._roots: dict[str, DirEntry] = {}
-        """Prefix -> its entry in the directory above; kept for the time after the guest has died."""
+        """Prefix -> its entry in the parent directory. The entries remain usable after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
         self._numbers = count(1)
         self._pollers: dict[int, Callable[[], None]] = {}
-        """Handle -> who is to be notified next."""
+        """Handle -> function that announces the next change of the file's poll mask."""
         self._closed = False
 
     def _find(self, path: str) -> FileSystem:
@@ -85,7 +88,7 @@ class Mount:
         return self.filesystem_at(path).getattr(path, client)
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem. What is mounted in the directory is listed with the number of what it hides."""
+        """See FileSystem. A mounted prefix takes the place of an entry with the same name."""
         entries = self.filesystem_at(path).readdir(path, client)
         if path != "/" and path in self._table:
             with suppress(KernelError):
@@ -99,11 +102,11 @@ class Mount:
         return entries
 
     def _root_entry(self, prefix: str) -> DirEntry | None:
-        """Return the entry of what is mounted at `prefix`; None if the guest died before it was asked.
+        """Return the entry of a prefix in its parent directory; None if the guest died before the first call.
 
-        It asks for no client: none has made a call for it.
+        The lookup has no client, because no client's system call asks for these attributes.
         """
-        # Those of another kernel, should one take the place of this one meanwhile, aren't written into.
+        # replace() may install a new dictionary meanwhile: this kernel's entry must not get into it.
         roots = self._roots
         entry = roots.get(prefix)
         if entry is None:
@@ -139,14 +142,15 @@ class Mount:
             self._await_closes(fs, f"{path}/")
         fs.rmdir(client, path)
         if is_large:
-            # Its files refer to each other: five take 40 MB until the next full collection.
+            # The removed nodes refer to each other: five directories occupy 40 MB until a full collection.
             gc.collect()
 
     @staticmethod
     def _await_closes(fs: FileSystem, prefix: str) -> None:
-        """Wait until files that a client has just closed are closed: close(2) doesn't wait for its request.
+        """Wait until the files that clients have just closed are released, for at most CLOSING seconds.
 
-        What stays open makes rmdir(2) fail, as on Linux. Lock: leaves, for it sleeps.
+        The wait is needed because close(2) returns before the front end's release request arrives. Files
+        that stay open make rmdir(2) fail, as on Linux. Lock: leaves, because this method sleeps.
         """
         end = monotonic() + CLOSING
         while any(opened.path.startswith(prefix) and not opened.is_directory for opened in list(fs.opened)):
@@ -167,7 +171,7 @@ class Mount:
         self._across(old, new).link(client, old, new)
 
     def _across(self, old: str, new: str) -> FileSystem:
-        """Return the file system that answers for a call with two names."""
+        """Return the file system that serves a call with two paths. Raises: KernelError EXDEV, EROFS."""
         source = self.filesystem_at(old)
         target = self.filesystem_at(new)
         if source is not target:
@@ -204,9 +208,9 @@ class Mount:
     # Handles
 
     def open(self, client: Client, path: str, flags: int) -> int:
-        """Open a file; return the handle for the methods below.
+        """Open a file and return the handle for the methods below.
 
-        Raises: KernelError ENFILE, as FileSystem.open.
+        Raises: KernelError ENFILE (the limit of open files), EIO (the mount has ended), as FileSystem.open.
         """
         fs = self.filesystem_at(path)
         if self._limits is not None:
@@ -214,14 +218,14 @@ class Mount:
         return self._add(fs.open(client, path, flags))
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
-        """Make a regular file and open it, as open()."""
+        """Create a regular file, open it and return the handle. Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path)
         return self._add(fs.create(client, path, mode, flags))
 
     def opendir(self, client: Client, path: str) -> int:
-        """Open a directory; return the handle for getdents()."""
+        """Open a directory and return the handle for getdents(). Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path)
@@ -231,7 +235,7 @@ class Mount:
         try:
             limits.check(Limit.OPEN_FILES, len(self._handles))
         except KernelError:
-            # Whoever raises the limit gets in.
+            # The files that raise the limit can be opened beyond it.
             if not fs.is_always_open(path):
                 raise
 
@@ -265,7 +269,11 @@ class Mount:
         return self._opened(handle).getattr(client)
 
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
-        """Return the entries of an open directory from number `start` on; 0 makes a snapshot of all."""
+        """Return the entries of an open directory from index `start` on.
+
+        If `start` is 0, list the directory again; later calls continue in that snapshot.
+        Raises: KernelError ENOTDIR, EBADF, ENOENT (the directory has been removed).
+        """
         directory = self._opened(handle)
         if not isinstance(directory, OpenDirectory):
             raise KernelError(errno.ENOTDIR, f"handle {handle}")
@@ -275,11 +283,11 @@ class Mount:
         return directory.entries[start:]
 
     def is_stream(self, handle: int) -> bool:
-        """Return whether lseek(2) on the handle has to answer ESPIPE."""
+        """Return True if lseek(2) on the handle must fail with ESPIPE."""
         return self._opened(handle).stream
 
     def reads_host(self, handle: int) -> bool:
-        """Return whether a write to it reads files of the host, and takes as long as they do."""
+        """Return True if a write to the handle reads files of the host, which can take long."""
         return self._opened(handle).reads_host
 
     def set_status_flags(self, handle: int, flags: int) -> None:
@@ -330,7 +338,7 @@ class Mount:
         self._opened(handle).ftruncate(client, size)
 
     def release(self, handle: int) -> None:
-        """Forget a handle; nothing happens if there is none."""
+        """Release a handle; do nothing if it does not exist."""
         opened = self._handles.pop(handle, None)
         self._pollers.pop(handle, None)
         if self._limits is not None:
@@ -338,27 +346,28 @@ class Mount:
         if opened is not None:
             opened.release()
 
-    # What the daemon needs. The lock is held, except for is_dead and close.
+    # For the daemon. The caller holds the lock, except for is_dead and close.
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """Tell `watcher` from now on what clients change in control files."""
+        """Report clients' changes of control files to `watcher` from now on; None ends the reports."""
         for fs in self._file_systems:
             fs.watch(watcher)
 
     def is_between_parts(self) -> bool:
-        """Return whether a file waits for the next part of a long write(2)."""
+        """Return True if a file waits for the next part of a long write(2)."""
         self.lock.assert_held()
         return any(fs.is_between_parts() for fs in self._file_systems)
 
     def open_in_guest(self) -> None:
-        """Open in the guest what is open: its text is about to change, and its calls could be noticed."""
+        """Open the open files in the guest, too, before its text changes: probes could notice its calls."""
         for fs in self._file_systems:
             fs.open_in_guest()
 
     def replace(self, table: Mapping[str, FileSystem]) -> None:
         """Show the files of another kernel, with the same lock and file systems at the same prefixes.
 
-        Files that are open go on as the new kernel's of the same path; those of the old guest are ESTALE.
+        Open control files continue as the new kernel's files of the same paths. Further use of the old
+        guest's own files fails with ESTALE.
         """
         self.lock.assert_held()
         for old, new in dict.fromkeys((self._table[prefix], new) for prefix, new in table.items()):
@@ -371,13 +380,13 @@ class Mount:
             notify()
 
     def is_dead(self) -> bool:
-        """Return whether the guest can't run any more; waits for what every request waits for."""
+        """Return True if the guest can't run any more. Lock: takes, as every request does."""
         return self._root.is_dead()
 
     def close(self) -> None:
-        """End: wake every waiter, refuse further work."""
+        """End the mount: wake every waiter and refuse further requests with EIO."""
         self._closed = True
-        # Before anything waits for the lock: who is woken finds no handle.
+        # Hazard: clear the handles before waiting for the lock, so that woken waiters find no handle.
         self._handles = {}
         for fs in self._file_systems:
             fs.close()

@@ -1,4 +1,4 @@
-"""Mount: a table of file systems, and a table of open files; and what a new kind of mount takes."""
+"""Tests of Mount: its tables of file systems and of open files, and a new kind of mount."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CLIENT = Client(os.getpid(), 0, 0)
 
 
 class Clock(FileSystem):
-    """A new kind of mount: a directory with the file `now`, which tells the host's time."""
+    """A new kind of mount: a directory with the file `now`, which shows the host's time."""
 
     def __init__(self, top: str = "/") -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Clock(FileSystem):
 
 
 class Now(FileDescription):
-    """Its file."""
+    """The open file `now`, which shows the host's time."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         del client
@@ -74,7 +74,7 @@ class Now(FileDescription):
 
 
 class File(Clock):
-    """A file system that is one file."""
+    """A file system whose root is a regular file."""
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         del path, client
@@ -82,26 +82,26 @@ class File(Clock):
 
 
 class ReadOnly(Clock):
-    """One that can't be changed."""
+    """A read-only file system."""
 
     is_read_only = True
 
 
 def control_fs() -> ControlFs:
-    """Control files without a guest."""
+    """Return a file system of control files in which no guest has a part."""
     files = {"value": AttributeFile(0o444, lambda: "1\n"), "clock": Directory(0o755, {})}
     return ControlFs(NodeTree(Directory(0o755, {"dir": Directory(0o755, {}), **files})))
 
 
 def error_of(call: Callable[[], object]) -> int | None:
-    """The errno that a call ends with."""
+    """Return the errno with which a call fails."""
     with pytest.raises(KernelError) as failed:
         call()
     return failed.value.errno
 
 
 def read(mount: Mount, path: str) -> bytes:
-    """The start of a file's content."""
+    """Return the first 4096 bytes of a file."""
     handle = mount.open(CLIENT, path, os.O_RDONLY)
     try:
         return mount.read(CLIENT, handle, 4096, 0)
@@ -110,7 +110,7 @@ def read(mount: Mount, path: str) -> bytes:
 
 
 def inos(mount: Mount, path: str) -> dict[str, int]:
-    """Name -> inode number, as a listing shows it."""
+    """Return name -> inode number, as a listing of the directory shows them."""
     return {entry.name: entry.ino for entry in mount.readdir(path)}
 
 
@@ -171,7 +171,7 @@ def test_a_prefix_may_be_one_file() -> None:
 
 
 def scratch_fs(kernel: Kernel) -> FileSystem:
-    """The scratch/ of a guest."""
+    """Return the file system of a guest's scratch/."""
     return kernel.mount().filesystem_at("/scratch/file")
 
 
@@ -187,7 +187,7 @@ DEFAULTS = dict.fromkeys(CHANGES, errno.EPERM) | {"truncate": errno.EINVAL, "cre
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("kind", ["default", "read only", "control", "scratch", "vmcore"])
 def test_no_change_is_enosys(kind: str, name: str, kernel: Kernel) -> None:
-    """FUSE would not ask again as long as the mount exists."""
+    """After ENOSYS, FUSE would not send the request again as long as the mount exists."""
     nothing = cast("VmcoreFiles", None)
     fs = {
         "default": Clock,
@@ -211,7 +211,7 @@ def test_no_change_is_enosys(kind: str, name: str, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("name", ["rename", "link"])
 def test_names_in_two_file_systems(name: str, kernel: Kernel) -> None:
-    """Two of one guest are the guest's to refuse."""
+    """Between two file systems of one guest, the guest itself refuses rename(2) and link(2)."""
     own = Mount({"/": control_fs(), "/clock": Clock("/clock"), "/read": ReadOnly("/read")})
     assert error_of(lambda: getattr(own, name)(CLIENT, "/value", "/clock/now")) == errno.EXDEV
     assert error_of(lambda: getattr(own, name)(CLIENT, "/clock/now", "/value")) == errno.EXDEV
@@ -257,7 +257,7 @@ def test_open_files_are_counted_where_there_is_a_limit() -> None:
         without.open(CLIENT, "/a", os.O_RDONLY)
 
 
-# What outlives a kernel
+# Mounts that outlive their kernel
 
 
 def test_numbers_of_what_is_mounted_outlive_the_guest(kernel: Kernel) -> None:

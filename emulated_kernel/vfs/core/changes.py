@@ -1,4 +1,4 @@
-"""Who is told of what clients change in the files of ours."""
+"""ChangeWatcher: reports of the changes that clients make to control files."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from abc import ABC, abstractmethod
 
 
 class ChangeWatcher(ABC):
-    """Told, under the control lock, what was asked of the files of ours that may have changed something."""
+    """Receives the requests that may have changed control files, in their order. Lock: needs."""
 
     @abstractmethod
     def truncated(self, path: str) -> None:
-        """It was opened with O_TRUNC."""
+        """Record that the file at `path` was opened with O_TRUNC."""
 
     @abstractmethod
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
-        """A write(2) took these bytes, or failed: it may have done a part of what it was told, then.
+        """Record that a write(2) took these bytes, or failed and may have executed a part of them.
 
-        `is_part`: what stands behind their last newline goes on in another one.
+        `is_part`: the text after the last newline continues in the next write.
         """
 
     @abstractmethod
     def released(self, handle: int) -> None:
-        """The last descriptor of an open file was closed."""
+        """Record that the last descriptor of an open file was closed."""
 
     @abstractmethod
     def made(self, path: str) -> None:
-        """A directory."""
+        """Record that the directory `path` was created."""
 
     @abstractmethod
     def removed(self, path: str) -> None:
-        """A directory."""
+        """Record that the directory `path` was removed."""
 
     @abstractmethod
     def closed(self) -> None:
-        """The mount ends."""
+        """Record that the mount ends."""

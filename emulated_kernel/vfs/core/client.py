@@ -1,4 +1,4 @@
-"""What crosses the border between a front end, such as FUSE, and the files: clients, attributes, entries."""
+"""Data that front ends, such as FUSE, and file systems exchange: clients, attributes, directory entries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import NamedTuple
 from emulated_kernel.util.errors import KernelError
 
 STATUS_FLAGS = os.O_APPEND | os.O_NONBLOCK
-"""What fcntl(F_SETFL) changes of an open file that anybody here looks at."""
+"""Status flags that file systems follow when a client changes them with fcntl(F_SETFL)."""
 INO_SPACES = 4
-"""Filesystems that one mount is made of: inode n of the one numbered s is n * INO_SPACES + s outside.
+"""Most file systems in one mount. The mount shows inode n of file system number s as n * INO_SPACES + s.
 
-Programs take two files with one number for the same file. The tree of control files is number 0.
+The numbers must differ because programs take two files with the same inode number for the same file. The
+tree of control files is file system number 0.
 """
 
 
@@ -24,11 +25,11 @@ class Client(NamedTuple):
     uid: int
     gid: int
     umask: int = 0
-    """What the mode of a new file has lost already, where the front end is told."""
+    """The process's umask if the front end knows it, else 0. Modes in requests have it applied already."""
 
 
 class Stat(NamedTuple):
-    """A node's attributes as stat(2) shows them; times in nanoseconds, size in bytes."""
+    """A file's attributes as stat(2) shows them: times in nanoseconds, size in bytes."""
 
     ino: int
     mode: int
@@ -42,14 +43,14 @@ class Stat(NamedTuple):
     blocks: int = 0
     rdev: int = 0
     is_paged: bool = False
-    """A front end that caches pages may ask for any page of it, and gets a whole one or an errno."""
+    """True if a front end that caches pages may read any page of the file: a whole page or an errno."""
 
 
 class StatFs(NamedTuple):
-    """What a file system has room for, as statfs(2) shows it; a pseudo file system has nothing to count."""
+    """Capacity of a file system as statfs(2) shows it. The counts of a pseudo file system are 0."""
 
     block_size: int = 4096
-    """Bytes; `blocks`, `free` and `available` are counted in them."""
+    """Bytes of one block, the unit of `blocks`, `free` and `available`."""
     blocks: int = 0
     free: int = 0
     available: int = 0
@@ -58,7 +59,7 @@ class StatFs(NamedTuple):
 
 
 class DirEntry(NamedTuple):
-    """A name in a directory as readdir(3) shows it: `kind` is the type of its mode (S_IFDIR, ...)."""
+    """An entry of a directory as readdir(3) shows it. `kind` is the file type (S_IFDIR, ...)."""
 
     name: str
     kind: int
@@ -66,18 +67,21 @@ class DirEntry(NamedTuple):
 
 
 GONE = ""
-"""The path of an open directory that has been removed, or another one has taken its place."""
+"""Path of an open directory that was removed or replaced by rename(2)."""
 
 
 def path_behind(path: str, old: str, new: str) -> str:
-    """Where an open directory is when rename(2) has made `new` of `old`; GONE for `new` is rmdir(2)'s."""
+    """Return the path of an open directory after rename(2) of `old` to `new`.
+
+    If `new` is GONE, return its path after rmdir(2) of `old`.
+    """
     if path == old or path.startswith(f"{old}/"):
         return new and new + path[len(old) :]
     return GONE if path == new else path
 
 
 def still_there(path: str) -> str:
-    """The path of an open directory. Raises: KernelError ENOENT (GONE)."""
+    """Return `path`, the path of an open directory. Raises: KernelError ENOENT (it is GONE)."""
     if path == GONE:
         raise KernelError(errno.ENOENT, "the directory has been removed")
     return path

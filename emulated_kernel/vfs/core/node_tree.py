@@ -1,4 +1,4 @@
-"""NodeTree: paths to nodes, and Linux's errno for what can't be done there."""
+"""NodeTree: finds nodes by path and raises Linux's errno for operations that they do not support."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 CONTROL = ".control"
-"""What listings of a mount that is a tracefs don't show: kprobes/, machine/ and sysctl/, for the program."""
+"""Directory that listings omit. If tracefs is the root, it holds kprobes/, machine/ and sysctl/."""
 NAME_MAX = 255
-"""Bytes."""
+"""Bytes of the longest file name."""
 
 
 class NodeTree:
-    """A tree of nodes, with the methods that FileSystem has for paths."""
+    """A tree of nodes. Methods with the names of FileSystem's methods do the same for paths in this tree."""
 
     def __init__(self, root: Directory, owner: Owner | None = None) -> None:
         self.root = root
@@ -28,7 +28,7 @@ class NodeTree:
         self._inode_numbers = count(INO_SPACES, INO_SPACES)
 
     def lookup(self, path: str) -> Node:
-        """The node at an absolute path; a dictionary lookup for each component.
+        """Return the node at an absolute path, by one dictionary lookup for each component.
 
         Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
         """
@@ -43,16 +43,16 @@ class NodeTree:
         return node
 
     def getattr(self, path: str) -> Stat:
-        """Attributes of the node at `path`. Raises: as lookup()."""
+        """Return the attributes of the node at `path`. Raises: as lookup()."""
         return self.stat(self.lookup(path))
 
     def stat(self, node: Node) -> Stat:
-        """Attributes of `node`."""
+        """Return the attributes of `node`."""
         node.number(self._inode_numbers)
         return node.stat(self.owner)
 
     def readdir(self, path: str) -> list[DirEntry]:
-        """Entries of a directory, "." and ".." first. Raises: KernelError ENOTDIR, as `lookup`."""
+        """Return the entries of a directory, "." and ".." first. Raises: KernelError ENOTDIR, as lookup()."""
         directory = self._directory(path)
         numbers = self._inode_numbers
         parent = directory.parent or directory
@@ -63,9 +63,10 @@ class NodeTree:
         ]
 
     def open(self, path: str, flags: int, client: Client) -> OpenFile:
-        """Open a file, made if O_CREAT says so and the directory allows it, which none here does.
+        """Open a file.
 
-        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, what the file's own open raises, as `lookup`.
+        No directory here lets clients create files, so O_CREAT with a new name fails with EACCES.
+        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, errors of the file's own open, as lookup().
         """
         try:
             node = self.lookup(path)
@@ -85,80 +86,86 @@ class NodeTree:
 
     @staticmethod
     def release(opened: OpenFile) -> None:
-        """The last descriptor of what open() gave was closed."""
+        """Release a file that open() returned, after its last descriptor was closed."""
         opened.node.count_open(-1)
         opened.release()
 
     def create(self, path: str) -> NoReturn:
-        """creat(2) of a name that isn't there. Raises: KernelError EACCES, as without ->create on Linux."""
+        """Refuse to create a file. Raises: KernelError EEXIST, EACCES (as on Linux without ->create)."""
         self._absent(path)
         raise KernelError(errno.EACCES, path)
 
     def mkdir(self, _client: Client, path: str, mode: int) -> None:
-        """mkdir(2). Raises: KernelError EEXIST, what the directory's hook raises."""
+        """Create a directory by the parent's hook. Raises: KernelError EEXIST, errors of the hook."""
         directory, name = self._absent(path)
         directory.mkdir(name, mode)
 
     def rmdir(self, _client: Client, path: str) -> None:
-        """rmdir(2). Raises: KernelError ENOTDIR, what the parent's hook raises."""
+        """Remove a directory by the parent's hook.
+
+        Raises: KernelError ENOTDIR, EBUSY (the root), errors of the hook.
+        """
         node = self._directory(path)
         if node.parent is None:
             raise KernelError(errno.EBUSY, path)
         node.parent.rmdir(node.name)
 
     def unlink(self, _client: Client, path: str) -> NoReturn:
-        """unlink(2). Raises: KernelError EPERM (EISDIR for a directory)."""
+        """Refuse to remove a file. Raises: KernelError EPERM (EISDIR for a directory)."""
         node = self.lookup(path)
         raise KernelError(errno.EISDIR if isinstance(node, Directory) else errno.EPERM, path)
 
     def rename(self, _client: Client, old: str, new: str) -> NoReturn:
-        """rename(2). Raises: KernelError EPERM."""
+        """Refuse to rename a node. Raises: KernelError EPERM, as lookup()."""
         self.lookup(old)
         self._split(new)
         raise KernelError(errno.EPERM, old)
 
     def symlink(self, _client: Client, path: str, _target: str) -> NoReturn:
-        """symlink(2) making `path`. Raises: KernelError EPERM, EEXIST."""
+        """Refuse to create a symbolic link at `path`. Raises: KernelError EPERM, EEXIST."""
         self._absent(path)
         raise KernelError(errno.EPERM, path)
 
     def link(self, _client: Client, old: str, new: str) -> NoReturn:
-        """link(2) making `new`. Raises: KernelError EPERM, EEXIST."""
+        """Refuse to create a hard link at `new`. Raises: KernelError EPERM, EEXIST."""
         self.lookup(old)
         self._absent(new)
         raise KernelError(errno.EPERM, new)
 
     def mknod(self, _client: Client, path: str, mode: int) -> NoReturn:
-        """mknod(2). Raises: KernelError EPERM, EEXIST, EACCES (of a regular file, as without ->create)."""
+        """Refuse to create a special or regular file.
+
+        Raises: KernelError EPERM, EEXIST, EACCES (a regular file, as on Linux without ->create).
+        """
         self._absent(path)
         raise KernelError(errno.EACCES if stat.S_IFMT(mode) in (0, stat.S_IFREG) else errno.EPERM, path)
 
     def readlink(self, _client: Client, path: str) -> NoReturn:
-        """readlink(2). Raises: KernelError EINVAL (no node here is a symbolic link)."""
+        """Refuse to read a link. Raises: KernelError EINVAL (no node here is a symbolic link)."""
         self.lookup(path)
         raise KernelError(errno.EINVAL, path)
 
     def truncate(self, _client: Client, path: str, size: int) -> None:
-        """truncate(2): nothing happens, whatever the size. Raises: KernelError EISDIR, EINVAL."""
+        """Do nothing, whatever the size. Raises: KernelError EISDIR, EINVAL (the size is negative)."""
         if size < 0:
             raise KernelError(errno.EINVAL, path)
         if isinstance(self.lookup(path), Directory):
             raise KernelError(errno.EISDIR, path)
 
     def chmod(self, _client: Client, path: str, mode: int) -> None:
-        """chmod(2); the front end has checked that the client may. Raises: as lookup()."""
+        """Set the permission bits. The front end has checked the client's permission. Raises: as lookup()."""
         self.lookup(path).chmod(mode)
 
     def chown(self, _client: Client, path: str, uid: int, gid: int) -> None:
-        """chown(2), as chmod()."""
+        """Set the owner. The front end has checked the client's permission. Raises: as lookup()."""
         self.lookup(path).chown(uid, gid)
 
     def utimens(self, _client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """utimensat(2); None leaves a time alone. Raises: as lookup()."""
+        """Set the times; None leaves a time unchanged. Raises: as lookup()."""
         self.lookup(path).utimens(atime_ns, mtime_ns)
 
     def runs_guest(self, path: str) -> bool:
-        """Whether a write to the file runs code in the guest. Raises: as lookup()."""
+        """Return True if a write to the file runs code in the guest. Raises: as lookup()."""
         node = self.lookup(path)
         return isinstance(node, File) and node.runs_guest
 
@@ -182,5 +189,5 @@ class NodeTree:
 
 
 def _is_too_long(name: str) -> bool:
-    # No character has more than four bytes.
+    # UTF-8 needs at most four bytes for a character, so short names need no encoding.
     return len(name) > NAME_MAX // 4 and len(os.fsencode(name)) > NAME_MAX
