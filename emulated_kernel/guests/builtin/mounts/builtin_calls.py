@@ -1,8 +1,9 @@
-"""BuiltinCalls: what clients do with control files, as system calls of their tasks in kprobefs's own kernel.
+"""BuiltinCalls: clients' calls on control files, repeated by their tasks in kprobefs's own kernel.
 
-A file is opened, read and written by the guest's own system calls, whose file operations come back to the
-file. While nothing in the guest's text is patched nobody could see those calls, and none is made. When the
-guest is dead none is made either: whoever asks why it died has to get an answer.
+The guest opens, reads and writes a control file by its own system calls. The file operations of these calls
+return to the host, which has the file's content. While nothing in the guest's text is patched, no probe could
+notice such calls, so none is made. If the guest is dead, none is made either: clients must still be able to
+read why it died.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from emulated_kernel.vfs.core.open_file import OpenFile
 
 
 class BuiltinCalls(GuestCalls):
-    """See GuestCalls. A request begins with `ClientCalls.task` or `ClientCalls.task_for_control`."""
+    """See GuestCalls. `ClientCalls.task` and `ClientCalls.task_for_control` begin a request."""
 
     def __init__(self, guest: Guest, clients: ClientCalls) -> None:
         self._guest = guest
@@ -39,7 +40,7 @@ class BuiltinCalls(GuestCalls):
 
     @property
     def sees_lookups(self) -> bool:
-        """See GuestCalls. As Guest.is_watched, without a call of it where nothing is patched."""
+        """See GuestCalls. The value is that of Guest.is_watched, computed here to save a call."""
         return bool(self._patched) and not self._runner.is_dead
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
@@ -60,7 +61,7 @@ class BuiltinCalls(GuestCalls):
     def tell(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
-        """See GuestCalls; the guest has nothing to do there."""
+        """See GuestCalls. The guest's call changes nothing in the guest."""
         call = self._guest.client_call(client.pid, client.uid)
         if call is None:
             return
@@ -86,7 +87,7 @@ class BuiltinCalls(GuestCalls):
             self._open_with(client, task, file)
 
     def _open_with(self, client: Client, task: GuestTask, file: ControlFile) -> None:
-        """Open it by the guest's call, too."""
+        """Open the file by the guest's call and on the host."""
         tree = self.fs.tree
         path = file.path
         flags = file.flags
@@ -99,7 +100,7 @@ class BuiltinCalls(GuestCalls):
         def serve(op: int, _buffer: int, _count: int) -> int:
             if op != HostfsOp.OPEN:
                 return 0
-            # What a definitions file holds goes with O_TRUNC, and its directories in the guest.
+            # O_TRUNC of a definitions file removes its probes, and their directories in the guest.
             if flags & os.O_TRUNC and tree.runs_guest(path):
                 raise DeferToGuest(execute)
             opened()
@@ -118,8 +119,7 @@ class BuiltinCalls(GuestCalls):
     def open_unseen(self, files: Collection[ControlFile]) -> None:
         """See GuestCalls.
 
-        If the guest has no room for a file, it takes no part in it: that must not keep a probe from being
-        armed.
+        If the guest has no room for a file, it does not open the file: the probe must be armed all the same.
         """
         if self._runner.is_dead or self._runner.is_busy:
             return
@@ -129,7 +129,7 @@ class BuiltinCalls(GuestCalls):
                     file.fd = self._guest.open_file(file.path, file.flags)
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """See GuestCalls. A guest without room for it keeps nobody from listing."""
+        """See GuestCalls. If the guest has no room for the directory, clients can list it all the same."""
         if self._runner.is_dead:
             return
         task = self._clients.task_for_control(client)
@@ -146,7 +146,7 @@ class BuiltinCalls(GuestCalls):
         self._clients.listed(client, directory.fd)
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """See GuestCalls. Raises: WouldBlock (the task sleeps in its call then)."""
+        """See GuestCalls. Raises: WouldBlock (the task sleeps in its call)."""
         inner = file.inner
         if file.fd is None or not self.sees_lookups:
             return inner.read(size, offset)
@@ -163,19 +163,19 @@ class BuiltinCalls(GuestCalls):
         return produce()
 
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
-        """See GuestCalls. Linux: no vfs_read is in the way of a splice, so the guest has no part in it."""
+        """See GuestCalls. Linux: splice(2) does not call vfs_read, so the guest has no part in this read."""
         del client
         return file.inner.read_page(size)
 
     def _number(self, client: Client, file: ControlFile) -> int | None:
-        """Return what the client that reads or writes calls its descriptor."""
+        """Return the number of the file's descriptor in the client that reads or writes it; None: unknown."""
         call = self._guest.client_call(client.pid, client.uid)
         return file.number if call is None or call.fd is None else call.fd
 
     def write(self, write: PendingWrite) -> int:
         """See GuestCalls.
 
-        Whether the guest takes part is decided at the first step, for the whole write(2).
+        The first step decides for the whole write(2) whether the guest makes a call.
         """
         if write.plan is None:
             write.plan = self._plan(write)
@@ -204,7 +204,7 @@ class BuiltinCalls(GuestCalls):
         return consume()
 
     def _enter(self, client: Client) -> None:
-        """Make the client's task the one that runs, if the guest can."""
+        """Make the client's task the current one, if the guest can."""
         task = self._clients.task_for_control(client)
         try:
             if task is not None:
@@ -214,7 +214,10 @@ class BuiltinCalls(GuestCalls):
 
     @staticmethod
     def _in_guest(inner: OpenFile, consume: Callable[[], int]) -> Callable[[], int]:
-        """Return what the guest's vfs_write comes back for."""
+        """Return the function that serves the guest's vfs_write.
+
+        If a write to the file runs guest code, that code can't run inside the call: defer the write.
+        """
 
         def elsewhere() -> int:
             raise DeferToGuest(consume)
@@ -238,7 +241,7 @@ class BuiltinCalls(GuestCalls):
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """See GuestCalls; the guest's system call comes back for it."""
+        """See GuestCalls. The guest's system call returns to the host, which calls `act` then."""
         if not self.sees_lookups:
             act()
             return

@@ -1,4 +1,4 @@
-"""The system call that a client waits in, made by its task in the guest."""
+"""ClientCalls: the system calls of clients, repeated by their tasks in the guest."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
 from emulated_kernel.vfs.core.client import Client, Stat
 
 OnFile = Callable[[Client, str, None, Collection[str]], object]
-"""Repeats a client's call on a descriptor of a file that is open by this path, if it is so named."""
+"""Function that repeats a client's call on a descriptor of the open file with this path.
+
+It does so only if the call is one of the given names.
+"""
 
 
 def unless_deadlock(error: KernelError) -> None:
-    """Ignore an error of the guest, which is no matter of a control file.
+    """Ignore an error of the guest, which must not affect a control file, unless it is EDEADLK.
 
-    Raises: KernelError EDEADLK (from a probe's handler).
+    Raises: KernelError EDEADLK (a probe's handler has made the request).
     """
     if error.errno == errno.EDEADLK:
         raise error
 
 
 class ClientCalls:
-    """A client's task, and the calls that it makes as its process did."""
+    """Clients' tasks in the guest and the system calls that they repeat."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -41,7 +44,10 @@ class ClientCalls:
         return self._guest.processes.task_of(client.pid, client.uid, client.gid)
 
     def task_for_control(self, client: Client) -> GuestTask | None:
-        """Return the client's task; None if the guest is so broken that it can't have one."""
+        """Return the client's task; None if the guest is too broken to create one.
+
+        Raises: KernelError EDEADLK (see unless_deadlock).
+        """
         try:
             return self._guest.processes.task_of(client.pid, client.uid, client.gid)
         except KernelError as error:
@@ -58,7 +64,11 @@ class ClientCalls:
         *,
         exists: bool = True,
     ) -> int:
-        """Make the client's own system call, by its task. Raises: KernelError (the guest's answer)."""
+        """Make the client's own system call by its task and return the result.
+
+        `walks`: the paths of the call, from the mount's root. `exists`: the last name exists on the host.
+        Raises: KernelError (the errno of the guest's call).
+        """
         task = self.task(client)
         self._syscalls.set_umask(task, client.umask)
         lookup = HostLookup.EXISTS if exists else HostLookup.MISSING
@@ -73,7 +83,10 @@ class ClientCalls:
     def open(
         self, client: Client, task: GuestTask, path: str, flags: int, serve: HostfsHandler
     ) -> tuple[int, int | None]:
-        """Open a control file in the guest; return its descriptor there, and what the process calls it."""
+        """Open a control file in the guest.
+
+        Return the guest's descriptor and the process's number for it, or None if that is unknown.
+        """
         call = self._guest.client_call(client.pid, client.uid)
         if call is None or call.name not in OPENS:
             return self._syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve), None
@@ -83,9 +96,9 @@ class ClientCalls:
             return (fd if number is None else self._syscalls.real_fd(task)), number
 
     def looked_up(self, client: Client, path: str, found: Stat | None, on_file: OnFile) -> None:
-        """Repeat a client's call that ends with the lookup of `path`.
+        """Repeat a client's call if it ends with the lookup of `path`.
 
-        What comes of it is the guest's affair: the host has its own answer.
+        The result of the guest's call is ignored, because the host has served the client already.
         """
         call = self._guest.client_call(client.pid, client.uid)
         if call is None:
@@ -97,7 +110,10 @@ class ClientCalls:
                 self.as_called(client, call, walks, exists=found is not None)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Repeat a client's change of its working directory, if it says so; the guest can't refuse."""
+        """Repeat a client's change of its working directory in the guest, which can't refuse it.
+
+        If the client's call is not known to be chdir(2) or fchdir(2), do nothing.
+        """
         call = self._guest.client_call(client.pid, client.uid)
         if call is None or call.name not in ("chdir", "fchdir"):
             return
@@ -108,7 +124,7 @@ class ClientCalls:
                 self._syscalls.with_path(self.task(client), "chdir", path)
 
     def listed(self, client: Client, fd: int | None) -> None:
-        """Repeat a client's getdents64(2) on a directory, which is `fd` in the guest."""
+        """Repeat a client's getdents64(2) on a directory, which is `fd` in the guest if not None."""
         call = self._guest.client_call(client.pid, client.uid)
         if call is not None and call.name == "getdents64" and fd is not None:
             with suppress(KernelError):

@@ -1,4 +1,4 @@
-"""Mounts: the mounts of one kernel, whose open files the guest has too once its text differs."""
+"""Mounts: the mounts of one kernel. The guest opens their open files, too, before its text is patched."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from emulated_kernel.vfs.mount import Mount
 GUESTS_OWN = ("/scratch", "/dev")
 """Directories whose files are the guest's own."""
 LASTING = ("kprobes", "machine", "scratch", "tracing")
-"""Directories of the root that are there whichever kernel is booted."""
+"""Directories of the root that exist whichever kernel is booted."""
 
 
 def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, FileSystem]:
-    """Return prefix -> file system, for a mount that shows `files`, and what they show of the guest's own."""
+    """Return prefix -> file system for a mount that shows `files` and the guest's own directories in it."""
     clients = ClientCalls(guest)
     names = files.root.names()
     table: dict[str, FileSystem] = {"/": ControlFs(files, lock, BuiltinCalls(guest, clients))}
     for number, top in enumerate(GUESTS_OWN, start=1):
-        # None is there if tracefs is the root.
+        # If tracefs is the root, `files` has none of these directories.
         if top[1:] in names:
             table[top] = ScratchFs(guest, clients, top, number, lock)
     return table
 
 
 class Mounts:
-    """All of them; needs the control lock."""
+    """All mounts of one kernel. The methods need the control lock."""
 
     def __init__(self, text: Text, guest: Guest, lock: ControlLock, limits: Limits) -> None:
         self._guest = guest
@@ -43,21 +43,21 @@ class Mounts:
         text.before_first_change.append(self._open_in_guest)
 
     def add(self, files: NodeTree) -> Mount:
-        """Return a new one that shows `files`."""
+        """Create a mount that shows `files` and return it."""
         self._lock.assert_held()
         table = mount_table(files, self._guest, self._lock)
-        # No clients_own: calls of clients that end in a lookup must be seen, so each lookup is asked for.
+        # Invariant: no file system here has clients_own: each lookup of a client must reach the guest.
         mount = Mount(table, limits=self._limits, lasting=LASTING)
         self._mounts.append(mount)
         return mount
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
-        """Let a mount of the kernel that this one succeeds show `files`, of this kernel, from now on."""
+        """Take over a mount of the previous kernel: let it show `files`, which are this kernel's."""
         self._lock.assert_held()
         mount.replace(mount_table(files, self._guest, self._lock))
         self._mounts.append(mount)
 
     def _open_in_guest(self) -> None:
-        """Open in the guest what the mounts have open: its text is about to change."""
+        """Open the open files of all mounts in the guest before its text changes."""
         for mount in self._mounts:
             mount.open_in_guest()

@@ -1,6 +1,7 @@
-"""How a client's names lead into the mount, and which of its calls end while the host looks them up.
+"""Path walks: the paths in the mount that a client's call names, and calls that end during the walk.
 
-The host makes a lookup of each component, and a request of the call itself only if all of them went well.
+The host looks up each component of a path. Only if all lookups succeed, it makes a request for the call
+itself. Calls that end with a lookup have to be recognized by this lookup.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _AT_REMOVEDIR = 0x200
 
 
 def walk_of(text: str, path: str) -> tuple[str, bool] | None:
-    """Where the client's name leads from the mount's root, if it comes by `path`; whether it ends there."""
+    """Return where the client's path leads from the mount's root, and whether it ends at `path`.
+
+    `text`: the path as the client passed it. `path`: the path in the mount that the host has looked up.
+    Return None if the client's path does not lead through `path`.
+    """
     named = _components(text)
     seen = _components(path)
     for end in range(len(named), 0, -1):
@@ -33,9 +38,9 @@ def walk_of(text: str, path: str) -> tuple[str, bool] | None:
 
 
 def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[str] | None:
-    """Where the paths of a call lead that ends with the lookup of `path`; None for one that goes on.
+    """Return where the paths of a call lead if the call ends with the lookup of `path`, else None.
 
-    `found`: the attributes of what is there, None for nothing.
+    `found`: the attributes of the file at `path`; None if it does not exist.
     """
     paths = call.paths
     matches = [walk_of(text, path) for _at, text in paths]
@@ -53,13 +58,16 @@ def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[st
 
 
 def _misses(call: ClientCall, is_last: bool) -> bool:
-    """Whether it fails for want of a name; it may be about to make the last one."""
+    """Return True if the call fails because a name does not exist that the call does not create."""
     makes = call.name in _MAKES or call.name in _RENAMES or bool(_open_flags(call) & os.O_CREAT)
     return not (is_last and makes)
 
 
 def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
-    """Whether it has its answer with the attributes of its last name."""
+    """Return True if the call ends when the host knows the attributes of its last name.
+
+    `is_new`: it is the last path of the call, which is the new name if the call creates one.
+    """
     is_directory = stat.S_ISDIR(found.mode)
     if call.name in _LOOKS:
         return True
@@ -84,7 +92,11 @@ def _open_flags(call: ClientCall) -> int:
 
 
 def _beside(text: str, walk: str, other: str) -> str:
-    """Where another name of the call leads, if it starts at the same place as the one whose way is known."""
+    """Return where another path of the call leads, assuming that it starts in the same directory.
+
+    `text`: the path that was looked up, as the client passed it. `walk`: where it leads from the mount's
+    root. `other`: the other path of the call.
+    """
     if text.startswith("/") and other.startswith("/") and text.endswith(walk):
         root = text[: -len(walk)]
         if other.startswith(root + "/"):
@@ -95,5 +107,5 @@ def _beside(text: str, walk: str, other: str) -> str:
 
 
 def _components(path: str) -> list[str]:
-    """Without those that lead back."""
+    """Return the names in a path, without "." and ".."."""
     return [name for name in posixpath.normpath(path).split("/") if name not in ("", ".", "..")]

@@ -1,4 +1,4 @@
-"""ScratchFs: the guest's own file systems, such as scratch/; a request is a system call of a task."""
+"""ScratchFs: the guest's own file systems, such as scratch/. Clients' tasks make their calls in the guest."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ from emulated_kernel.vfs.core.client import GONE, INO_SPACES, Client, DirEntry, 
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 UTIME_NOW = UTIME_OMIT + 1
-"""A file's time becomes the present."""
+"""Value of a nanoseconds field with which utimensat(2) sets a file's time to the present."""
 
 
 class ScratchFile(FileDescription):
-    """An open file of the guest, or a directory that is open in it."""
+    """An open file of the guest, or the guest's open file of a directory."""
 
     __slots__ = ("fd", "number", "position")
 
     fs: ScratchFs
 
     def __init__(self, fs: ScratchFs, fd: int, path: str, flags: int, number: int | None = None) -> None:
-        """Describe `fd`; `number` is what the process that opened the file calls it, if that is known."""
+        """Describe the guest's descriptor `fd`.
+
+        `number`: the descriptor number in the process that opened the file, if that number is known.
+        """
         self.fs = fs
         self.path = path
         self.flags = flags
@@ -43,7 +46,7 @@ class ScratchFile(FileDescription):
         self.fd = fd
         self.number = number
         self.position = 0
-        """Where its file position stands."""
+        """The file position of the guest's open file."""
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """See FileDescription."""
@@ -56,21 +59,21 @@ class ScratchFile(FileDescription):
             return fs.look_fd(self.fd)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Let the task read on where the client reads on, or says so; else from that offset (pread64)."""
+        """See FileDescription. The task seeks if the client did, else it continues at its position."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.read(client, self, size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Let the task write on where the client writes on, or says so; else at that offset (pwrite64)."""
+        """See FileDescription. The task seeks if the client did, else it continues at its position."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.write(client, self, data, offset)
 
     def fsync(self, client: Client) -> None:
-        """See FileDescription. What is in memory only is where it belongs."""
+        """See FileDescription. The file lives in the guest's memory, so there is nothing to write back."""
         with self.fs.lock:
             self.check()
             self.fs.on_file(client, self.path, self, ("fsync", "fdatasync"))
@@ -99,7 +102,7 @@ class ScratchDirectory(OpenDirectory):
     def __init__(self, fs: ScratchFs, path: str) -> None:
         super().__init__(fs, path)
         self.file: ScratchFile | None = None
-        """Open in the guest; None if nobody could see it there."""
+        """The guest's open file of the directory; None if no probe could notice the open, or it failed."""
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """See FileDescription."""
@@ -126,15 +129,18 @@ class ScratchDirectory(OpenDirectory):
 class ScratchFs(FileSystem):
     """The guest's /scratch or /dev.
 
-    Attributes are asked for by the host kernel's path walks, which are no system calls: nobody sees the
-    answers made. What a process did, its task does: that very call where it is known, else what the request
-    stands for.
+    The host kernel's path walks ask for attributes, and path walks are no system calls. Therefore the guest
+    answers them without calls that probes could notice. All other requests are system calls of the client's
+    task: the client's own call if it is known, else a call with the same effect as the request.
     """
 
     guest: Guest
 
     def __init__(self, guest: Guest, calls: ClientCalls, top: str, number: int, lock: ControlLock) -> None:
-        """Show `top` of the guest. `number`: its own among the mount's file systems, 1 to INO_SPACES - 1."""
+        """Show the directory `top` of the guest.
+
+        `number`: the number of this file system in the mount, 1 to INO_SPACES - 1.
+        """
         super().__init__(lock)
         self._top = top
         self._number = number
@@ -143,7 +149,7 @@ class ScratchFs(FileSystem):
         self._sys = guest.syscalls
 
     def become(self, new: FileSystem) -> None:
-        """See FileSystem. Its files are gone with the guest before."""
+        """See FileSystem. The old guest's files are gone: open files get ESTALE."""
         assert isinstance(new, ScratchFs)
         self.guest = new.guest
         self.calls = new.calls
@@ -188,7 +194,7 @@ class ScratchFs(FileSystem):
         return self._stat(self._sys.look_fd(fd))
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem; what lies above the root is the mount's affair."""
+        """See FileSystem. The mount corrects ".." of the root."""
         del client
         above = path if path == self._top else path.rpartition("/")[0]
         with self.lock:
@@ -204,7 +210,7 @@ class ScratchFs(FileSystem):
             ]
 
     def readlink(self, client: Client, path: str) -> str:
-        """See FileSystem. A path walk asks for it, too."""
+        """See FileSystem. If the request comes from a path walk, no task makes a call."""
         with self.lock:
             self._as_called(client, ("readlink", "readlinkat"), path)
             return self._sys.look_link(path)
@@ -227,7 +233,7 @@ class ScratchFs(FileSystem):
             return self._open(client, path, flags | os.O_CREAT, mode)
 
     def opendir(self, client: Client, path: str) -> ScratchDirectory:
-        """See FileSystem. A guest without room for it keeps nobody from listing."""
+        """See FileSystem. If the guest has no room for the directory, clients can list it all the same."""
         with self.lock:
             directory = ScratchDirectory(self, path)
             if not self.guest.is_dead:
@@ -239,7 +245,7 @@ class ScratchFs(FileSystem):
             return directory
 
     def _open(self, client: Client, path: str, flags: int, mode: int = 0) -> ScratchFile:
-        """Have the guest open a file, or a directory if O_DIRECTORY is among the flags."""
+        """Let the guest open a file, or a directory if the flags contain O_DIRECTORY."""
         call = self.guest.client_call(client.pid, client.uid)
         task = self._task(client)
         if call is None or call.name not in OPENS:
@@ -296,26 +302,29 @@ class ScratchFs(FileSystem):
         return count
 
     def _follow(self, task: GuestTask, call: ClientCall, name: str, file: ScratchFile, offset: int) -> None:
-        """FUSE doesn't tell of an lseek(2): it is seen by where the next read or write starts."""
+        """Repeat an lseek(2) of the client, if the offset of its read or write shows that it made one.
+
+        FUSE does not report lseek(2) by itself.
+        """
         if call.name != name or offset == file.position:
             return
         if not (name == "write" and file.flags & os.O_APPEND):
             try:
                 self._sys.seek(task, call.fd or 0, offset)
             except KernelError:
-                # The read or write says what is wrong with the offset.
+                # The read or write that follows reports the wrong offset.
                 return
         file.position = offset
 
     def close_file(self, file: ScratchFile) -> None:
-        """Close it in the guest. Lock: needs."""
+        """Close a file in the guest. Lock: needs."""
         if not self.guest.is_dead:
             self.guest.close_file(file.fd, file.number)
 
     def on_file(
         self, client: Client, path: str, file: ScratchFile | None, names: Collection[str]
     ) -> int | None:
-        """Make the client's call on a descriptor, if it is one of `names`; return its result."""
+        """Make the client's call on a descriptor if it is one of `names`; return its result, else None."""
         call = self.guest.client_call(client.pid, client.uid)
         if call is None or call.fd is None or call.name not in names:
             return None
@@ -330,7 +339,10 @@ class ScratchFs(FileSystem):
         return result
 
     def _opened_as(self, path: str, number: int) -> ScratchFile | None:
-        """Return an open file that has this name now; if it can be, the one that a process calls `number`."""
+        """Return an open file whose path is now `path`; None if there is none.
+
+        Prefer the file that has the descriptor `number` in its process.
+        """
         try:
             ino = self._sys.look(path).ino
             files = [opened for opened in self.opened if isinstance(opened, ScratchFile)]
@@ -340,7 +352,10 @@ class ScratchFs(FileSystem):
         return next((found for found in same if found.number == number), same[0] if same else None)
 
     def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
-        """Do the call that the client waits in, if it is one of these."""
+        """Make the client's system call in the guest if it is one of `names`; return True if it was made.
+
+        `walks`: the paths of the call, from the mount's root.
+        """
         call = self.guest.client_call(client.pid, client.uid)
         named = [text for _at, text in call.paths if text] if call is not None else []
         if call is None or call.name not in names or len(named) != len(walks):
@@ -351,7 +366,7 @@ class ScratchFs(FileSystem):
         return True
 
     def _in_guest_time(self, call: ClientCall) -> ClientCall:
-        """Return a call whose times are the guest's: utimensat(2) has the host's."""
+        """Return the call with the times of a utimensat(2) converted from the host's time to the guest's."""
         times = call.data.get(2)
         if call.name != "utimensat" or not times:
             return call
@@ -381,7 +396,7 @@ class ScratchFs(FileSystem):
                 self._make(client, "mkdir", path, mode)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem. The host's kernel opens a FIFO or a socket by itself."""
+        """See FileSystem. The host's kernel itself handles opens of FIFOs and sockets."""
         if is_device(mode):
             raise KernelError(errno.EPERM, path)
         with self.lock:
@@ -389,7 +404,7 @@ class ScratchFs(FileSystem):
                 self._make(client, "mknod", path, mode, 0)
 
     def _make(self, client: Client, name: str, path: str, *args: int) -> None:
-        """Make a file; the mode has lost already what the client's umask takes."""
+        """Create a file or directory. The umask must be 0, because the front end has applied the client's."""
         task = self._task(client)
         self._sys.set_umask(task, 0)
         self._sys.with_path(task, name, path, *args)
@@ -474,5 +489,8 @@ class ScratchFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """Show a device as a file: with its own type the host would ask a driver of its own for it."""
+    """Return the S_IFMT bits to show: a regular file for a device.
+
+    Hazard: the host would open a device by its own driver instead of the guest's.
+    """
     return stat.S_IFREG if kind == stat.S_IFCHR else kind

@@ -1,8 +1,8 @@
-"""LinuxControlCalls: clients' calls on control files, as system calls of tasks in a distribution's kernel.
+"""LinuxControlCalls: clients' calls on control files, repeated by tasks in a distribution's kernel.
 
-In the guest's root are directories and files whose operations are code of the host's: what is looked up in
-one of those directories is one of the two again, as our tree has it, and what is done with a file comes back
-to the host in the middle of the call.
+The host puts directories and files of its own into the guest's root and replaces their operations by code
+stubs. A lookup in such a directory finds what kprobefs's tree has there: one more of the host's directories
+or files. Operations on a file return to the host in the middle of the guest's call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from emulated_kernel.vfs.core.node import Directory
 
 log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10
-"""Bytes of one read(2) at most; the host's kernel asks for no more."""
+"""Most bytes of one read(2). The host's kernel never requests more."""
 _SYMBOLS = (
     "_copy_to_user", "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
 )  # fmt: skip
@@ -77,15 +77,16 @@ STUBS = """
     c3                              | ret
     org:80
 """
-"""Functions of directories and files as the kernel calls them; the places above are offsets here.
+"""Code stubs for the operations of the host's directories and files, at the offsets that are named above.
 
-`lookup` is at 0; `open`, `read` and `write` only break. A file that has a position is opened as a stream, so
-that no lock is taken for its position. Then its FMODE_STREAM (bit 21) is cleared again.
+`lookup` is at 0. The stubs of `open`, `read` and `write` only break into the host. `open` of a file with a
+position calls stream_open, so that the kernel takes no lock for the position. Afterwards the stub clears
+FMODE_STREAM (bit 21) again.
 """
 _STREAMS = ("trace_marker", "trace_marker_raw")
-"""Names of files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
+"""Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
 _DEEPEST = 64
-"""Directories above a name; more of them are a circle."""
+"""Most parent directories of a dentry. A longer chain must be a loop in corrupt memory."""
 _TOPS = {
     TRACEFS: True,
     "/kprobes": True,
@@ -94,14 +95,14 @@ _TOPS = {
     "/kprobe_events": False,
     "/kprobe_profile": False,
 }
-"""What the guest's root gets for those of ours, and whether it is a directory."""
+"""Path in the guest that shows control files -> True if it is a directory."""
 _MASK = (1 << 64) - 1
 
 
 class LinuxControlCalls(GuestCalls):
-    """See GuestCalls. While the guest's text is patched; else nobody would see a call, and none is made.
+    """See GuestCalls. The guest makes calls only while its text is patched: only then can probes see them.
 
-    The host answers all the same while the client's task is the current one, whatever becomes of the guest.
+    Whatever happens to the guest, the host serves the request while the client's task is the current one.
     """
 
     sees_lookups = False
@@ -114,7 +115,10 @@ class LinuxControlCalls(GuestCalls):
         is_tracefs: bool,
         is_refused: bool = False,
     ) -> None:
-        """`is_tracefs`: the root of our files is the guest's tracefs. `is_refused`: no call is made."""
+        """Create the guest's part in the use of control files.
+
+        `is_tracefs`: the root of the control files is at the guest's tracefs. `is_refused`: make no calls.
+        """
         self.guest = guest
         self._tasks = guest.tasks
         self.engine = engine
@@ -124,13 +128,13 @@ class LinuxControlCalls(GuestCalls):
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
-        """Of a file and of a directory."""
+        """True for directories, False for files -> address of the inode that lookups find."""
         self._is_ready = False
         self._is_refused = is_refused
         self._asleep: WeakKeyDictionary[LinuxTask, ControlFile] = WeakKeyDictionary()
-        """Task that waits in a call -> its file."""
+        """Task that waits in a call -> file of the call."""
         self._arguments: dict[int, tuple[int, int]] = {}
-        """The first two of a call that waits, by its task's address."""
+        """Address of a task -> first two arguments of the file operation in which it waits."""
 
     @property
     def is_dead(self) -> bool:
@@ -139,19 +143,19 @@ class LinuxControlCalls(GuestCalls):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a system call could be noticed."""
+        """True if a probe could notice a system call."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
     @contextmanager
     def request(self, client: Client) -> Iterator[LinuxTask | None]:
         """See GuestCalls.
 
-        It yields the client's task, which is the current one; None if there can't be one.
+        The context yields the client's task, which is the current one; None if the guest can't have one.
         """
         guest = self.guest
         if guest.is_closed:
             guest.check_open()
-        # It may let the guest run: whoever is the current task afterwards.
+        # Hazard: begins() may let the guest run and change the current task.
         if guest.begins is not None:
             guest.begins()
         task = None
@@ -169,7 +173,7 @@ class LinuxControlCalls(GuestCalls):
                 tell()
             guest.see_free_pages()
 
-    # What control files do
+    # Requests on control files
 
     def open(self, client: Client, file: ControlFile) -> None:
         """See GuestCalls."""
@@ -187,8 +191,8 @@ class LinuxControlCalls(GuestCalls):
         return self._syscalls.open(task, self._root + file.path, flags, service=service)
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """See GuestCalls. The task that is the current one is so again afterwards."""
-        # A module that arrives has its probes armed by a callback: what is open goes unseen.
+        """See GuestCalls. The current task stays the same."""
+        # A callback of the running guest arms the probes of a new module: open files can't be opened then.
         if self._tasks.machine.death or self._tasks.machine.is_running:
             return
         standing = self._tasks.current
@@ -203,7 +207,7 @@ class LinuxControlCalls(GuestCalls):
                 self._tasks.schedule_in(standing)
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """See GuestCalls. The guest opens and closes it."""
+        """See GuestCalls. The guest opens the directory and closes it at once."""
         if not self.is_watched:
             return
         with self.request(client) as task:
@@ -215,7 +219,7 @@ class LinuxControlCalls(GuestCalls):
                 self._syscalls.close(task, fd)
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """See GuestCalls: READ_SIZE at most. Raises: WouldBlock (the task sleeps then)."""
+        """See GuestCalls. Read at most READ_SIZE bytes. Raises: WouldBlock (the task sleeps in its call)."""
         with self.request(client) as task:
             size = min(size, READ_SIZE)
             once = RunOnce(lambda: file.inner.read(size, offset))
@@ -240,7 +244,7 @@ class LinuxControlCalls(GuestCalls):
                 service = self._service(sleeping, once, self._gets_or_returns)
                 return self._syscalls.write(sleeping, write.file.fd or 0, write.data, None, service)
 
-            # What reads files of the host makes other calls by the client's task.
+            # A write that has read files of the host makes other calls by the client's task.
             if not write.is_prepared:
                 self._transfer(task, write.file, once, begin)
             return once()
@@ -254,7 +258,7 @@ class LinuxControlCalls(GuestCalls):
     ) -> None:
         file.task = task or file.task
         if task is not None and task.waits and self._asleep.get(task) is file:
-            # The same call, which is asked for again.
+            # The task still sleeps in this call: continue it.
             task.service = self._service(task, once, self._gets_or_returns)
             begin = self._tasks.wait_for_result
         elif task is None or file.fd is None or not self._can_call(task):
@@ -277,7 +281,10 @@ class LinuxControlCalls(GuestCalls):
                 self._called(partial(self._tasks.wait_for_result, task))
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
-        """See GuestCalls. The guest does so before the next request, by who has used it last."""
+        """See GuestCalls. The task that used the file last closes it, before the next request.
+
+        Directories need no close: opendir() has closed them.
+        """
         if isinstance(file, ControlFile):
             self.guest.control_closes.defer(file)
 
@@ -294,12 +301,15 @@ class LinuxControlCalls(GuestCalls):
         except (KernelError, GuestFault, Blocked):
             return None
 
-    # What the host does in the middle of a call
+    # The host's part in the middle of a call
 
     def _service(
         self, task: LinuxTask, once: RunOnce[Any], answer: Callable[[LinuxTask, Any], None]
     ) -> Service:
-        """Return what does it; `answer` puts its result into the registers, or an errno ends the call."""
+        """Return the host's part of a call: it runs `once`, and `answer` puts the result into the registers.
+
+        If `once` raises, the call ends with an errno.
+        """
 
         def serve() -> Callable[[], None]:
             try:
@@ -309,20 +319,20 @@ class LinuxControlCalls(GuestCalls):
             except KernelError as error:
                 return partial(self._returns, task, -(error.errno or EIO))
             except Exception:
-                # Whoever has asked for it raises it again.
+                # `once` raises the error again when the request itself calls it.
                 return partial(self._returns, task, -EIO)
 
         return serve
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
-        """Let the call go on with an open file."""
+        """Continue an open(2) with the kernel's own stream_open."""
         regs = self._machine.regs
         regs.di, regs.si = self._arguments.pop(task.address)
         is_stream = file.path.rpartition("/")[2] in _STREAMS
         regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
 
     def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
-        """Copy data to the task's buffer, as from any file; a number is what its call returns."""
+        """Copy data to the task's buffer by _copy_to_user; return a number from the call as it is."""
         if not isinstance(result, bytes) or not result:
             self._returns(task, result or 0)
             return
@@ -340,7 +350,7 @@ class LinuxControlCalls(GuestCalls):
         regs.ax = result & _MASK
         regs.ip = self._code + _RETURN
 
-    # What the guest's calls come to
+    # Handlers of the stubs' breakpoints
 
     def _arrives(self, regs: Any) -> None:
         if self._tasks.wait_in_call():
@@ -354,7 +364,7 @@ class LinuxControlCalls(GuestCalls):
             self._return(-EINTR)
 
     def _looks_up(self, regs: Any) -> None:
-        """Give the kernel what our tree has: it has looked for a name, and found none."""
+        """Finish a lookup in a directory of the host: if the tree has the path, give the dentry an inode."""
         regs.ip = self._code + _LOOKUP_ENDS
         if regs.ax:
             return
@@ -384,10 +394,13 @@ class LinuxControlCalls(GuestCalls):
             dentry = parent
         return "/" + os.fsdecode(b"/".join(reversed(names)))
 
-    # What is made of the guest's files
+    # The host's directories and files in the guest
 
     def _prepare(self) -> None:
-        """Once, by init's system calls, which nobody sees yet. Raises: GuestFault."""
+        """Create the host's directories and files once, by init's system calls. Raises: GuestFault.
+
+        No probe sees these calls yet. If the creation fails, log a warning and make no calls at all.
+        """
         if self._is_ready or self._is_refused:
             return
         self._is_refused = True
@@ -400,7 +413,10 @@ class LinuxControlCalls(GuestCalls):
         self._is_refused = False
 
     def _make(self) -> None:
-        """Make them. Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault."""
+        """Create the stubs, directories and files.
+
+        Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault.
+        """
         kernel = self._kernel
         machine = self._machine
         symbols = {name: kernel.required(name) for name in _SYMBOLS}
@@ -421,7 +437,10 @@ class LinuxControlCalls(GuestCalls):
         self._put_operations(symbols["noop_llseek"])
 
     def _put_operations(self, llseek: int) -> None:
-        """Of all that the root has; what lies below is one of these, by another name."""
+        """Create the directories and files in the root and point their operations to the stubs.
+
+        Lookups below the root use the inodes of these directories and files again, under other names.
+        """
         memory = self._memory
         offset = self._offsets
         size = self._kernel.btf.size
@@ -442,7 +461,7 @@ class LinuxControlCalls(GuestCalls):
                 memory.write_word(inode + offset["inode.i_fop"], files)
 
     def _made(self, path: str, is_directory: bool) -> int:
-        """Address of the inode of a file or directory in the guest's root."""
+        """Create a file or directory in the guest's root and return the address of its inode."""
         calls = self._syscalls
         init = self._tasks.init
         if path == TRACEFS:

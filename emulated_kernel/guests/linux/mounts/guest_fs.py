@@ -1,4 +1,4 @@
-"""GuestFs: the files of a distribution's kernel; a request is a system call of the client's task."""
+"""GuestFs: the files of a distribution's kernel. Clients' tasks make the requests as system calls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from emulated_kernel.vfs.core.client import GONE, INO_SPACES, STATUS_FLAGS, Clie
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 _KEPT = 500
-"""Attributes that are remembered as they are shown."""
+"""Number of files whose shown attributes are cached."""
 
 
 class GuestFile(FileDescription):
-    """An open file of the guest; `flags` are as the guest has them."""
+    """An open file of the guest. `flags` are the flags of the guest's open file."""
 
     __slots__ = ("fd", "position", "seekable", "status", "task")
 
@@ -37,11 +37,11 @@ class GuestFile(FileDescription):
         self.handle = 0
         self.fd: int = fd
         self.task: LinuxTask | None = task
-        """Whose call was the last one on it."""
+        """The task that made the last call on the file."""
         self.seekable = seekable
         self.position = 0
         self.status = flags & STATUS_FLAGS
-        """As the client has them."""
+        """Status flags of the client's open file; the guest's file gets them before the next call."""
 
     @property
     def stream(self) -> bool:
@@ -56,11 +56,11 @@ class GuestFile(FileDescription):
             return self.fs.known(guest.syscalls.fstat(self.fd))
 
     def set_status_flags(self, flags: int) -> None:
-        """See FileDescription; the guest's file has them from the next read or write on."""
+        """See FileDescription. The guest's file gets the flags before the next read or write."""
         self.status = flags & STATUS_FLAGS
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription. Raises: WouldBlock (the call sleeps in the guest)."""
+        """See FileDescription. Raises: WouldBlock (the call sleeps in the guest, or would do so)."""
         guest = self.fs.guest
         syscalls = guest.syscalls
         with Request(guest, client) as task:
@@ -83,7 +83,7 @@ class GuestFile(FileDescription):
             return data
 
     def _follow_flags(self, task: LinuxTask) -> None:
-        """Give the guest's file those of the client's."""
+        """Set the status flags of the guest's file to those of the client's."""
         self.fs.guest.syscalls.set_status_flags(task, self.fd, self.status)
         self.flags = self.flags & ~STATUS_FLAGS | self.status
 
@@ -103,7 +103,7 @@ class GuestFile(FileDescription):
 
             count = guest.slept(client, task, begin)
             if appends:
-                # After the end, wherever that was: the offset is what the host takes for it.
+                # The guest appends at its own end of file; the host's offset may differ from it.
                 self.position = syscalls.fstat(self.fd).size
             elif not jumped:
                 self.position += count
@@ -114,17 +114,17 @@ class GuestFile(FileDescription):
         self.fs.guest.wait(timeout)
 
     def give_up(self, client: Client, error: int) -> None:
-        """See FileDescription; the task that sleeps in the call is killed."""
+        """See FileDescription. The guest kills the task that sleeps in the call."""
         del error
         self.fs.guest.give_up(client)
 
     @property
     def is_open(self) -> bool:
-        """Whether it hasn't been released."""
+        """True if the file has not been released."""
         return self in self.fs.opened
 
     def mask(self) -> int:
-        """Return its readiness. Lock: needs."""
+        """Return the poll mask of ready events. Lock: needs."""
         return self.fs.guest.syscalls.poll(self.fd, POLLED)
 
     def poll(self, notify: Callable[[], None] | None) -> int:
@@ -137,7 +137,7 @@ class GuestFile(FileDescription):
             return mask
 
     def fsync(self, client: Client) -> None:
-        """Do nothing: what is in memory only is where it belongs."""
+        """Do nothing: the file lives in the guest's memory, so there is nothing to write back."""
 
     def ftruncate(self, client: Client, size: int) -> None:
         """See FileDescription."""
@@ -146,7 +146,7 @@ class GuestFile(FileDescription):
             guest.syscalls.ftruncate(task, self.fd, size)
 
     def release(self) -> None:
-        """See FileDescription; the guest closes it before its next request. Lock: leaves."""
+        """See FileDescription. The guest closes the file before its next request. Lock: leaves."""
         if self in self.fs.opened:
             del self.fs.opened[self]
             self.fs.guest.pollers.pop(self, None)
@@ -158,21 +158,22 @@ class GuestFs(FileSystem):
 
     guest: LinuxGuest
     clients_own = ("scratch",)
-    """No lookup there is anything to the guest, unlike in kprobefs's own kernel."""
+    """scratch/: unlike in kprobefs's own kernel, the guest needs no part in lookups there."""
 
     def __init__(self, guest: LinuxGuest, paths: Mapping[str, str], number: int = 1) -> None:
-        """`paths`: prefix -> where that is in the guest.
+        """Create a file system that shows files of `guest`.
 
-        `number`: its own among the file systems of the mount, 1 to INO_SPACES - 1.
+        `paths`: prefix in the mount -> path in the guest.
+        `number`: the number of this file system in the mount, 1 to INO_SPACES - 1.
         """
         super().__init__(guest.lock)
         self.guest = guest
         self._paths = paths
         self._number = number
         self._place: Callable[[str], str] = lru_cache(PATHS)(self._find)
-        """Where a file of the mount is in the guest."""
+        """Return the path in the guest of a path in the mount."""
         self.known: Callable[[Stat], Stat] = lru_cache(_KEPT)(self._shown)
-        """The guest's attributes of a file as they are shown."""
+        """Return the attributes that the mount shows for a file's attributes in the guest."""
 
     def _find(self, path: str) -> str:
         prefix = path
@@ -181,7 +182,7 @@ class GuestFs(FileSystem):
         return (self._paths[prefix] + path[len(prefix.rstrip("/")) :]).rstrip("/")
 
     def request(self, client: Client | None) -> Request:
-        """See FileSystem. It yields the client's task."""
+        """See FileSystem. The context yields the client's task."""
         assert client is not None
         return Request(self.guest, client)
 
@@ -194,7 +195,10 @@ class GuestFs(FileSystem):
             return self.known(self.guest.syscalls.lstat(self._place(path)))
 
     def _shown(self, found: Stat) -> Stat:
-        """Show root's files as the mounting user's, and devices as files: the host would ask a driver."""
+        """Show root's files as the mounting user's, and devices as regular files.
+
+        Hazard: the host would open a device by its own driver instead of the guest's.
+        """
         kind = stat.S_IFMT(found.mode)
         shown = self.guest.times.shown
         return Stat(
@@ -211,7 +215,7 @@ class GuestFs(FileSystem):
         )
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem; in the order of their names."""
+        """See FileSystem. The entries after "." and ".." are sorted by name."""
         del client
         with self.guest.running:
             entries = self.guest.syscalls.listdir(self._place(path))
@@ -238,7 +242,7 @@ class GuestFs(FileSystem):
             taken = guest.closes.taken
             guest.closes.taken = None
             closed = taken.fd if taken is not None else None
-            # Nothing here waits in open(2), but a FIFO in scratch/.
+            # Only the open of a FIFO in scratch/ can wait.
             try:
                 fd = guest.syscalls.open(task, self._place(path), flags, mode, closed=closed)
             except Blocked:
@@ -248,14 +252,14 @@ class GuestFs(FileSystem):
             return file
 
     def opendir(self, client: Client, path: str) -> OpenDirectory:
-        """See FileSystem. The guest opens and closes it; the mount lists it."""
+        """See FileSystem. The guest opens the directory and closes it at once; the mount lists it by path."""
         syscalls = self.guest.syscalls
         with self.request(client) as task:
             syscalls.close(task, syscalls.open(task, self._place(path), os.O_RDONLY | os.O_DIRECTORY))
         return super().opendir(client, path)
 
     def statfs(self, path: str) -> StatFs:
-        """See FileSystem. Only scratch/ has something to count; nobody is asked for the rest."""
+        """See FileSystem. Only scratch/ has a capacity; for other paths return zeros without a call."""
         at = self._place(path)
         if at != TMPFS and not at.startswith(f"{TMPFS}/"):
             return StatFs()
@@ -265,12 +269,12 @@ class GuestFs(FileSystem):
     # Changes
 
     def _change(self, client: Client, name: str, path: str, *arguments: int) -> None:
-        """Make a system call of the client's on a path."""
+        """Make the system call `name` on a path by the client's task."""
         with self.request(client) as task:
             self.guest.syscalls.on_path(task, name, self._place(path), *arguments)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem; in instances/ it makes a trace array."""
+        """See FileSystem. In instances/ a new directory is a new trace array."""
         self._change(client, "mkdirat", path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
@@ -315,7 +319,7 @@ class GuestFs(FileSystem):
         self._change(client, "fchmodat", path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """See FileSystem. The mounting user's files are root's."""
+        """See FileSystem. In the guest, root owns the files of the mounting user."""
         owner = self.guest.owner
         uid = 0 if uid == owner.uid else uid
         gid = 0 if gid == owner.gid else gid

@@ -1,4 +1,4 @@
-"""machine/modules: the kernel's own module files are handed to its loader, as modprobe does."""
+"""KernelModules: commands of machine/modules, which load module files into the guest as modprobe does."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from emulated_kernel.util.errors import KernelError
 
 
 class KernelModules:
-    """Commands that are written: `load NAME|PATH`, `unload NAME`."""
+    """Execution of the commands `load NAME|PATH` and `unload NAME`."""
 
     def __init__(self, syscalls: LinuxSyscalls, files: ModuleFiles | None) -> None:
         self._syscalls = syscalls
         self._files = files
 
     def prepared(self, data: bytes, refused: Collection[str] = ()) -> Callable[[LinuxTask, str], None]:
-        """Return what a write will do in its writer's task; files are read now, without the control lock.
+        """Parse a command and return the function that executes it.
 
-        Takes what /proc/modules shows. `refused`: functions that no module may use, which would be EPERM.
-        Raises: KernelError EINVAL, ENOENT, ENOEXEC, others of a file.
+        Read the module files now, without the control lock. The function takes the writer's task and the
+        content of /proc/modules. `refused`: names of kernel functions that no module may use.
+        Raises: KernelError EINVAL, ENOENT, ENOEXEC, EPERM (a refused function), errors of reading a file.
         """
         line = os.fsdecode(data).strip()
         words = line.split(maxsplit=1)
@@ -51,7 +52,7 @@ class KernelModules:
             added: list[str] = []
             try:
                 for number, (module, content) in enumerate(files, start=1):
-                    # What is needed may be there; what is asked for is told to be there by the kernel.
+                    # Skip dependencies that are loaded. For the last module the kernel reports EEXIST.
                     if number == len(files) or module not in there:
                         self._syscalls.load_module(task, content)
                         added.append(module)
@@ -65,6 +66,6 @@ class KernelModules:
 
 
 def _undefined(name: str, module: bytes) -> set[str]:
-    """Symbols that its loader looks for in the kernel. Raises: UnusableFile."""
+    """Return the undefined symbols of a module, which the loader resolves. Raises: UnusableFile."""
     with read_as(f"module ({name})"):
         return {symbol.name for symbol in ElfFile(module).symbols if not symbol.section}

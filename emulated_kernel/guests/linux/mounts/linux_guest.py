@@ -1,4 +1,7 @@
-"""LinuxGuest: what the file systems of one distribution's kernel share: tasks, lock, calls that wait."""
+"""LinuxGuest: the state that the file systems of one distribution's kernel share.
+
+This state consists of the tasks of clients, the control lock, calls that wait and deferred closes.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 
 POLLED = select.POLLIN | select.POLLOUT | select.POLLPRI | select.POLLRDNORM | select.POLLWRNORM
+"""Events for which the guest's poll methods are asked."""
 
 
 class Closable(Protocol):
@@ -37,48 +41,51 @@ class Closable(Protocol):
 
     @property
     def task(self) -> LinuxTask | None:
-        """Whose call was the last one on it."""
+        """The task that made the last call on the file."""
 
 
 class Polled(Protocol):
-    """An open file that somebody polls."""
+    """An open file that a client polls."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it hasn't been released."""
+        """True if the file has not been released."""
 
     def mask(self) -> int:
-        """Return its readiness. Lock: needs."""
+        """Return the poll mask of ready events. Lock: needs."""
 
 
 File = TypeVar("File", bound=Closable)
 
 
 class DeferredCloses(Generic[File]):
-    """Closes that the guest makes before it does anything else.
+    """Closes that the guest makes at the beginning of the next request.
 
-    The request for a close(2) comes from no process, and its client goes on: waiting for the lock would hold
-    that up. So a file is *deferred*, without the lock, and closed by `flush` at the next request, by the task
-    that has used it last. If the next request is an open by that very task, and no other file is deferred,
-    the file is *taken*: both calls are made in one run of the guest.
+    A release request comes from no process, and must not wait for the lock. So the file is *deferred* without
+    the lock. `flush` closes it at the next request, by the task that used the file last. If the next request
+    is an open by the same task, and no other file is deferred, the file is *taken*: the guest makes both
+    calls in one run.
     """
 
     def __init__(self, close: Callable[[LinuxTask | None, int], None]) -> None:
-        """`close`: close(2) by a task, or by any if it is None; it must not fail."""
+        """Create an empty queue.
+
+        `close`: calls close(2) on a descriptor by a task, or by any task if it is None. It must not fail.
+        """
         self._close = close
         self.deferred: deque[File] = deque()
         self.defer: Callable[[File], None] = self.deferred.append
-        """Has a file closed before the next request. Lock: leaves."""
+        """Queue a file, to be closed before the next request. Lock: leaves."""
         self.taken: File | None = None
-        """The next open closes it. Needs the lock."""
+        """The file that the next open closes. Needs the lock."""
 
     def take(self) -> None:
-        """Leave the only file that is deferred to the open that follows. Lock: needs."""
-        # From here on others may add to them.
+        """Leave the only deferred file to the open that follows. Lock: needs."""
+        # Hazard: other threads may defer more files meanwhile.
         self.taken = self.deferred.popleft()
 
     def flush(self) -> None:
-        """Close all. Lock: needs."""
+        """Close the taken file and all deferred files. Lock: needs."""
         taken = self.taken
         self.taken = None
         if taken is not None:
@@ -89,9 +96,9 @@ class DeferredCloses(Generic[File]):
 
 
 class Running:
-    """What may run the guest is done in it: the lock is taken, and the guest's death is EIO.
+    """Context for code that may run the guest: it holds the lock and turns a guest's fault into EIO.
 
-    It keeps nothing of a request, so that one is enough for all of them.
+    It keeps no state of a request, so all requests share one instance.
     """
 
     __slots__ = ("_guest", "_lock")
@@ -113,15 +120,15 @@ class Running:
 
 
 class Request:
-    """A system call of a client's is made in it, by the task that it yields.
+    """Context for a client's system call. It holds the lock and yields the task that makes the call.
 
-    It is no generator: one costs more than the lock, in each request.
+    It is a class because a generator would cost each request more time than the lock does.
     """
 
     __slots__ = ("_client", "_guest", "_opens")
 
     def __init__(self, guest: LinuxGuest, client: Client, opens: bool = False) -> None:
-        """Prepare one. `opens`: its first call closes what LinuxGuest.closes has taken."""
+        """Prepare a request. `opens`: its first call opens a file and closes LinuxGuest.closes.taken."""
         self._guest = guest
         self._client = client
         self._opens = opens
@@ -167,9 +174,9 @@ class LinuxGuest:
         begins: Callable[[], None] | None = None,
         ended: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """`modules`: this kernel's own. `lock`: the control lock.
+        """Create the shared state. `modules`: module files of this kernel. `lock`: the control lock.
 
-        `begins` is called before each request, and those of `ended` after each.
+        `begins` is called before each request, and each function in `ended` after each request.
         """
         self.tasks = tasks
         self.owner = owner
@@ -179,18 +186,21 @@ class LinuxGuest:
         self.syscalls = LinuxSyscalls(tasks)
         self._modules = KernelModules(self.syscalls, modules)
         self.closes = DeferredCloses[Closable](self._close)
-        """Of the guest's own files."""
+        """Deferred closes of the guest's own files."""
         self.control_closes = DeferredCloses[Closable](self._close_control)
-        """Of control files, which the guest has open, too."""
+        """Deferred closes of control files, which the guest has open, too."""
         self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush)
         self._asleep: dict[int, int] = {}
-        """Client whose call sleeps in the guest, by pid -> number of requests at the last look."""
+        """pid of a client whose call sleeps in the guest -> `_requests` when the call was last run."""
         self._requests = 0
         self.pollers: dict[Polled, tuple[int, Callable[[], None]]] = {}
-        """File -> what was there when it was asked, and whom to tell that this has changed."""
+        """File -> its last poll mask, and the function to call when the mask changes."""
         self._activity = threading.Condition()
         self.waiters = 0
-        """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
+        """Number of threads that wait for activity. If it is 0, wake() is not called.
+
+        A thread that begins to wait just then checks again after its timeout.
+        """
         self.is_closed = False
         self.times = FileTimes(tasks.machine, tasks.facts)
         self.free_pages = PageReporting(tasks.machine.memory, tasks.root, tasks.facts)
@@ -206,14 +216,14 @@ class LinuxGuest:
             self.syscalls.close(task or self.tasks.init, fd)
 
     def _close_control(self, task: LinuxTask | None, fd: int) -> None:
-        """Close it; that the guest dies of it is no matter of the file of ours that is asked for next."""
+        """Close a control file in the guest. If the guest dies of it, the next request works all the same."""
         with suppress(GuestFault):
             self._close(task, fd)
 
-    # Requests. The order of the steps counts: another one would change traces.
+    # Requests. Invariant: keep the order of the steps, because traces depend on it.
 
     def begin(self, client: Client, opens: bool) -> LinuxTask:
-        """Begin a request; return the task that makes it. What was put off is done before. Lock: needs."""
+        """Begin a request and return the client's task, after the deferred closes. Lock: needs."""
         if self.begins is not None:
             self.begins()
         if self.control_closes.deferred:
@@ -242,24 +252,25 @@ class LinuxGuest:
                 tell()
 
     def see_free_pages(self) -> None:
-        """Give pages back to the host that the guest has freed, if those are many. Lock: needs."""
+        """Return freed pages of the guest to the host if the guest has freed many. Lock: needs."""
         pages = self.free_pages
         if not pages.fewest <= pages.words[pages.counter] <= pages.most:
             pages.look()
 
-    # Who waits
+    # Calls that wait
 
     def slept(self, client: Client, task: LinuxTask, begin: Callable[[], int]) -> int:
-        """Return what a call returns that may sleep: it is made once, and asked for until it has ended.
+        """Return the result of a client's call that may sleep in the guest.
 
-        Lock: needs. Raises: WouldBlock (it sleeps).
+        The first request makes the call by `begin`. If the call sleeps, further requests continue it.
+        Lock: needs. Raises: WouldBlock (the call sleeps).
         """
         asked = self._asleep.get(client.pid)
         try:
             if asked is None:
                 result = begin()
             else:
-                # What somebody has done may wake it in some ticks, and nothing else but time itself.
+                # Without other requests since, only time can wake the call: run the guest for one tick.
                 result = self.tasks.wait_for_result(task, 1 if asked == self._requests else PATIENCE)
         except Blocked:
             self._asleep[client.pid] = self._requests
@@ -277,12 +288,12 @@ class LinuxGuest:
             self.clients.end(client.pid)
 
     def unasked(self, client: Client) -> KernelError:
-        """Return EINTR for a call that sleeps, and whose answer nobody could ask for: its task is killed."""
+        """Kill the client's task, whose call sleeps and can't be continued; return EINTR for the client."""
         self.clients.end(client.pid)
         return KernelError(errno.EINTR)
 
     def wait(self, timeout: float) -> None:
-        """Return once a request was made that may have woken somebody, or after `timeout` seconds.
+        """Wait until a request is made that may have woken a sleeping call, for at most `timeout` seconds.
 
         Lock: leaves.
         """
@@ -294,7 +305,7 @@ class LinuxGuest:
                 self.waiters -= 1
 
     def wake(self) -> None:
-        """Let who waits look again. Lock: leaves."""
+        """Wake all threads in wait(). Lock: leaves."""
         with self._activity:
             self._activity.notify_all()
 
@@ -304,10 +315,13 @@ class LinuxGuest:
                 self.pollers.pop(file, None)
                 notify()
 
-    # Files that the host makes of what the guest knows
+    # Files that the host generates from the guest's state
 
     def log_text(self) -> bytes:
-        """Return the kernel's log; if it has died, the end of its serial console and why. Lock: needs."""
+        """Return the kernel's log. Lock: needs.
+
+        If the guest is dead, return the end of its serial console and the cause of death.
+        """
         machine = self.tasks.machine
         if not machine.death:
             with suppress(GuestFault):
@@ -317,14 +331,14 @@ class LinuxGuest:
     def prepared_modules(
         self, client: Client, data: bytes, refused: Collection[str] = ()
     ) -> Callable[[], int]:
-        """Return what the client's write to machine/modules will do, within a request of his.
+        """Return the function that executes the client's write to machine/modules, within a request.
 
-        Files are read here. Lock: leaves. `refused`: see KernelModules.prepared.
+        Read the module files before that. Lock: leaves. `refused`: see KernelModules.prepared.
         """
         try:
             change = self._modules.prepared(data, refused)
         except KernelError as error:
-            # As the kernel's own loader does where it refuses one.
+            # Log the reason, as the kernel's own loader does when it refuses a module.
             with suppress(KernelError), self.running:
                 self.syscalls.say(f"machine/modules: {error.strerror}")
             raise
@@ -344,11 +358,11 @@ class LinuxGuest:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it can't run any more."""
+        """True if the guest can't run any more."""
         return bool(self.tasks.machine.death)
 
     def close(self) -> None:
-        """Wake who waits, free the machine. May be called twice. Lock: takes."""
+        """Free the machine and wake waiting threads. May be called twice. Lock: takes."""
         with self.lock:
             if self.is_closed:
                 return

@@ -1,4 +1,4 @@
-"""native_mount: the guest's own tracefs and debugfs as a mount, and what the host adds in machine/."""
+"""native_mount: a mount of the guest's own tracefs and debugfs, with machine/, which the host adds."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
 
 _HOST_INO = 1 << 40
-"""Numbers of what the guest doesn't have begin there."""
+"""First inode number of files that the guest does not have."""
 
 
 class _ModulesFile(FileDescription):
-    """machine/modules, open for commands."""
+    """The open file of machine/modules, for commands."""
 
     __slots__ = ()
 
@@ -47,25 +47,25 @@ class _ModulesFile(FileDescription):
         return True
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Load or unload modules, whose files are read before, without the lock."""
+        """Load or unload modules. The module files are read first, without the lock."""
         del offset
         change = self.fs.guest.prepared_modules(client, data)
         with self.fs.request(client):
             return change()
 
     def fsync(self, client: Client) -> None:
-        """Do nothing: a command has been done when write(2) returns."""
+        """Do nothing: write(2) returns only after it has executed the command."""
 
 
 class ModulesFs(GuestFs):
-    """machine/modules: /proc/modules to read, and commands of the host's to write."""
+    """machine/modules: reads show /proc/modules, writes are commands that the host executes."""
 
     def _shown(self, found: Stat) -> Stat:
         shown = super()._shown(found)
         return shown._replace(mode=shown.mode | stat.S_IWUSR)
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """See FileSystem. Raises: KernelError EACCES (to write, unless it is root or the owner)."""
+        """See FileSystem. Raises: KernelError EACCES (for writing, if not root or the owner)."""
         if not flags & os.O_ACCMODE:
             return super().open(client, path, flags)
         if flags & os.O_ACCMODE != os.O_WRONLY or client.uid not in (0, self.guest.owner.uid):
@@ -76,7 +76,7 @@ class ModulesFs(GuestFs):
 
 
 class _LogFile(FileDescription):
-    """machine/dmesg: the kernel's log as it was at the open."""
+    """The open file of machine/dmesg: the kernel's log at the time of the open."""
 
     __slots__ = ("_text",)
 
@@ -85,7 +85,7 @@ class _LogFile(FileDescription):
         self._text = text
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription. Lock: leaves; it can be read when the guest has died."""
+        """See FileDescription. The log can be read even if the guest has died. Lock: leaves."""
         del client
         return self._text[offset : offset + size]
 
@@ -99,7 +99,7 @@ class _LogFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """machine/, with the log; its other files are mounted there from the guest's /proc."""
+    """machine/ with dmesg, the kernel's log. Its other files are mounted there from the guest's /proc."""
 
     guest: LinuxGuest
 
@@ -150,9 +150,10 @@ def native_mount(
     is_tracefs: bool,
     lock: ControlLock | None = None,
 ) -> Mount:
-    """Return a mount of a kernel's own files. `modules`: this kernel's own. `lock`: the control lock.
+    """Return a mount of a kernel's own files.
 
-    `is_tracefs`: tracefs is the root, and all that there is.
+    `modules`: module files of this kernel. `lock`: the control lock.
+    `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
     """
     guest = LinuxGuest(tasks, watch, owner, modules, lock=lock)
     if is_tracefs:

@@ -1,4 +1,4 @@
-"""probed_mount: a distribution's kernel, probed by kprobefs: control files, and scratch/ of the guest."""
+"""probed_mount: a mount of a distribution's kernel that kprobefs probes: control files, scratch/ and dev/."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _PROBING = frozenset({
     "register_ftrace_direct", "register_ftrace_direct_multi", "modify_ftrace_direct",
     "modify_ftrace_direct_multi", "modify_ftrace_direct_multi_nolock", "klp_enable_patch",
 })  # fmt: skip
-"""What modules call that patch text of the kernel where ours are."""
+"""Functions that modules call to patch kernel text, where kprobefs's engine patches it, too."""
 GUESTS_OWN = {"/scratch": TMPFS, "/dev": DEVICES}
-"""Directory of the root that is the guest's -> where it is in the guest."""
+"""Directory of the root with the guest's own files -> path in the guest."""
 _MODES = {"scratch": 0o1777, "dev": 0o755}
 
 
@@ -46,10 +46,12 @@ def probed_mount(
     is_tracefs: bool,
     keeps_tracefs: bool = False,
 ) -> Mount:
-    """Return a mount of control files, and of the guest's own that are not in their way.
+    """Return a mount of kprobefs's control files and of the guest's own scratch/ and dev/.
 
-    `modules`: this kernel's own. `is_tracefs`: tracefs is the mount's root, and all that there is.
-    `keeps_tracefs`: the guest's own stays where it is for others, and nobody sees calls on control files.
+    `modules`: module files of this kernel.
+    `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
+    `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then the guest makes
+    no calls on control files, so probes can't see them.
     """
     guest = LinuxGuest(
         engine.tasks,
@@ -73,7 +75,7 @@ def probed_mount(
         ),
         "meminfo": SeqFile(0o444, single(partial(_meminfo, guest))),
     }
-    # What directories of the guest's are mounted on.
+    # Mount points for the guest's own directories.
     further = {name: Directory(mode, {}) for name, mode in _MODES.items()}
     tree = engine_tree(engine, owner, guest.log_text, machine, further, is_tracefs=is_tracefs)
     strategy = LinuxControlCalls(guest, engine, is_tracefs=is_tracefs, is_refused=keeps_tracefs)
@@ -93,7 +95,10 @@ def probed_mount(
 
 
 def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls) -> bool:
-    """Whether somebody probes what makes them: a thread for each would take longer than its event."""
+    """Return True if a probe is in the guest's function that creates the directories of events.
+
+    Otherwise the guest creates none, because that takes longer than the registration of the event.
+    """
     if not calls.is_watched:
         return False
     ledger = engine.machine.text.ledger
@@ -110,7 +115,7 @@ def _meminfo(guest: LinuxGuest) -> str:
 
 
 def _module_lines(guest: LinuxGuest, client: Client) -> Records:
-    """Return /proc/modules; addresses are 0 for who may not know them."""
+    """Return the content of /proc/modules, with addresses 0 if the client is not privileged."""
 
     def shown() -> str:
         with guest.running:

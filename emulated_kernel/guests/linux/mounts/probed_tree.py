@@ -1,4 +1,4 @@
-"""The files of ours over a distribution's kernel: kprobes/, tracing/, sysctl/ and machine/."""
+"""kprobefs's control files over a distribution's kernel: kprobes/, tracing/, sysctl/ and machine/."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def engine_tree(
     *,
     is_tracefs: bool,
 ) -> NodeTree:
-    """`log`: the kernel's; `machine`: further files of machine/; `further`: those of the root.
+    """Return the tree of control files over a kernel that `engine` probes.
 
-    `is_tracefs`: tracefs is the root, and all that is listed.
+    `log`: returns the kernel's log. `machine`: additional files of machine/.
+    `further`: additional nodes of the root.
+    `is_tracefs`: tracefs is the root, and listings show nothing else.
     """
     banner = f"{engine.kernel.version}\nprofile {engine.kprobes.profile.name}\n"
 

@@ -1,4 +1,4 @@
-"""VmcoreFiles: the files of a dump as its kernel sees them, read by calls of that kernel's own functions."""
+"""VmcoreFiles: the files of a dump as its kernel sees them, read by calls of the kernel's own functions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _O_NONBLOCK = 0o4000
 _O_DIRECTORY = 0o200000
 _PATH_LIMIT = 4096
 _LISTING = BUFFER_SIZE
-"""Bytes of entries that one call may give."""
+"""Bytes of directory entries that one call of iterate_dir may return."""
 _MOST_ENTRIES = 1 << 20
 _POSITION = 16
-"""Bytes in front of the data that a read leaves in the buffer: its position."""
+"""Bytes of the file position, which is before the data in the buffer of a read."""
 _CONTEXT = struct.Struct("<4Q")
-"""struct dir_context (v6.1): actor, position; then what the actor uses: where to write, and where to stop."""
+"""struct dir_context (v6.1): actor and position; then the actor's own start and end of free space."""
 _ENTRY = struct.Struct("<QII")
 _FILL = """
     89 d2                           | mov edx, edx
@@ -47,14 +47,14 @@ _FILL = """
     49 8d 7a 10                     | lea rdi, [r10 + 16]
     f3 a4                           | rep movsb
 """
-"""Appends an entry (inode number, type, length, name) to the buffer of `_CONTEXT`, if it has room."""
+"""Code that appends an entry (inode number, type, length, name) to the free space, if it fits there."""
 ACTOR = f"""{_FILL}
     b8 01 00 00 00                  | mov eax, 1
     c3                              | ret
     31 c0                           | full: xor eax, eax
     c3                              | ret
 """
-"""A filldir_t that returns true if it wants more entries."""
+"""A filldir_t that returns true to request more entries, as since Linux 6.1."""
 ACTOR_BEFORE_6_1 = f"""{_FILL}
     31 c0                           | xor eax, eax
     c3                              | ret
@@ -64,18 +64,21 @@ ACTOR_BEFORE_6_1 = f"""{_FILL}
     b8 01 00 00 00                  | full: mov eax, 1
     c3                              | ret
 """
-"""A filldir_t that returns 0 if it wants more entries; `full` is as far away as above."""
+"""A filldir_t that returns 0 to request more entries. `full` has the same offset as in ACTOR."""
 _KIND_MASK, _KIND_SHIFT = 0xF, 12
-"""Of an entry's type, above which the kernel's own flags may stand. Source: include/linux/fs_types.h."""
+"""Mask of an entry's type, without the kernel's own flags in higher bits, and its shift to S_IFMT bits.
+
+Source: include/linux/fs_types.h.
+"""
 _MEMBERS = "file.f_inode", "file.f_path.dentry"
 _TRUE_GOES_ON = 6, 1
-"""The release since which an actor says by true that it wants more."""
+"""First Linux release in which a filldir_t returns true to request more entries."""
 
 
 class VmcoreFiles:
-    """Files by path, from the root of the dump's first process; nothing can be changed.
+    """Read access to files by path, from the root directory of the dump's first process.
 
-    Needs the control lock. All raise KernelError: the kernel's errno, and as VmcoreCalls.
+    Needs the control lock. All methods raise KernelError with the kernel's errno, or as VmcoreCalls does.
     """
 
     def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
@@ -88,7 +91,7 @@ class VmcoreFiles:
 
     @contextmanager
     def _open(self, path: str, flags: int) -> Iterator[int]:
-        """struct file of a path. Raises: KernelError."""
+        """Open a file in the guest; yield the address of its struct file. Raises: KernelError."""
         if len(os.fsencode(path)) >= _PATH_LIMIT:
             raise KernelError(ENAMETOOLONG, path)
         file = _checked(self._calls.call_function("filp_open", path, flags | _O_LARGEFILE, 0), path)
@@ -103,33 +106,35 @@ class VmcoreFiles:
         return self._inodes.stat(self._memory.read_word(file + self._offset["file.f_inode"]))
 
     def lstat(self, path: str) -> Stat:
-        """Attributes of a file, or of a symbolic link."""
+        """Return the attributes of a file, without following a symbolic link."""
         with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
             return self._stat(file)
 
     def read(self, path: str, size: int, offset: int) -> bytes:
-        """Bytes of a regular file; b"" is the end."""
+        """Read at most `size` bytes of a regular file; b"" means its end. Raises: KernelError EACCES."""
         size = min(size, BUFFER_SIZE - _POSITION)
         buffer = self._calls.buffer
         with self._open(path, os.O_RDONLY | _O_NONBLOCK | _O_NOFOLLOW) as file:
             if not stat.S_ISREG(self._stat(file).mode):
                 raise KernelError(EACCES, f"{path} is no regular file")
             self._memory.write(buffer, struct.pack("<q", offset))
-            # Many of /proc read for a process alone, which kernel_read() isn't.
+            # Many files of /proc support only reads for a process, so kernel_read() does not work.
             place = self._calls.user_buffer + _POSITION
             count = _checked(self._calls.call_function("vfs_read", file, place, size, buffer), path)
             return self._memory.read(buffer + _POSITION, checked_count(count, size))
 
     def readlink(self, path: str) -> str:
-        """Where a symbolic link leads, told so that it leads to no place outside of the dump.
+        """Return the target of a symbolic link, changed so that it leads to no place outside of the dump.
 
-        Deviates: `..` behind another link's name is where that name is, not where that link leads.
+        Raises: KernelError EINVAL (no symbolic link).
+        Deviates: `..` after the name of another link leads to the directory of that name, not to the parent
+        of the link's target.
         """
         with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
             if not stat.S_ISLNK(self._stat(file).mode):
                 raise KernelError(EINVAL, path)
             dentry = self._memory.read_word(file + self._offset["file.f_path.dentry"])
-            # As a process asks: what leads to files by no name is told to it alone.
+            # Links in /proc to files without a name give their text only to a process's readlink(2).
             call = self._calls.call_function
             place = self._calls.user_buffer
             count = _checked(call("vfs_readlink", dentry, place, _PATH_LIMIT), path)
@@ -140,14 +145,17 @@ class VmcoreFiles:
         return posixpath.relpath(posixpath.normpath("/" + posixpath.join(above, target).lstrip("/")), above)
 
     def readdir(self, path: str) -> list[DirEntry]:
-        """The entries, "." and ".." among them; as many turns as the buffer needs."""
+        """Return the entries of a directory, including "." and "..".
+
+        Call iterate_dir until the buffer stays empty. Raises: KernelError EIO (the entries have no end).
+        """
         buffer = self._calls.buffer
         end = self._calls.buffer + _LISTING
         start = buffer + _CONTEXT.size
         position = 0
         found: list[DirEntry] = []
         with self._open(path, os.O_RDONLY | _O_DIRECTORY | _O_NOFOLLOW) as file:
-            # The low bits are those of the file system's device.
+            # The low bits of a shown inode number are the device number.
             device = self._stat(file).ino
             while True:
                 self._memory.write(buffer, _CONTEXT.pack(self._actor, position, start, end))
@@ -164,7 +172,7 @@ class VmcoreFiles:
 
 
 def _checked(value: int, path: str) -> int:
-    """Raises: KernelError (a function has returned an errno)."""
+    """Return a function's result. Raises: KernelError (the result is an errno)."""
     error = (1 << 64) - value
     if 0 < error < 4096:
         raise KernelError(error, path)

@@ -1,4 +1,4 @@
-"""VmcoreFs: the files of a dump as a file system; nothing can be written."""
+"""VmcoreFs: the files of a dump as a read-only file system."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 
 FILES = "/files"
+"""Directory of the mount that shows the files of the dump."""
 Request = Callable[[Client | None], AbstractContextManager[None]]
-"""What anything that runs the guest is done in, for a client if one waits for it."""
+"""Returns the context for code that runs the guest; takes the client that waits for it, or None."""
 
 
 class VmcoreFile(FileDescription):
-    """An open file of the dump; each read opens it again in the guest."""
+    """An open file of the dump. Each read opens the file in the guest again."""
 
     __slots__ = ()
 
@@ -33,16 +34,16 @@ class VmcoreFile(FileDescription):
             return self.fs.files.read(self.fs.inside(self.path), size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Raise EBADF: it is open for reading."""
+        """Refuse to write. Raises: KernelError EBADF (the file is open for reading only)."""
         del client, data, offset
         raise KernelError(errno.EBADF, self.path)
 
     def fsync(self, client: Client) -> None:
-        """Do nothing: nothing of it is unwritten."""
+        """Do nothing: there is no data to write back."""
 
 
 class VmcoreFs(FileSystem):
-    """The files below /files. Each look at one runs the guest, so that it begins a request."""
+    """The files below /files. Each access runs the guest, so even getattr and readdir begin a request."""
 
     is_read_only = True
 
@@ -58,11 +59,11 @@ class VmcoreFs(FileSystem):
 
     @staticmethod
     def inside(path: str) -> str:
-        """Return where a file of the mount is in the dump."""
+        """Return the path in the dump of a path in the mount."""
         return path.removeprefix(FILES) or "/"
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileSystem. Root's files are the mounting user's."""
+        """See FileSystem. The mounting user owns the files that root owns in the dump."""
         with self.request(client() if client else None):
             found = self.files.lstat(self.inside(path))
         return found._replace(
@@ -76,7 +77,7 @@ class VmcoreFs(FileSystem):
         """See FileSystem."""
         with self.request(client):
             found = self.files.readdir(self.inside(path))
-        # Of some the file system says no kind, which says nothing wrong.
+        # Some file systems report no file type: 0 means unknown and stays 0.
         return [
             entry._replace(ino=entry.ino * INO_SPACES + 1, kind=entry.kind and _shown_kind(entry.kind))
             for entry in found
@@ -99,8 +100,8 @@ class VmcoreFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """Return the S_IFMT bits that the mount shows for those in the dump.
+    """Return the S_IFMT bits that the mount shows: a regular file except for directories and links.
 
-    Hazard: all but directories, links and files the host opens itself, and waits at a FIFO.
+    Hazard: the host itself would open devices and FIFOs, and would block at a FIFO.
     """
     return kind if kind in (stat.S_IFDIR, stat.S_IFLNK) else stat.S_IFREG

@@ -1,4 +1,4 @@
-"""vmcore_mount: the kernel in a vmcore as a mount: probes, calls of its functions, and its files to read."""
+"""vmcore_mount: a mount of the kernel in a vmcore: probes, calls of its functions, and its files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
 
 _ITERATOR = struct.Struct("<QQQ")
-"""struct kmsg_dump_iter (v6.1), and after it the length of what was taken."""
+"""struct kmsg_dump_iter (v6.1), followed by the length of the text that was copied."""
 
 
 class VmcoreControlCalls(GuestCalls):
-    """A dump has no tasks that could make calls; what a control file does may run its functions, though."""
+    """See GuestCalls. A dump has no tasks that could make calls, but control files may run its functions."""
 
     sees_lookups = False
 
@@ -41,9 +41,10 @@ class VmcoreControlCalls(GuestCalls):
 
     @contextmanager
     def request(self, client: Client | None) -> Iterator[None]:
-        """Return what runs the guest, for a client if one waits for it; if that dies, the run ends.
+        """Return the context in which the guest runs. Lock: takes.
 
-        Lock: takes.
+        If the process of `client` dies, the run ends. None: no client waits for it.
+        Raises: KernelError EIO (the mount has ended).
         """
         with self.engine.lock:
             if self._is_closed:
@@ -63,7 +64,7 @@ class VmcoreControlCalls(GuestCalls):
         return bool(self.guest.machine.death)
 
     def log(self) -> bytes:
-        """Return what fits into the buffer of the end of the kernel's log."""
+        """Return the end of the kernel's log, as much as fits into the buffer."""
         memory = self.engine.machine.memory
         buffer = self.calls.buffer
         call = self.calls.call_function
@@ -84,10 +85,12 @@ class VmcoreControlCalls(GuestCalls):
 
 
 def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> Mount:
-    """Return a mount in which nothing runs but what is called; nothing of the dump's file is changed.
+    """Return a mount of a dump's kernel.
 
-    `is_tracefs`: tracefs is the root, and all that is listed. Unlike a Linux guest's mount it has no
-    `clients_own`: what is called may remove files, too.
+    Only functions that clients call run in the kernel. The dump's file stays unchanged.
+    `is_tracefs`: tracefs is the root, and listings show nothing else.
+    Unlike the mount of a running Linux guest it has no `clients_own`, because called functions may remove
+    files, too.
     """
     strategy = VmcoreControlCalls(guest, engine)
     files = VmcoreFiles(strategy.calls, engine.kernel, engine.machine.memory)
