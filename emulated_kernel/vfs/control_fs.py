@@ -529,7 +529,7 @@ class ControlFs(FileSystem):
         """See FileSystem."""
         return path.startswith(_ALWAYS_OPEN)
 
-    # What the daemon needs
+    # For the daemon
 
     def open_in_guest(self) -> None:
         """See FileSystem."""
