@@ -17,9 +17,9 @@ from stress.fuzz.report import Finding, Violation
 from stress.fuzz.session import TRACING, Session
 from tests.sample import fewer
 
-INPUTS = fewer(2000, 4)
-PARSER_INPUTS = 500
-SLOW, SLOW_INPUTS = ("image", "module"), 30
+INPUTS = fewer(2000, 8)
+PARSER_INPUTS = fewer(500, 2)
+SLOW, SLOW_INPUTS = ("image", "module"), fewer(30, 2)
 
 
 @pytest.fixture

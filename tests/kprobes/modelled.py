@@ -74,7 +74,7 @@ def run(machine: type[OnKernel], examples: int, **attributes: Any) -> None:
     try:
         run_state_machine_as_test(
             type("Machine", (machine,), {**attributes, "spare": spare}),
-            settings=settings(max_examples=fewer(examples, 2), stateful_step_count=40),
+            settings=settings(max_examples=fewer(examples, 4), stateful_step_count=40),
         )
     finally:
         for kernel in spare:

@@ -98,7 +98,7 @@ def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
     return kernel.trace.trace_text() + kernel.trace.stats_text(0), event.probes[0].hits
 
 
-@pytest.mark.parametrize(("arch", "way", "offset", "args"), share(CASES, 0, 3))
+@pytest.mark.parametrize(("arch", "way", "offset", "args"), share(CASES, 0, 7))
 def test_compiled_or_not_the_trace_is_the_same(arch: str, way: str, offset: int, args: str) -> None:
     told = []
     for compiled in (False, True):

@@ -22,7 +22,7 @@ def test_events_all_over_one_function_after_the_other(arch: str, profile: str) -
         functions = by_function(kernel, places(kernel))
         assert len(functions) > 1000
         called = kernel.image.kallsyms.lookup_name("int_sqrt")
-        asked = [*share(functions, 7, 150), *(each for each in functions if called in each)]
+        asked = [*share(functions, 7, 300), *(each for each in functions if called in each)]
         found = [probe(kernel, function) for function in asked]
     assert [each.places for each in found] == [len(function) for function in asked]
     assert found[-1].hits > found[-1].hit_places > found[-1].places / 2
@@ -35,7 +35,7 @@ def test_events_all_over_the_kernel_at_once(arch: str, profile: str) -> None:
     with Kernel(MachineConfig(arch=arch, profile=profile, run_budget=60)) as kernel:
         everywhere = places(kernel)
         assert len(everywhere) > 20_000
-        asked = share(everywhere, 7, 50)
+        asked = share(everywhere, 7, 100)
         found = probe(kernel, asked)
     assert found.places == len(asked)
     assert found.hit_places > found.places / 50

@@ -75,11 +75,10 @@ class Bench:
         machine.memory.write_word(top, self.pad)
         self._runner = Runner(machine, writable_memory(machine, arena), boundaries)
         entries = list({b.function: b.addr for b in reversed(self.boundaries)}.values())
-        starts = [generate(arena, rng, entry)._replace(sp=top) for entry in entries]
         # What probes leave on the stacks of other tasks is seen by nobody but this test.
         switch = kernel.image.kallsyms.lookup_name("__schedule")
         part = 2 * list(WAYS).index(way) + (machine.model.bits == 32)
-        called = share(starts, part, PARTS)
+        called = [generate(arena, rng, entry)._replace(sp=top) for entry in share(entries, part, PARTS)]
         self.calls = [
             Call(start, counts, plain)
             for start in called

@@ -21,7 +21,7 @@ from tests.smp.test_cpus import SHELL, write
 from tests.smp.test_races import assert_well, function_calls, together
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64")
-SEEDS = seeds(3)
+SEEDS = seeds(3, 3)
 CPUS = 4
 SIGCHLD = 17
 

@@ -18,7 +18,7 @@ from emulated_kernel.util.config import ARCHITECTURES
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds
 
-SEEDS = seeds(5)
+SEEDS = seeds(5, 3)
 GFP_KERNEL = 0xCC0
 SIGCHLD = 17
 AT_FDCWD = -100

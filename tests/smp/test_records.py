@@ -84,7 +84,7 @@ def stamps(kernel: Kernel, cpu: int) -> list[int]:
 CASES = [(arch, way, seed + 1, seed) for way in WAYS for arch in ARCHITECTURES for seed in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(("arch", "way", "cpus", "seed"), share(CASES, 0, 2))
+@pytest.mark.parametrize(("arch", "way", "cpus", "seed"), share(CASES, 0, 5))
 def test_every_hit_is_recorded_once_on_its_cpu(arch: str, way: str, cpus: int, seed: int) -> None:
     with booted(cpus, arch, way, seed) as kernel:
         first = kernel.arch.registers.arguments[0]
@@ -163,7 +163,7 @@ def test_a_mask_of_cpus() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(3, 3))
 def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
     """A file of ours is asked while other CPUs stand in handlers: they come to their end first."""
     with booted(4, arch, "optimized", seed) as kernel:

@@ -16,7 +16,7 @@ CPUS = 4
 
 @pytest.mark.parametrize("stack", SHADOW_STACKS)
 @pytest.mark.parametrize("maxactive", [1, 0])
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(6, 6))
 def test_every_call_counts_once(boot: Boot, stack: str, maxactive: int, seed: int) -> None:
     kernel = boot(CPUS, "x86_64", seed=seed, quantum=20)
     kernel.kretprobes.hooks.select_return_hook(stack)

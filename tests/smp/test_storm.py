@@ -19,6 +19,7 @@ from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from emulated_kernel.util.errors import KernelError
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
+from tests.sample import share
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds
 from tests.smp.test_races import AT_FDCWD, assert_well, together
@@ -232,7 +233,7 @@ def work(kernel: Kernel, tasks: Sequence[GuestTask]) -> None:
         assert call("unlinkat", lambda n: (here, names + 64 * n, 0)) == [0] * len(tasks)
 
 
-@pytest.mark.parametrize(("arch", "profile"), KERNELS)
+@pytest.mark.parametrize(("arch", "profile"), share(KERNELS, 1, 2))
 def test_a_storm(boot: Boot, arch: str, profile: str) -> None:
     """CPUs run what they had fetched; results, text and the guest's log are as without any of it."""
     for seed in seeds(2):

@@ -77,7 +77,7 @@ def test_each_other_cpu_is_interrupted_to_synchronise(boot: Boot, arch: str) -> 
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(3, 3))
 def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
     """Two CPUs compute; between their turns probes are armed, disarmed, and optimized as Linux does it."""
     kernel = boot(2, arch, seed=seed, quantum=12, profile=OPTIMIZING[arch], stale_fetch=True)
@@ -131,7 +131,7 @@ def instructions(kernel: Kernel, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(3, 3))
 def test_hits_and_misses_add_up(boot: Boot, arch: str, seed: int) -> None:
     """A probe that is stepped on one CPU is hit on the other; each has its own state of handling."""
     kernel = boot(3, arch, seed=seed, quantum=15)

@@ -117,7 +117,7 @@ def test_damaged_records(
 WORDS = ("write_ptr", "base", "nr_pages", "tail_page", "tail_slot", "head_slot")
 
 
-@pytest.mark.parametrize("word", share(WORDS, 1, 3))
+@pytest.mark.parametrize("word", share(WORDS, 3, 6))
 def test_one_wrong_byte_of_the_records(
     copied: Path, tmp_path: Path, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:

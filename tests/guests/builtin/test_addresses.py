@@ -22,7 +22,7 @@ SHOWING = ("/machine/kallsyms", "/machine/modules", "/kprobes/stats/kprobes/a/ad
 READ_BY_OTHERS, ENTER_BY_OTHERS = 0o004, 0o005
 
 
-@pytest.fixture(params=["x86_64", "i386"])
+@pytest.fixture(scope="module", params=["x86_64", "i386"])
 def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
     """With all that has an address to show."""
     with Kernel(MachineConfig(arch=request.param)) as kernel:

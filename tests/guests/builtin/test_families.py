@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.guests.common.host_processes import MAX_FORKS_PER_LOOK, HostProcesses
+from tests.sample import fewer
 
-ATTEMPTS = 30
+ATTEMPTS = fewer(30, 3)
 QUIET_WITHIN = 1000
 """Attempts of which one is to meet no fork of the rest of the host."""
 
@@ -161,7 +162,7 @@ def test_nor_where_it_forks_while_it_is_looked_at(
         client.fork()
         return look_at(pid)
 
-    for _ in range(20):
+    for _ in range(ATTEMPTS):
         watch.forks()
         with monkeypatch.context() as patch:
             pid = stranger.fork()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,6 +17,13 @@ from emulated_kernel.util.errors import KernelError
 from tests.guests.builtin.conftest import dmesg, tasks
 
 PID = 77_777
+
+
+@pytest.fixture(scope="module")
+def idle() -> Iterator[Kernel]:
+    """A kernel for all commands that are refused: none leaves a load."""
+    with Kernel() as kernel:
+        yield kernel
 
 
 def load_of(kernel: Kernel, kind: WorkloadKind) -> BackgroundWorkload:
@@ -157,10 +164,10 @@ def test_ends_with_a_guest_that_panics(kernel: Kernel) -> None:
         ("stop fork", errno.ENOENT),
     ],
 )
-def test_malformed(line: str, number: int, kernel: Kernel) -> None:
-    with kernel.lock:
-        assert refusal(lambda: command(kernel, line)) == number
-        assert list(kernel.loads.text()) == []
+def test_malformed(line: str, number: int, idle: Kernel) -> None:
+    with idle.lock:
+        assert refusal(lambda: command(idle, line)) == number
+        assert list(idle.loads.text()) == []
 
 
 def test_a_closed_kernel_has_none() -> None:

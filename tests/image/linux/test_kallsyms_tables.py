@@ -14,8 +14,11 @@ from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 from tests.image.linux import made
 from tests.image.linux.made import Addresses, Format
+from tests.sample import fewer, share
 
 Wanted = list[tuple[int, str, str]]
+LAYOUTS = [(form, count) for form in made.FORMATS for count in (1, 255, 256, 257, 700)]
+"""Layouts, and numbers of symbols around the distance of two markers."""
 
 
 def symbols(count: int, form: Format, name: str = "vfs_func_{}") -> Wanted:
@@ -34,8 +37,7 @@ def found(wanted: Wanted, form: Format, in_front: bytes = b"", behind: bytes = b
     return [(symbol.address, symbol.type, symbol.name) for symbol in find_symbols(Vmlinux(io.BytesIO(image)))]
 
 
-@pytest.mark.parametrize("form", made.FORMATS, ids=str)
-@pytest.mark.parametrize("count", [1, 255, 256, 257, 700])
+@pytest.mark.parametrize(("form", "count"), share(LAYOUTS, 0, 2), ids=str)
 def test_each_layout(form: Format, count: int) -> None:
     wanted = symbols(count, form)
     assert found(wanted, form) == wanted
@@ -67,7 +69,7 @@ def test_names_that_the_markers_contradict_are_none() -> None:
     assert find_symbols(Vmlinux(io.BytesIO(image))) == []
 
 
-@settings(max_examples=60)
+@settings(max_examples=fewer(60, 3))
 @given(st.data())
 def test_damage_gives_no_wrong_number_of_names(data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(made.FORMATS))
