@@ -127,7 +127,7 @@ class Arming:
         if isinstance(head, AggrKprobe):
             for member in head.members:
                 member.flags |= KprobeFlag.GONE
-                member.insn = None
+                member.state.insn = None
             head.enabled_members = 0
             head.refresh_handlers()
             head.post_handler = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import field
 from enum import Flag, auto
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
-from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.kprobes.codegen.asm_handlers import (
@@ -18,7 +16,8 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
     HandlerPoint,
     PerCpuVars,
 )
-from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, DetourBuffer, OutOfLine
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, DetourBuffer
+from emulated_kernel.kprobes.probe_state import ProbeState
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
@@ -27,8 +26,6 @@ MOST_HANDLERS = 400
 
 Python calls thousands of handlers as fast as the emulator does.
 """
-COSTS_KEPT = 63
-"""Number of latest hits whose cost is kept; an odd number has a median."""
 
 Regs = Any
 """The registers at a hit, for code that works on every architecture; handlers of users have RegsT."""
@@ -58,26 +55,6 @@ CompileHandler = Callable[[ProgramBuilder, EntryKind], bool]
 FaultHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT, int], int | None]
 """Takes the exception's vector; a true result means that it has dealt with it."""
 BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
-
-
-class HitCost:
-    """Host time for handling hits: from the breakpoint to the instruction after the probed one."""
-
-    __slots__ = ("latest", "started")
-
-    def __init__(self) -> None:
-        self.latest: deque[int] | None = None
-        """Nanoseconds of the latest hits; created at the first hit, because most probes are never hit."""
-        self.started = 0
-        """Start of the hit that is being handled; nanoseconds."""
-
-    def text(self, hits: int) -> str:
-        """Return the number of hits, and the median of the latest hits' nanoseconds."""
-        if not self.latest:
-            return f"hits {hits}"
-        from statistics import median
-
-        return f"hits {hits} median {round(median(self.latest))} ns of the last {len(self.latest)}"
 
 
 class KprobeFlag(Flag):
@@ -127,7 +104,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
     """Called before the instruction."""
     post_handler: PostHandler[RegsT] | None = None
     """Called after the instruction. A probe with a post_handler is not optimized."""
-    program: CompileHandler | None = None
+    program: CompileHandler | None = field(default=None, repr=False)
     """Emits the pre_handler as guest code; see Kprobes.handler_changed."""
     code: str | None = None
     """A handler in assembly, which runs as guest code before the other handlers.
@@ -156,33 +133,16 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
     After unregistration it also contains the hits whose assembly handler faulted.
     """
     _cells: PerCpuVars | None = field(default=None, init=False, repr=False)
-    assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
-    """The assembled handlers of a registered probe."""
-    has_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether the probe, or a member of an aggregator, has `code`."""
-    has_post_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether the probe, or a member of an aggregator, has `post_code`."""
-    takes_flags: bool = field(default=False, init=False, repr=False)
-    """Whether the post_handler has a third argument; set at registration."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
-    kind: str = field(default="k", init=False)
+    kind: str = field(default="k", init=False, repr=False)
     """Letter in kprobes/list: `k` kprobe, `r` kretprobe, `j` jprobe."""
-    insn: OutOfLine | None = field(default=None, init=False, repr=False)
-    cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
-    rejection: Rejection | str = field(default="", init=False, repr=False)
-    """Reason why the probe cannot be optimized: address and rule; empty if it can be."""
-    place: str = field(default="", init=False, repr=False)
-    """Cached `line_head` of a probe in the kernel proper, where it never changes; otherwise empty."""
-    stub: CompiledCode | None = field(default=None, init=False, repr=False)
-    """Handler to which a hit by a breakpoint is sent."""
-    compiled: CompiledCode | None = field(default=None, init=False, repr=False)
-    """Compiled handler that the jump or call in the text reaches; None: hits trap."""
-    sample: dict[str, int] | None = field(default=None, init=False, repr=False)
-    """Registers at the last hit before the probe's handler was compiled."""
-    aggregator: AggrKprobe | None = field(default=None, init=False, repr=False)
-    """Aggregator that is in the table instead of this probe; None if the probe itself is."""
-    is_python: bool = field(default=False, init=False, repr=False)
-    """Whether it was found that the present handler cannot be guest code."""
+    state: ProbeState = field(default_factory=ProbeState, init=False, repr=False)
+    """The engine's state of the probe; only the engine uses it."""
+
+    @property
+    def assembled(self) -> AssembledHandlers | None:
+        """The assembled handlers of a registered probe."""
+        return self.state.assembled
 
     def line_head(self, addr: int, where: Location | None, bits: int) -> str:
         """Return the beginning of the probe's line in kprobes/list.
@@ -216,24 +176,18 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
         If the probe has no Python pre_handler, one without effect is added, and an empty program.
         """
-        self.assembled = assembled
-        self.has_assembly = HandlerPoint.PRE in assembled
-        self.has_post_assembly = HandlerPoint.POST in assembled
+        self.state.attach_assembly(assembled)
         if self.pre_handler is None:
             self.pre_handler = _nothing_else
             self.program = _no_program
-        if self.post_handler is None and self.has_post_assembly:
+        if self.post_handler is None and self.state.has_post_assembly:
             self.post_handler = _nothing_behind
 
     def leave_assembly(self) -> AssembledHandlers | None:
         """Remove the assembled handlers at unregistration, and return them."""
-        assembled = self.assembled
-        self.assembled = None
-        self.has_assembly = False
-        self.has_post_assembly = False
         if self.post_handler is _nothing_behind:
             self.post_handler = None
-        return assembled
+        return self.state.leave_assembly()
 
     def miss(self) -> None:
         """Count a hit that is not handled. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
@@ -275,7 +229,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
     @property
     def may_compile(self) -> bool:
         """Whether compiling the handler may succeed."""
-        return self.has_program and not self.is_python
+        return self.has_program and not self.state.is_python
 
     @property
     def nr_handlers(self) -> int:
@@ -287,8 +241,9 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
 
         Each item has its entry, the code, and the number of bytes of text that it copies.
         """
-        if self.stub is not None:
-            yield self.stub.entry, self.stub, 0
+        stub = self.state.stub
+        if stub is not None:
+            yield stub.entry, stub, 0
 
     @property
     def is_disabled(self) -> bool:
@@ -310,7 +265,7 @@ class Kprobe(AssemblyOwner, Generic[RegsT]):
     def run_post_handler(self, regs: Regs) -> None:
         # Of either type of PostHandler, as takes_flags says.
         post_handler: Any = self.post_handler
-        if self.takes_flags:
+        if self.state.takes_flags:
             post_handler(self, regs, 0)
         else:
             post_handler(self, regs)
@@ -373,8 +328,9 @@ class AggrKprobe(Kprobe):
         yield from Kprobe.codes(self)
         if self.detour is not None:
             yield self.detour.address, self.detour, self.detour.length
-            if self.compiled is not None:
-                yield self.compiled.entry, self.compiled, self.detour.length
+            compiled = self.state.compiled
+            if compiled is not None:
+                yield compiled.entry, compiled, self.detour.length
 
     @property
     def members(self) -> Iterator[Kprobe]:
@@ -417,7 +373,7 @@ class AggrKprobe(Kprobe):
 
     @property
     def may_compile(self) -> bool:
-        if self.is_python or not 0 < self.nr_handlers <= MOST_HANDLERS:
+        if self.state.is_python or not 0 < self.nr_handlers <= MOST_HANDLERS:
             return False
         return all(member.has_program for _, member in self._collected())
 
@@ -477,22 +433,22 @@ class AggrKprobe(Kprobe):
             self.by_age[member] = None
         else:
             self.by_age = {member: None, **self.by_age}
-        member.aggregator = self
+        member.state.aggregator = self
         self.enabled_members += not member.is_disabled
         self._with_post_handler += member.post_handler is not None
-        self._with_assembly += member.has_assembly
-        self._with_post_assembly += member.has_post_assembly
+        self._with_assembly += member.state.has_assembly
+        self._with_post_assembly += member.state.has_post_assembly
         if member.break_handler is not None:
             self.break_handler = member.break_handler
 
     def remove(self, member: Kprobe) -> None:
         """Remove a member; there is at most one jprobe."""
         del self.by_age[member]
-        member.aggregator = None
+        member.state.aggregator = None
         self.enabled_members -= not member.is_disabled
         self._with_post_handler -= member.post_handler is not None
-        self._with_assembly -= member.has_assembly
-        self._with_post_assembly -= member.has_post_assembly
+        self._with_assembly -= member.state.has_assembly
+        self._with_post_assembly -= member.state.has_post_assembly
         if member.break_handler is not None:
             self.break_handler = None
 
@@ -503,8 +459,8 @@ class AggrKprobe(Kprobe):
         boosting and optimization.
         """
         self._pre_handlers = None
-        self.has_assembly = self._with_assembly > 0
-        self.has_post_assembly = self._with_post_assembly > 0
+        self.state.has_assembly = self._with_assembly > 0
+        self.state.has_post_assembly = self._with_post_assembly > 0
         self.pre_handler = _run_pre_handlers
         self.post_handler = _run_post_handlers if self._with_post_handler else None
 

@@ -24,8 +24,8 @@ class ProbeText:
         detour = self._kprobes.detour(kprobe)
         if detour is not None:
             size = detour.length
-        elif kprobe.insn is not None:
-            size = kprobe.insn.prepared.length
+        elif kprobe.state.insn is not None:
+            size = kprobe.state.insn.prepared.length
         else:
             size = self._arch.call_size
         return self._text.original(kprobe.address, size), self._text.current(kprobe.address, size)
@@ -38,15 +38,15 @@ class ProbeText:
         if kprobe.is_gone:
             return GONE
         head = self._kprobes.table.valid(kprobe)
-        if head is not None and head.compiled is not None:
-            return self.disassembly(head.compiled.address, head.compiled.size)
-        stub = None if head is None else head.stub
+        if head is not None and head.state.compiled is not None:
+            return self.disassembly(head.state.compiled.address, head.state.compiled.size)
+        stub = None if head is None else head.state.stub
         handler = "" if stub is None else self.disassembly(stub.address, stub.size) + "\n"
         return handler + self._copy(kprobe)
 
     def _copy(self, kprobe: Kprobe) -> str:
         """Return the code after a handler that is not in the same piece of code, or that traps."""
-        insn = kprobe.insn
+        insn = kprobe.state.insn
         detour = self._kprobes.detour(kprobe)
         arch = self._arch
         if detour is not None and self._kprobes.table.runs_in_detour(kprobe):

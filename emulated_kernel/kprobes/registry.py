@@ -25,6 +25,7 @@ from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, takes_flags
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.kprobes.probe_state import ProbeState
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.table import ProbeTable
@@ -122,12 +123,13 @@ class Kprobes:
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
         self._check_handlers(kprobe)
-        kprobe.place = "" if where.module else kprobe.line_head(addr, where, self._bits)
+        kprobe.state = state = ProbeState()
+        state.place = "" if where.module else kprobe.line_head(addr, where, self._bits)
         given = kprobe.addr
         kprobe.addr = addr
         kprobe.nmissed = 0
         kprobe.raised = 0
-        kprobe.takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
+        state.takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
             kprobe.flags |= KprobeFlag.ON_FUNC_ENTRY
@@ -197,7 +199,7 @@ class Kprobes:
             return
         head = AggrKprobe(addr=kprobe.address, report=self.hits.failures.report)
         self.optimizer.prepare(head)
-        kprobe.rejection = head.rejection
+        kprobe.state.rejection = head.state.rejection
         if head.detour is not None:
             self._put_aggregator(head, kprobe)
             self.optimizer.optimize(head)
@@ -225,7 +227,7 @@ class Kprobes:
 
     def _remove_member(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         head.remove(kprobe)
-        kprobe.insn = None
+        kprobe.state.insn = None
         self._refresh(head)
         optimizer = self.optimizer
         if not head.by_age:
@@ -261,9 +263,10 @@ class Kprobes:
             self.optimizer.optimize(head)
         if head.is_gone:
             self._arming.revive(head)
-        kprobe.insn = head.insn
-        kprobe.cost = head.cost
-        kprobe.rejection = head.rejection
+        state = kprobe.state
+        state.insn = head.state.insn
+        state.cost = head.state.cost
+        state.rejection = head.state.rejection
         if kprobe.needs_breakpoint and self.optimizer is not None:
             self.optimizer.unoptimize(head, force=True)
         head.add(kprobe)
@@ -290,8 +293,8 @@ class Kprobes:
         # Its compiled code calls only the handlers of that probe.
         self.routes.drop_code(first)
         head.flags = first.flags
-        head.insn = first.insn
-        head.cost = first.cost
+        head.state.insn = first.state.insn
+        head.state.cost = first.state.cost
         head.add(first)
         self.table.add(head)
         self._refresh(head)
@@ -417,7 +420,7 @@ class Kprobes:
         of the slot, detour or stub.
         """
         for kprobe in self.table:
-            insn = kprobe.insn
+            insn = kprobe.state.insn
             slot = None if insn is None else insn.slot
             if insn is not None and slot is not None and -insn.lead <= address - slot < self._slot_size:
                 return kprobe.address + max(0, min(address - slot, insn.prepared.length)), None

@@ -27,7 +27,7 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
         return "disarmed"
     if kprobe.is_ftrace:
         return "ftrace"
-    return "boosted" if kprobe.insn is not None and kprobe.insn.boosted else "int3"
+    return "boosted" if kprobe.state.insn is not None and kprobe.state.insn.boosted else "int3"
 
 
 def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
@@ -45,7 +45,8 @@ def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> st
     elif table.is_patched(kprobe):
         return ""
     else:
-        return str(kprobe.rejection) or f"0x{kprobe.address:x}: {_passing_rule(table, optimizer, kprobe)}"
+        rejection = str(kprobe.state.rejection)
+        return rejection or f"0x{kprobe.address:x}: {_passing_rule(table, optimizer, kprobe)}"
     return f"0x{kprobe.address:x}: {rule}"
 
 
@@ -99,7 +100,8 @@ def bucket_text(probes: Iterable[Kprobe], symbols: Kallsyms, bits: int = 64) -> 
     for probe in probes:
         ways = probe.flags._value_ & _WAYS
         for member in probe.members if isinstance(probe, AggrKprobe) else (probe,):
-            where = member.place or member.line_head(member.address, symbols.lookup(member.address), bits)
+            address = member.address
+            where = member.state.place or member.line_head(address, symbols.lookup(address), bits)
             lines.append(where + _LINE_ENDS[member.flags._value_ & _OWN | ways])
     return "".join(lines)
 

@@ -53,7 +53,7 @@ class ProbeTable:
         if kprobe.addr is None:
             return None
         head = self._probes.get(kprobe.addr)
-        return head if head is not None and head in (kprobe, kprobe.aggregator) else None
+        return head if head is not None and head in (kprobe, kprobe.state.aggregator) else None
 
     def is_armed(self, kprobe: Kprobe) -> bool:
         """Return True if text is patched for the probe's address."""

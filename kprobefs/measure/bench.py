@@ -242,7 +242,7 @@ def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
     detour = kernel.kprobes.detour(probe)
     if detour is None or not isinstance(head, AggrKprobe) or not head.is_optimized:
         return None
-    return detour.size if head.compiled is None else head.compiled.size
+    return detour.size if head.state.compiled is None else head.state.compiled.size
 
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:

@@ -150,7 +150,7 @@ class Place:
         return self.probed.probe("probe", at=self.address)
 
     def _breakpoint_size(self) -> int:
-        insn = self.head.insn
+        insn = self.head.state.insn
         assert insn is not None
         return len(self.kernel.arch.breakpoint_for(insn.prepared.length))
 
@@ -186,7 +186,7 @@ class Place:
         return stays
 
     def _slot(self, cpu: OtherCpu) -> list[Standing]:
-        insn = self.head.insn
+        insn = self.head.state.insn
         assert insn is not None
         if insn.slot is None or insn.step_end is None:
             return []

@@ -111,8 +111,8 @@ class SitePlace(Place):
         with enabled(self.kernel.kprobes.compiler):
             assert self.kernel.kprobes.sites is not None
             self.kernel.kprobes.sites.compile_call(self.probe)
-        assert self.probe.compiled is not None
-        self.codes.append(self.probe.compiled)
+        assert self.probe.state.compiled is not None
+        self.codes.append(self.probe.state.compiled)
 
     def _join(self, inside: Group, code: CompiledCode) -> None:
         for cpu, group in zip(self.cpus, inside, strict=True):
@@ -124,7 +124,8 @@ class SitePlace(Place):
 
     def _jumps(self) -> dict[bytes, int]:
         """Return the bytes of each possible call at the site -> its destination."""
-        codes = {*self.codes, *([self.probe.compiled] if self.probe.compiled is not None else [])}
+        compiled = self.probe.state.compiled
+        codes = {*self.codes, *([compiled] if compiled is not None else [])}
         call = self.kernel.arch.relative_call
         return {call(self.address, to): to for to in (self.trampoline, *(code.entry for code in codes))}
 

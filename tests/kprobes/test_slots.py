@@ -135,10 +135,10 @@ def test_boosted_probes_leave_garbage() -> None:
     with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
         kprobe = Kprobe(symbol_name="gcd", offset=5)
         kernel.register_kprobe(kprobe)
-        assert kprobe.insn is not None
-        slot = kprobe.insn.slot
+        assert kprobe.state.insn is not None
+        slot = kprobe.state.insn.slot
         assert slot is not None
-        assert kprobe.insn.boosted
+        assert kprobe.state.insn.boosted
         before = kernel.machine.text.current(slot, 8)
         kernel.unregister_kprobe(kprobe)
         assert kernel.machine.text.current(slot, 8) == before

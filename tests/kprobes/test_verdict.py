@@ -102,7 +102,7 @@ def _is_taken(kernel: Kernel, head: Kprobe | None, outcome: Region | Rejection) 
         return not isinstance(head, AggrKprobe)
     if isinstance(outcome, Region):
         return isinstance(head, AggrKprobe) and head.detour is None
-    return head is not None and (head.rejection == outcome or outcome.reason is RejectReason.FTRACE)
+    return head is not None and (head.state.rejection == outcome or outcome.reason is RejectReason.FTRACE)
 
 
 def test_djprobes_get_the_length_of_the_region() -> None:

@@ -301,10 +301,10 @@ def test_a_jprobe_with_a_handler_in_guest_code() -> None:
         kernel.call(bench.FUNCTION, 4)
         [probe] = kernel.kprobes
         assert (kernel.kprobes.mode(probe), probe.kind) in [("boosted", "j"), ("int3", "j")]
-        stub = probe.stub
+        stub = probe.state.stub
         assert stub is not None
         kernel.call(bench.FUNCTION, 9)
-        assert (count(), probe.stub) == (2, stub)
+        assert (count(), probe.state.stub) == (2, stub)
 
 
 # Several CPUs

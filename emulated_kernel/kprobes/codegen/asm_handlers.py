@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from errno import EINVAL, ENOMEM
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from emulated_kernel.arch.program.asm_source import CELL_SIZE, Assembler, SourceText
 from emulated_kernel.arch.program.ir import AddToPerCpu, Jump, RunAssembly
@@ -163,9 +163,14 @@ class AssemblyOwner:
     handler_points: ClassVar[tuple[HandlerPoint, ...]] = ()
     """Times at which handlers of the owner may run."""
     raised: int
-    assembled: AssembledHandlers | None
     miss: Callable[[], None]
     """Count a hit that isn't handled."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def assembled(self) -> AssembledHandlers | None:
+            """The assembled handlers while the owner is registered."""
 
     @property
     def failures(self) -> int:

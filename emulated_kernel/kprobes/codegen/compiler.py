@@ -101,7 +101,7 @@ class Compiler:
 
     def keep_sample(self, kprobe: Kprobe, regs: Any) -> None:
         """Keep the registers of a hit. Benchmarks run the compiled handler on them."""
-        kprobe.sample = {name: getattr(regs, name) for name in self._sampled}
+        kprobe.state.sample = {name: getattr(regs, name) for name in self._sampled}
 
     def tell(self, error: Exception) -> None:
         """Log once that guest code can't be compiled because an import failed.

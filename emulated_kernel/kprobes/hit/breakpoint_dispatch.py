@@ -52,22 +52,23 @@ class BreakpointDispatch:
 
         Call this after each change of that state.
         """
-        insn = kprobe.insn
+        state = kprobe.state
+        insn = state.insn
         if insn is None:
             if self._sites is not None:
                 self._sites.install(kprobe)
             return
         breakpoints = self.breakpoints
         address = kprobe.address
-        if kprobe.stub is not None and kprobe.stub.target != self._leads_to(kprobe):
+        if state.stub is not None and state.stub.target != self._leads_to(kprobe):
             self._drop_stub(kprobe)
         in_clock_loop = self._in_clock_loop(address)
         if in_clock_loop:
             breakpoints[address] = self._clock.holding(self.hits.by_breakpoint(kprobe))
-        elif kprobe.stub is None:
+        elif state.stub is None:
             breakpoints[address] = partial(self._first_by_breakpoint, kprobe)
         else:
-            breakpoints[address] = self.hits.by_stub(kprobe, kprobe.stub)
+            breakpoints[address] = self.hits.by_stub(kprobe, state.stub)
         step_end = insn.step_end
         if step_end is not None:
             next_ip = address + insn.prepared.length
@@ -97,7 +98,7 @@ class BreakpointDispatch:
         if isinstance(kprobe, AggrKprobe) and kprobe.is_optimized:
             assert kprobe.detour is not None
             return kprobe.detour.copied
-        insn = kprobe.insn
+        insn = kprobe.state.insn
         assert insn is not None
         return insn.entry
 
@@ -105,7 +106,7 @@ class BreakpointDispatch:
 
     def _first_by_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
         hits = self.hits
-        insn = kprobe.insn
+        insn = kprobe.state.insn
         leads_to = self._leads_to(kprobe)
         assert insn is not None
         breakpoints = self.breakpoints
@@ -124,12 +125,13 @@ class BreakpointDispatch:
         if breakpoints.get(address) is not route:
             # A handler changed or removed the probe, so that its breakpoint has another route.
             return
-        kprobe.stub = self._compiler.stub(kprobe, leads_to)
-        kprobe.is_python = kprobe.stub is None
-        if kprobe.stub is not None:
-            breakpoints[address] = self.hits.by_stub(kprobe, kprobe.stub)
+        stub = self._compiler.stub(kprobe, leads_to)
+        kprobe.state.stub = stub
+        kprobe.state.is_python = stub is None
+        if stub is not None:
+            breakpoints[address] = self.hits.by_stub(kprobe, stub)
             if leads_to is None:
-                breakpoints[kprobe.stub.tail] = lambda regs: hits.singlestep(kprobe, insn, regs, False)
+                breakpoints[stub.tail] = lambda regs: hits.singlestep(kprobe, insn, regs, False)
 
     def _first_by_detour(self, kprobe: AggrKprobe, trap: int, regs: Regs) -> None:
         if not kprobe.may_compile:
@@ -142,7 +144,7 @@ class BreakpointDispatch:
             self.hits.by_detour(kprobe)(regs)
             and self.breakpoints.get(trap) is first_hit_route
             and kprobe.is_patched
-            and kprobe.compiled is None
+            and kprobe.state.compiled is None
             and self._split_jumps.may_patch()
             and self._compiler.may_make(kprobe.nr_handlers)
         ):
@@ -153,8 +155,8 @@ class BreakpointDispatch:
         """Compile the handlers into a detour, if possible, and point the jump to that detour."""
         code = self._compiler.detour(kprobe)
         detour = kprobe.detour
-        kprobe.compiled = code
-        kprobe.is_python = code is None
+        kprobe.state.compiled = code
+        kprobe.state.is_python = code is None
         if code is not None:
             assert detour is not None
             self._poker.replace(kprobe.address, self._arch.detour_jump(detour.region, code.entry))
@@ -166,12 +168,13 @@ class BreakpointDispatch:
         if kprobe.is_ftrace and self._sites is not None:
             self._sites.drop_code(kprobe)
             return
-        kprobe.is_python = False
+        state = kprobe.state
+        state.is_python = False
         self._drop_stub(kprobe)
-        if kprobe.compiled is None:
+        code = state.compiled
+        if code is None:
             return
-        code = kprobe.compiled
-        kprobe.compiled = None
+        state.compiled = None
         if isinstance(kprobe, AggrKprobe) and kprobe.is_patched:
             assert kprobe.detour is not None
             if not self._poker.is_patching(kprobe.address):
@@ -180,9 +183,10 @@ class BreakpointDispatch:
         self._compiler.retire(code)
 
     def _drop_stub(self, kprobe: Kprobe) -> None:
-        if kprobe.stub is not None:
-            self._compiler.retire(kprobe.stub)
-            kprobe.stub = None
+        state = kprobe.state
+        if state.stub is not None:
+            self._compiler.retire(state.stub)
+            state.stub = None
 
     # Removal
 

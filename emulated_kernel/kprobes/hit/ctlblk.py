@@ -6,8 +6,10 @@ from collections import deque
 from dataclasses import field
 from enum import Enum, auto
 from time import perf_counter_ns
+from typing import TypeAlias
 
-from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.probe_state import COSTS_KEPT
 from emulated_kernel.util.fast_dataclass import dataclass
 
 
@@ -18,6 +20,10 @@ class HitStatus(Enum):
     SINGLE_STEP = auto()
     REENTER = auto()
     STEP_DONE = auto()
+
+
+_State: TypeAlias = "tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool, bool, int]"
+"""The state of a CPU that is not the current one: running, status, interrupted, and so on."""
 
 
 @dataclass
@@ -36,10 +42,10 @@ class KprobeCtlblk:
     """Whether the latest hit came by a breakpoint, whose exception Linux counts as an NMI."""
     in_ops_list: bool = False
     """Whether several users of one fentry site are being called. Linux disables preemption meanwhile."""
+    started: int = 0
+    """Time at which the latest hit started, in nanoseconds."""
     cpu: int = 0
-    _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool, bool]] = field(
-        default_factory=dict
-    )
+    _others: dict[int, _State] = field(default_factory=dict)
 
     @property
     def is_underway(self) -> bool:
@@ -48,7 +54,7 @@ class KprobeCtlblk:
 
     def set_current(self, kprobe: Kprobe, by_breakpoint: bool, status: HitStatus) -> None:
         """Begin a hit. Mirrors: set_current_kprobe (v6.1)."""
-        kprobe.cost.started = perf_counter_ns()
+        self.started = perf_counter_ns()
         self.running = kprobe
         self.status = status
         self.by_breakpoint = by_breakpoint
@@ -56,10 +62,10 @@ class KprobeCtlblk:
     def reset_current(self, kprobe: Kprobe) -> None:
         """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""
         self.running = None
-        cost = kprobe.cost
+        cost = kprobe.state.cost
         if cost.latest is None:
             cost.latest = deque(maxlen=COSTS_KEPT)
-        cost.latest.append(perf_counter_ns() - cost.started)
+        cost.latest.append(perf_counter_ns() - self.started)
 
     def save_previous(self, kprobe: Kprobe) -> None:
         """Begin a hit within the handling of another one. Mirrors: save_previous_kprobe (v6.1)."""
@@ -87,8 +93,20 @@ class KprobeCtlblk:
 
     def switch_to(self, cpu: int) -> None:
         """Save the current CPU's state and load that of `cpu`."""
-        left = self.running, self.status, self.interrupted, self.by_breakpoint, self.in_ops_list
-        self._others[self.cpu] = left
+        self._others[self.cpu] = (
+            self.running,
+            self.status,
+            self.interrupted,
+            self.by_breakpoint,
+            self.in_ops_list,
+            self.started,
+        )
         self.cpu = cpu
-        state = self._others.get(cpu) or (None, HitStatus.STEP_DONE, [], False, False)
-        self.running, self.status, self.interrupted, self.by_breakpoint, self.in_ops_list = state
+        (
+            self.running,
+            self.status,
+            self.interrupted,
+            self.by_breakpoint,
+            self.in_ops_list,
+            self.started,
+        ) = self._others.get(cpu) or (None, HitStatus.STEP_DONE, [], False, False, 0)

@@ -213,7 +213,7 @@ class FtraceSites:
         if (
             self._hits.by_call(kprobe)(site, frame)
             and self._calls.get(site) is route
-            and kprobe.compiled is None
+            and kprobe.state.compiled is None
             and self._split_jumps.may_patch()
             and self._compiler.may_make(kprobe.nr_handlers)
         ):
@@ -223,16 +223,17 @@ class FtraceSites:
     def compile_call(self, kprobe: Kprobe) -> None:
         """Compile the probe's handlers, if possible, and let its site call the code from the next hit on."""
         code = self._compiler.call(kprobe, self.return_at)
-        kprobe.compiled = code
-        kprobe.is_python = code is None
+        kprobe.state.compiled = code
+        kprobe.state.is_python = code is None
         if code is not None:
             self._start_and_stop({kprobe.address: code.entry})
 
     def drop_code(self, kprobe: Kprobe) -> None:
         """Let Python handle hits again until the next compilation, because the handlers have changed."""
-        kprobe.is_python = False
-        code = kprobe.compiled
-        kprobe.compiled = None
+        state = kprobe.state
+        state.is_python = False
+        code = state.compiled
+        state.compiled = None
         if code is not None:
             if self._poker.is_patching(kprobe.address):
                 self._put_off.add(kprobe.address)

@@ -81,7 +81,7 @@ class HitHandling:
             kprobe.miss()
             return False
         ctlblk.set_current(kprobe, by_breakpoint, _ACTIVE)
-        if not kprobe.has_assembly or not self._run_asm_handler(
+        if not kprobe.state.has_assembly or not self._run_asm_handler(
             kprobe, HandlerPoint.PRE, regs, in_frame=not by_breakpoint, on_return=handle
         ):
             handle(kprobe, regs)
@@ -121,16 +121,17 @@ class HitHandling:
         begin = self._begin
         handle = self._call_pre_handler
         singlestep = self.singlestep
+        state = kprobe.state
 
         def hit(regs: Regs) -> None:
             if not begin(kprobe, regs, handle, True):
-                assert kprobe.insn is not None
-                singlestep(kprobe, kprobe.insn, regs, True)
+                assert state.insn is not None
+                singlestep(kprobe, state.insn, regs, True)
 
         return hit
 
     def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
-        insn = kprobe.insn
+        insn = kprobe.state.insn
         pre_handler = kprobe.pre_handler
         assert insn is not None
         if pre_handler is not None:
@@ -205,13 +206,13 @@ class HitHandling:
         if ctlblk.status is _REENTER:
             ctlblk.restore_previous()
             return
-        if kprobe.has_post_assembly and self._run_post_assembly(kprobe, regs):
+        if kprobe.state.has_post_assembly and self._run_post_assembly(kprobe, regs):
             return
         self._call_post_handler(kprobe, regs)
 
     def _run_post_assembly(self, kprobe: Kprobe, regs: Regs) -> bool:
         """Let the guest run the probe's post_code; return False if there is no room for the code."""
-        insn = kprobe.insn
+        insn = kprobe.state.insn
         assert insn is not None
         if not insn.prepared.boostable or kprobe.has_python_post_handler:
             # No jump leads from the code to where the guest continues, or not always to the same address.
@@ -244,8 +245,8 @@ class HitHandling:
             at = regs.ip - len(self._machine.model.filler)
             raise HardwareError(f"a breakpoint at {at:#x} that ends no handler")
         if kprobe.run_break_handler(regs):
-            assert kprobe.insn is not None
-            self.singlestep(kprobe, kprobe.insn, regs, False)
+            assert kprobe.state.insn is not None
+            self.singlestep(kprobe, kprobe.state.insn, regs, False)
 
     def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
@@ -254,12 +255,13 @@ class HitHandling:
         """
         ctlblk = self.ctlblk
         by_python = self.by_breakpoint(kprobe)
+        state = kprobe.state
         entry = stub.entry
         returns = stub_traps(kprobe, stub) == 1
         status = _ACTIVE if stub.target is None else _SINGLE_STEP
 
         def hit(regs: Regs) -> None:
-            if kprobe.stub is not stub or ctlblk.running is not None:
+            if state.stub is not stub or ctlblk.running is not None:
                 # The text is being patched and the stub has already been dropped, or the hit is missed.
                 by_python(regs)
                 return
@@ -327,7 +329,7 @@ class HitHandling:
                     then()
                 return
         frame.ip = behind
-        if kprobe.has_post_assembly:
+        if kprobe.state.has_post_assembly:
             ended = partial(self._behind_call, then=then)
             if self._run_asm_handler(kprobe, HandlerPoint.POST, frame, in_frame=True, on_return=ended):
                 return
@@ -360,14 +362,15 @@ class HitHandling:
         if trap.kind is TrapKind.BUDGET:
             return False
         running = self.ctlblk.running
-        if running is None or running.insn is None or running.insn.slot is None:
+        insn = None if running is None else running.state.insn
+        if running is None or insn is None or insn.slot is None:
             return False
-        if regs.ip != running.insn.slot:
+        if regs.ip != insn.slot:
             return False
         if running.run_fault_handler(regs, self._machine.model.trap_number(trap)):
             return True
         regs.ip = running.address
-        if running.insn.lead:
+        if insn.lead:
             regs.step(False)
         self.ctlblk.forget_current()
         return False
@@ -391,6 +394,6 @@ class HitHandling:
 
 def stub_traps(kprobe: Kprobe, stub: CompiledCode) -> int:
     """Return the number of traps of a hit whose handlers are compiled into the probe's stub."""
-    insn = kprobe.insn
+    insn = kprobe.state.insn
     assert insn is not None
     return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1

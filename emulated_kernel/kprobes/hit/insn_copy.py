@@ -53,7 +53,7 @@ class Breakpoints:
             self._poker.replace_all(longer)
 
     def _breakpoint(self, probe: Kprobe) -> bytes:
-        insn = probe.insn
+        insn = probe.state.insn
         return self._arch.breakpoint if insn is None else self._arch.breakpoint_for(insn.prepared.length)
 
 
@@ -105,10 +105,10 @@ class InsnCopier:
             raise
         if prepared.emulate is not None:
             self.slots.free(slot)
-            kprobe.insn = OutOfLine(prepared, None)
+            kprobe.state.insn = OutOfLine(prepared, None)
         else:
             self._text.poke(slot, prepared.slot_bytes)
-            kprobe.insn = OutOfLine(prepared, slot, self._lead)
+            kprobe.state.insn = OutOfLine(prepared, slot, self._lead)
         self.boost_or_step(kprobe)
         self._routes.install(kprobe)
 
@@ -125,7 +125,7 @@ class InsnCopier:
 
         Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: it runs.
         """
-        insn = head.insn
+        insn = head.state.insn
         if insn is None or insn.slot is None:
             return
         boosted = self._boosts and insn.prepared.boostable and head.post_handler is None
@@ -144,8 +144,8 @@ class InsnCopier:
     def release(self, kprobe: Kprobe) -> None:
         """Free the probe's slot, and drop the routes of its breakpoints."""
         self._routes.remove(kprobe)
-        insn = kprobe.insn
-        kprobe.insn = None
+        insn = kprobe.state.insn
+        kprobe.state.insn = None
         if insn is not None and insn.slot is not None:
             # A CPU leaves a boosted copy without a trap, but a stepped one only through the end of a hit.
             dirty = insn.boosted or self._routes.hits.ctlblk.is_underway

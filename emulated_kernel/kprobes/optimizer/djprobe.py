@@ -47,10 +47,10 @@ class Djprobes(Optimizer):
         """
         region = self.resolve_region(kprobe)
         inner = None if region is None else self._probe_inside(region)
-        kprobe.rejection = ""
+        kprobe.state.rejection = ""
         if inner is not None:
             kprobe.length = 0
-            kprobe.rejection = f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
+            kprobe.state.rejection = f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
 
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
         """Return the region that the jump of a probe would replace; None if the probe has no length.

@@ -74,22 +74,22 @@ class Optimizer:
         addr = head.address
         region = self._verdict.optimized_region(addr)
         if isinstance(region, Rejection):
-            head.rejection = region
+            head.state.rejection = region
             return
         if self._text.is_foreign(addr, region.length):
-            head.rejection = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
+            head.state.rejection = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
             return
         try:
             buffer = self._text.alloc_text(self._arch.max_detour)
         except HardwareError:
-            head.rejection = f"0x{addr:x}: no executable memory left for a detour buffer"
+            head.state.rejection = f"0x{addr:x}: no executable memory left for a detour buffer"
             return
         try:
             detour = self._arch.detour(region, buffer)
             jump = self._arch.detour_jump(region, buffer)
         except KernelError as error:
             self._text.free_text(buffer)
-            head.rejection = f"0x{addr:x}: {error.strerror}"
+            head.state.rejection = f"0x{addr:x}: {error.strerror}"
             return
         self._text.poke(buffer, detour.code)
         head.has_used_detour = False
@@ -325,12 +325,12 @@ class Optimizer:
         """Iterate over the address ranges of a probe's executable memory."""
         yield from self._slot_of(probe)
         detour = probe.detour if isinstance(probe, AggrKprobe) else None
-        for code in (detour, probe.stub, probe.compiled):
+        for code in (detour, probe.state.stub, probe.state.compiled):
             if code is not None:
                 yield code.address, code.address + code.size
 
     def _slot_of(self, probe: Kprobe) -> Iterator[Span]:
-        insn = probe.insn
+        insn = probe.state.insn
         if insn is not None and insn.slot is not None:
             yield insn.slot - insn.lead, insn.slot + self._arch.max_insn_size
 
@@ -378,8 +378,8 @@ class Optimizer:
         self._mark(head, optimized=False)
 
     def _breakpoint(self, head: AggrKprobe) -> bytes:
-        assert head.insn is not None
-        return self._arch.breakpoint_for(head.insn.prepared.length)
+        assert head.state.insn is not None
+        return self._arch.breakpoint_for(head.state.insn.prepared.length)
 
     def _mark(self, head: AggrKprobe, *, optimized: bool) -> None:
         if optimized:

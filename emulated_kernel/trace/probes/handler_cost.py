@@ -64,7 +64,7 @@ class HandlerCosts:
         The cost of a hit by a breakpoint includes its trap. The registers are those of the last hit before
         the handler was compiled.
         """
-        if kprobe.sample is None or self._machine.is_running:
+        if kprobe.state.sample is None or self._machine.is_running:
             return None
         builder = ProgramBuilder()
         if not probe.emit_apart(builder, way, self._places, self._target, self._offset + _COUNTER):
@@ -87,7 +87,7 @@ class HandlerCosts:
                 entry = trap
             for at, called in ((empty, ret), (loop, entry)):
                 text.poke(at, self._arch.repetition(at, called, self._at + _TURNS))
-            cost = self._cost(loop, empty, kprobe.sample, _HITS[way])
+            cost = self._cost(loop, empty, kprobe.state.sample, _HITS[way])
             return cost if cost > 0 else None
         except GuestFault:
             return None

@@ -210,12 +210,15 @@ class _EventStats:
     def _cost_of(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
         """Return hits and cost of a probe; for handlers in guest code, the cost is a separate measurement."""
         head = self._kprobes.table.valid(kprobe)
-        if head is None or (head.compiled is None and head.stub is None):
-            return kprobe.cost.text(probe.hits)
-        traps = 0 if head.compiled is not None or head.stub is None else stub_traps(head, head.stub)
+        in_python = kprobe.state.cost
+        if head is None or (head.state.compiled is None and head.state.stub is None):
+            return in_python.text(probe.hits)
+        compiled = head.state.compiled
+        stub = head.state.stub
+        traps = 0 if compiled is not None or stub is None else stub_traps(head, stub)
         if traps > 1:
-            return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
-        if head.compiled is None:
+            return f"{in_python.text(probe.hits)}, {traps} traps"
+        if compiled is None:
             entry = EntryKind.BREAKPOINT
         elif head.is_ftrace:
             entry = EntryKind.CALL

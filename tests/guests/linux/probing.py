@@ -101,7 +101,7 @@ def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], 
             engine.kprobes.register_kprobe(probe)
         if engine.kprobes.optimizer is not None:
             engine.kprobes.optimizer.work.flush()
-            heads = [probe.aggregator for probe in probes if not probe.is_ftrace]
+            heads = [probe.state.aggregator for probe in probes if not probe.is_ftrace]
             assert all(isinstance(head, AggrKprobe) and head.is_patched for head in heads)
     return probes, hits
 

@@ -212,8 +212,8 @@ class Optimizing(OnKernel):
                 behind.update(range(head.address + 1, head.address + size))
                 # What is hit often enough has its handlers in guest code, to which the jump leads then.
                 jump = head.detour.jump
-                if head.compiled is not None:
-                    jump = arch.detour_jump(head.detour.region, head.compiled.entry)
+                if head.state.compiled is not None:
+                    jump = arch.detour_jump(head.detour.region, head.state.compiled.entry)
                 assert text.current(head.address, len(jump)) == jump
             elif self.kprobes.table.is_armed(head):
                 assert text.current(head.address, len(expected)) == expected
@@ -226,9 +226,9 @@ class Optimizing(OnKernel):
     def armed_by(self, head: Kprobe) -> bytes:
         """What an armed probe that isn't optimized begins with: its breakpoint, or a call to anywhere."""
         arch = self.kernel.arch
-        if head.insn is None:
+        if head.state.insn is None:
             return arch.relative_call(head.address, head.address)[:1]
-        return arch.breakpoint_for(head.insn.prepared.length)
+        return arch.breakpoint_for(head.state.insn.prepared.length)
 
     @invariant()
     def list_tells_what_stands_in_the_text(self) -> None:
