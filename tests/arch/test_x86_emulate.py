@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from emulated_kernel.arch.x86.arch import X86_64
 from tests.arch.processor import CODE, SIZE, SP, STATUS, Processor, StackMemory
+from tests.sample import fewer
 
 ARCH = X86_64()
 NAMES = ("ax", "cx", "dx", "bx", "bp", "si", "di", *(f"r{n}" for n in range(8, 16)))
@@ -24,7 +25,7 @@ def check(code: bytes, values: dict[str, int], flags: int, stack_top: bytes = b"
 words = st.integers(0, (1 << 64) - 1)
 counts = st.one_of(st.sampled_from([0, 1, 2, 1 << 16, 1 << 32, (1 << 32) + 1, (1 << 64) - 1]), words)
 flag_sets = st.integers(0, 0xFFF).map(lambda value: value & STATUS)
-drawn = settings(max_examples=40)
+drawn = settings(max_examples=fewer(40, 2))
 CONDITIONS = range(16)
 
 

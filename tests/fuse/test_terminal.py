@@ -33,8 +33,11 @@ from kprobefs.common.daemon_registry import Daemon as Record
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import MountState, our_mounts
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, environment, eventually, kprobefs, needs_fuse
+from tests.sample import share
 
 PROBE = {"mode": "optimized", "enabled": True, "optimized": True, "hits": 10, "nmissed": 1, "reason": ""}
+SCREENS = [(width, height) for width in (20, 40, 50, 60, 72, 80, 132) for height in (5, 12, 24)]
+"""Sizes in characters."""
 TRACED = ("trace", "p:vfs_read count=$arg3", "-f", "count == 131072")
 
 
@@ -95,8 +98,7 @@ def test_a_disabled_probe_is_told_from_one_that_nobody_hits(watched: Watched) ->
     ]
 
 
-@pytest.mark.parametrize("width", [20, 40, 50, 60, 72, 80, 132])
-@pytest.mark.parametrize("height", [5, 12, 24])
+@pytest.mark.parametrize(("width", "height"), share(SCREENS, 0, 2))
 def test_a_picture_fits_the_screen(watched: Watched, width: int, height: int) -> None:
     watched.has(
         *(

@@ -13,6 +13,7 @@ from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, TrapK
 from emulated_kernel.util.abi import PAGE_SIZE, Hypercall, Prot
 from tests.machine import guests
 from tests.machine.guests import CLOCK, CODE, DATA, asm, boot
+from tests.sample import fewer
 from tests.snapshot import data_snapshot
 
 SUM = "lea rax, [rdi+rsi]; add rax, rdx; add rax, rcx; add rax, r8; add rax, r9; ret"
@@ -100,7 +101,7 @@ def caller(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     machine.close()
 
 
-@settings(max_examples=100)
+@settings(max_examples=fewer(100, 4))
 @given(start=STATE)
 def test_complete_state_passes_through(caller, start: RegisterSet) -> None:  # type: ignore[no-untyped-def]
     """A lone ret changes sp and ip alone: every register and flag goes in and comes out exactly."""
@@ -109,7 +110,7 @@ def test_complete_state_passes_through(caller, start: RegisterSet) -> None:  # t
     assert end._replace(ip=CODE) == start._replace(sp=start.sp + 8)
 
 
-@settings(max_examples=100)
+@settings(max_examples=fewer(100, 4))
 @given(a=WORD, b=WORD)
 def test_flags_after_arithmetic_are_exact(caller, a: int, b: int) -> None:  # type: ignore[no-untyped-def]
     caller.text.poke(CODE, asm("cmp rdi, rsi; ret"))

@@ -12,6 +12,7 @@ from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import Prot
 from tests.machine.guests import DATA, LAYOUT, RODATA, TEXT, asm, boot
+from tests.sample import fewer
 
 RW = Prot.READ | Prot.WRITE
 BASE = 0xFFFF_9000_0000_0000
@@ -154,7 +155,7 @@ ACTIONS = st.sampled_from(["map", "unmap"])
 PIECES = st.lists(st.tuples(ACTIONS, st.integers(0, 1100), st.integers(1, 600), st.booleans()), max_size=12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=fewer(60, 3))
 @given(PIECES)
 def test_host_and_page_walker_agree(steps: list[tuple[str, int, int, bool]]) -> None:
     """After any sequence of mapping calls translate() and the tables tell the same, page by page."""
@@ -185,7 +186,7 @@ def test_host_and_page_walker_agree(steps: list[tuple[str, int, int, bool]]) -> 
         assert bool(walked[1] & 2) == bool(where.prot & Prot.WRITE) == model[page][1]
 
 
-@settings(max_examples=100)
+@settings(max_examples=fewer(100, 4))
 @given(st.lists(st.one_of(st.integers(1, 200), st.none()), max_size=60))
 def test_pool_never_gives_the_same_place_twice(steps: list[int | None]) -> None:
     pool = UnitPool(0x1000, 64 * 16, 16)

@@ -10,6 +10,7 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from tests.ledger import ledger_mismatches
 from tests.machine import guests
 from tests.machine.guests import CODE, DATA, LAYOUT, RODATA, TEXT, asm, boot
+from tests.sample import fewer
 
 PAGE = 4096
 
@@ -86,7 +87,7 @@ def patched():  # type: ignore[no-untyped-def]
     machine.close()
 
 
-@settings(max_examples=150)
+@settings(max_examples=fewer(150, 5))
 @given(steps=POKES)
 def test_ledger_is_exactly_the_difference(patched, steps: list[tuple[int, bytes | int]]) -> None:  # type: ignore[no-untyped-def]
     """Bytes are poked, integers restore that many; text, ledger and original agree after each step."""

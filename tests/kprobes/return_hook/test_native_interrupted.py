@@ -27,7 +27,7 @@ STACKS = ("rethook", "objpool", "fgraph")
 """Without locks: a call may come between any two instructions of another."""
 ALL_STACKS = (*STACKS, "instances")
 BELOW = 1024
-EVERY = 1 if WHOLE else 3
+EVERY = 1 if WHOLE else 6
 """Instructions from one interrupted to the next; each `maxactive` begins with another one."""
 
 

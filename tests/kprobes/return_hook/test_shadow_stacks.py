@@ -13,6 +13,7 @@ from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.kprobes.return_hook.shadow_stack import ShadowStack
 from emulated_kernel.util.abi import PAGE_SIZE
+from tests.sample import fewer
 
 WORD = 8
 CPUS = 3
@@ -67,7 +68,7 @@ def make(name: str) -> tuple[ShadowStack, GuestHeap]:
 
 
 @pytest.mark.parametrize("name", list(SHADOW_STACKS))
-@settings(max_examples=60)
+@settings(max_examples=fewer(60, 3))
 @given(acts=ACTS, nodes=st.integers(1, 5), size=st.sampled_from([0, 1, 8, 40]))
 def test_what_is_pending_is_what_was_called(name: str, acts: list[Act], nodes: int, size: int) -> None:
     stack, words = make(name)

@@ -10,6 +10,7 @@ import pytest
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
@@ -17,8 +18,13 @@ from emulated_kernel.vfs.mount import Mount
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import PER_TASK, accounted
 from tests.kprobes.test_functions import _session as session
+from tests.sample import share
 
 PIPE = "/tracing/trace_pipe"
+ACCOUNTED = [
+    (stack, (1, 0)[(number + second) % 2]) for number, stack in enumerate(SHADOW_STACKS) for second in (0, 1)
+]
+"""Each shadow stack with both values of maxactive, every other one with 0 first."""
 
 
 def sleepers(mount: Mount, number: int) -> tuple[int, list[Client]]:
@@ -123,7 +129,7 @@ def counted() -> tuple[object, dict[int, int]]:
         return session(kernel), entered
 
 
-@pytest.mark.parametrize("maxactive", [1, 0])
+@pytest.mark.parametrize(("stack", "maxactive"), share(ACCOUNTED, 0, 2))
 def test_every_entry_is_accounted_for(
     boot: Boot, counted: tuple[object, dict[int, int]], stack: str, maxactive: int
 ) -> None:

@@ -9,7 +9,7 @@ from emulated_kernel.util.config import ARCHITECTURES
 from stress.chains import Code, compare
 from tests.sample import share
 
-ONE_OF = 12
+ONE_OF = 24
 """Of how many instructions one is compared."""
 
 

@@ -280,7 +280,7 @@ def test_the_same_lines(arch: str, stack: str) -> None:
     """Times too, for the clock moves where it is read, and by nothing else."""
     config = MachineConfig(arch=arch, return_hook=stack)
     with Kernel(config, profile=IN_PYTHON) as python, Kernel(config, profile=IN_GUEST) as guest:
-        scenarios = share(list(SCENARIOS.items()), ARCHITECTURES.index(arch), 2)
+        scenarios = share(list(SCENARIOS.items()), ARCHITECTURES.index(arch), 3)
         for name, run in scenarios:
             expected, counts = _text(python, run)
             found, others = _text(guest, run)

@@ -12,6 +12,7 @@ from emulated_kernel.trace.ring import ring_layout
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 from emulated_kernel.trace.ring.ring_layout import memory_size
+from tests.sample import fewer
 
 SIZES = st.one_of(
     st.integers(0, 40),
@@ -150,5 +151,5 @@ def same(mine: tuple[int, bytes], its: tuple[int, bytes]) -> bool:
     return mine[0] == its[0] and its[1][: len(mine[1])] == mine[1] and len(its[1]) - len(mine[1]) < 8
 
 
-RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
+RingMachine.TestCase.settings = settings(max_examples=fewer(60, 2), stateful_step_count=60)
 TestRing = RingMachine.TestCase
