@@ -31,7 +31,7 @@ _TEXT = 0xFFFFFFFF70000000
 _DATA = 0xFFFFFFFF70001000
 """Virtual addresses that Linux leaves free, within reach of a relative jump from the kernel's text."""
 _ROOM = 0x100
-"""Offset in the data page behind the address of the task, which is its first word."""
+"""Offset in the data page after its first word, which is the address of the task."""
 _ACCESSED_DIRTY = 0x60
 _GLOBAL = 0x100
 _NO_EXECUTE = 1 << 63
