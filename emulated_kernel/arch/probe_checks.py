@@ -274,7 +274,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found and self._named(found)
 
     def check_traced(self, addr: int) -> Rejection | None:
-        """Return why no event may be placed in the function: tracing itself may use it.
+        """Return the rejection of an event in a function that tracing itself may use, or None.
 
         Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
         """

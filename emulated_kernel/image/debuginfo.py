@@ -86,7 +86,10 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"the debug information describes no function {name} with own code")
 
     def text(self, part: range) -> bytes:
-        """Return the machine code of a part. Raises: KernelError ENODATA (the file doesn't contain it)."""
+        """Return the machine code of one part of a function, such as its .cold part.
+
+        Raises: KernelError ENODATA (the file doesn't contain it).
+        """
         for section in self._code.iter_sections():
             start = section["sh_addr"]
             size = section["sh_size"]

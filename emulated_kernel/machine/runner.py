@@ -32,7 +32,7 @@ class Runner:
         """True while the guest runs, also inside hooks."""
         self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
-        """Cache of addresses after halts at which the guest stopped; that text is never patched."""
+        """Cached addresses just after a `hlt` at which the guest stopped. That text is never patched."""
 
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
         """Run until the guest stops; without `tick`, its time continues from the last reading.
@@ -57,7 +57,7 @@ class Runner:
             self.is_running = False
 
     def run_within(self) -> Trap:
-        """Run from a deferred handler; the time counts for the enclosing run.
+        """Run the guest from a deferred handler; the time is charged to the enclosing run.
 
         Raises: HardwareError (the emulator failed), Exception (what a Python hook raised).
         """

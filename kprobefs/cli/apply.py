@@ -14,7 +14,7 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.definitions import dropins
 
 MAX_MESSAGES = 20
-"""Failures of one file that are reported."""
+"""Maximum number of reported failures per file."""
 MAX_WIDTH = 1024
 """Characters of a line of a message."""
 

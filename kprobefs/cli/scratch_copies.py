@@ -13,7 +13,7 @@ from pathlib import Path
 from kprobefs.common.errors import escape_for_terminal
 
 NAMES = 5
-"""Maximal number of files that a message names."""
+"""Maximum number of file names in a message."""
 
 
 @contextmanager

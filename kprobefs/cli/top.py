@@ -28,7 +28,7 @@ PROBES = "machine/probes"
 COST_AGE = 10.0
 """Seconds until a cost is measured again; a measurement stops the kernel for a moment."""
 RECORDS = 500
-"""Newest lines of the trace that are searched for records of an opened probe."""
+"""Number of the newest trace lines that are searched for records of an opened probe."""
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  e enable  o optimize"
 MORE_KEYS = "? all keys"

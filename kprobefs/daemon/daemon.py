@@ -175,7 +175,7 @@ class DaemonStart:
         return self._tell(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _tell(self, message: bytes) -> bool:
-        """Send the message to the starting process. Return False if an earlier message was sent."""
+        """Send the message to the starting process, unless an earlier one was sent. Return True if so."""
         if not self._is_told.acquire(blocking=False):
             return False
         # The starting process may be dead.

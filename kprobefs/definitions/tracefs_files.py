@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from emulated_kernel.vfs.core.open_file import OpenFile
 
 OUTSIDE = ("kprobes", "sysctl")
-"""Directories of a mount outside of its tracefs whose files definitions may also name."""
+"""Directories outside the tracefs of a mount whose files a definition may name as well."""
 READ_SIZE = 1 << 16
 """Bytes of one read request."""
 

@@ -188,7 +188,7 @@ class RiscvLowering(Lowering):
         self._read_register(NUMBERS[name], name)
 
     def _set_register(self, op: ir.SetRegister) -> None:
-        """Set a register of the probed code; the program uses that register for nothing else."""
+        """Emit code that sets a register of the probed code; the program has no other use for it."""
         number = NUMBERS[op.name]
         src = self._real[op.src]
         self._code += store(SP, WORD * number, src, WORD) if self._in_frame else asm.move(number, src)

@@ -39,7 +39,7 @@ def slots_of(frame: RegsFrame) -> dict[int, int]:
 def save_live(
     program: Program, encoder: Encoder, live: LiveRegisters, constants: Mapping[str, int]
 ) -> HandlerCode:
-    """Return a program that preserves the live registers and uses the cheapest ones."""
+    """Wrap a program in code that saves the live registers which the program changes."""
     body = X86Lowering(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
     saving = SavedRegisters(body, encoder, keep)

@@ -192,7 +192,7 @@ class Btf:
             yield Member(self.text(name), member, offset & 0xFFFFFF if kind.flag else offset, width)
 
     def resolve(self, number: int) -> int:
-        """Return the number of a type without typedefs and qualifiers."""
+        """Follow typedefs and qualifiers, and return the id of the type below them."""
         for _ in range(_DEPTH):
             kind = self._type(number)
             if kind.kind not in _MODIFIERS:

@@ -174,5 +174,5 @@ class TaskFields:
         return fields
 
     def ended(self, task: int) -> None:
-        """Forget the fields of a task that has ended."""
+        """Discard the return-hook fields of a task that has ended."""
         self._known.pop(task, None)

@@ -37,7 +37,7 @@ class RethookStack(RethookListStack):
             self._recycle(hook, node)
 
     def _change(self, hook: int, number: int) -> None:
-        """Make the node with this number the first free one."""
+        """Set the head of the free list to the node with this number."""
         words = self.words
         at = hook + POOL * self.words.word_size
         mask = self.number_mask

@@ -11,7 +11,7 @@ from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 HANDLER = 1
 """Index of a word in a hook (struct rethook): guest code that handles returns; 0 if Python does."""
 POOL = 2
-"""Index of a word in a hook (struct rethook): its free nodes."""
+"""Index of the word in struct rethook that heads the list of free nodes."""
 CONTROL_WORDS = 6
 """Words of a hook (struct rethook): data, handler, pool, ref, rcu. Counters follow."""
 MISSED = 0

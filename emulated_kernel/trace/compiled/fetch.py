@@ -59,7 +59,7 @@ MAX_ELEMENTS = 256
 
 
 def fits_displacement(value: int) -> bool:
-    """Return True if the number fits into 32 bits with sign."""
+    """Return True if the number fits into a signed displacement of 32 bits."""
     return -(1 << 31) <= value < 1 << 31
 
 

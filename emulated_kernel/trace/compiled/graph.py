@@ -194,7 +194,7 @@ class GraphEmitter:
             builder.place(none)
 
     def _check_task(self, unwanted: Label) -> None:
-        """Emit code that checks the lists of pids. Mirrors: ftrace_trace_task (v6.1)."""
+        """Emit the check of the pid filters for the current task. Mirrors: ftrace_trace_task (v6.1)."""
         compiled = self._compiled
         emit = self._emit
         if not compiled.traced and not compiled.untraced:

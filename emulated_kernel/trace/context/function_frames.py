@@ -25,7 +25,7 @@ _MOST = 2000
 
 
 class FrameTables:
-    """Symbol -> frames of the function. All are forgotten when symbols change."""
+    """Cache of functions' stack frames, by symbol; it is emptied when the symbol table changes."""
 
     def __init__(
         self, text: Text, image: ProbedTables, symbols: KernelSymbols, arch: Arch, hook_sets: HookSets

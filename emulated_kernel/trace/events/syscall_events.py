@@ -123,7 +123,7 @@ class SyscallEnter(SyscallEvent):
         return raw[: self._word * len(self.syscall.args)]
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the call with its arguments.
+        """Format the record of a system call: NAME(argument: value, ...).
 
         Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1).
         """

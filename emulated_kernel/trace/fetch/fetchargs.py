@@ -109,7 +109,7 @@ def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
 
 
 def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProbeLog) -> tuple[str, str, int]:
-    """Return the name, the expression, and the expression's offset in the word."""
+    """Split `[NAME=]EXPR` into the name, the expression, and the column where the expression starts."""
     name, equals, body = word.partition("=")
     if not equals:
         name = f"arg{number + 1}"

@@ -111,7 +111,7 @@ def parse_definition(
 
 
 def _maxactive(head: str, log: TraceProbeLog) -> int:
-    """Return the number after `r`, or 0 if there is none. Linux: anything else than a digit is skipped."""
+    """Return maxactive, the number after `r`, or 0. Linux: anything other than a digit is skipped."""
     if not head[1:2].isdecimal():
         return 0
     if head[0] != "r":

@@ -69,7 +69,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._hooks.detach(self._user)
 
     def option_changed(self, name: str) -> None:
-        """Register the handler again, because another function records now. Mirrors: func_set_flag (v6.1)."""
+        """Register the handler that the options select now. Mirrors: func_set_flag (v6.1)."""
         if name in tuple(FunctionOption):
             self._hooks.detach(self._user)
             self._update()

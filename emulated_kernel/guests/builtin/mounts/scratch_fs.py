@@ -162,7 +162,7 @@ class ScratchFs(FileSystem):
                 del self.opened[opened]
 
     def is_dead(self) -> bool:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             return self.guest.is_dead
 
@@ -173,7 +173,7 @@ class ScratchFs(FileSystem):
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if client is None or not self.guest.is_watched:
                 return self.look(path)
@@ -216,19 +216,19 @@ class ScratchFs(FileSystem):
             return self._sys.look_link(path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             self.calls.chdir(client, path)
 
     # Open files
 
     def open(self, client: Client, path: str, flags: int) -> ScratchFile:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             return self._open(client, path, flags)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> ScratchFile:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             return self._open(client, path, flags | os.O_CREAT, mode)
 
@@ -380,7 +380,7 @@ class ScratchFs(FileSystem):
         return replace(call, args=args, data={**call.data, 2: struct.pack("<4q", *words)})
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if not self._as_called(client, ("truncate",), path):
                 self._sys.truncate(self._task(client), path, size)
@@ -390,7 +390,7 @@ class ScratchFs(FileSystem):
             self._sys.ftruncate(self._task(client), file.fd, size)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if not self._as_called(client, ("mkdir", "mkdirat"), path):
                 self._make(client, "mkdir", path, mode)
@@ -410,39 +410,39 @@ class ScratchFs(FileSystem):
         self._sys.with_path(task, name, path, *args)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if not self._as_called(client, ("rmdir", "unlinkat"), path):
                 self._sys.with_path(self._task(client), "rmdir", path)
             self._moved(path, GONE)
 
     def unlink(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if not self._as_called(client, ("unlink", "unlinkat"), path):
                 self._sys.with_path(self._task(client), "unlink", path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if not self._as_called(client, ("rename", "renameat2"), old, new):
                 self._sys.with_paths(self._task(client), "rename", old, new)
             self._moved(old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if not self._as_called(client, ("link", "linkat"), old, new):
                 self._sys.with_paths(self._task(client), "link", old, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if not self._as_called(client, ("symlink", "symlinkat"), path):
                 self._sys.with_paths(self._task(client), "symlink", target, path)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if self.on_file(client, path, None, ("fchmod",)) is None and not self._as_called(
                 client, ("chmod", "fchmodat"), path
@@ -450,7 +450,7 @@ class ScratchFs(FileSystem):
                 self._sys.with_path(self._task(client), "chmod", path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if self.on_file(client, path, None, ("fchown",)) is None and not self._as_called(
                 client, ("chown", "lchown", "fchownat"), path
@@ -458,7 +458,7 @@ class ScratchFs(FileSystem):
                 self._sys.with_path(self._task(client), "lchown", path, uid & 0xFFFFFFFF, gid & 0xFFFFFFFF)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """See FileSystem."""
+        """See the method of FileSystem."""
         with self.lock:
             if self.on_file(client, path, None, ("utimensat",)) is None and not self._as_called(
                 client, ("utimensat",), path

@@ -19,7 +19,7 @@ from emulated_kernel.vfs.core.client import Client
 _MAX_TASKS = 500
 """Limit of processes with their own task; further ones share a task. A task takes 64 KiB of guest memory."""
 _SHARED = 0
-"""Pid that stands for the shared task. Processes hidden by another pid namespace use it too."""
+"""Pseudo-pid of the shared task. Processes that another pid namespace hides use it too."""
 
 
 class LinuxClients:
@@ -77,7 +77,7 @@ class LinuxClients:
         return task
 
     def _rename(self, task: LinuxTask, pid: int, comm: str | None) -> None:
-        """Apply an execve or a change of name of the process.
+        """Repeat an execve or a name change of the host process in its guest task.
 
         Raises: KernelError ESRCH (the execve has killed the task).
         """

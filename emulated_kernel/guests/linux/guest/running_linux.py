@@ -9,7 +9,7 @@ from emulated_kernel.machine.task_events import TaskEvents
 
 
 class RunningLinux(ABC):
-    """One CPU of a distribution's kernel."""
+    """A distribution's kernel as it runs on one CPU."""
 
     machine: LinuxMachine
     release: str

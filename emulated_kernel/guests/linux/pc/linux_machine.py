@@ -34,11 +34,11 @@ from emulated_kernel.machine.unicorn_engine import (
 _IN = 218
 """Number of `in` in Unicorn's x86.h."""
 _OUT = 500
-"""Number of `out` in Unicorn's x86.h."""
+"""Unicorn's instruction id of `out` (x86.h)."""
 _SYSCALL = 699
 """Number of `syscall` in Unicorn's x86.h."""
 _RDTSC = 608
-"""Number of `rdtsc` in Unicorn's x86.h."""
+"""Unicorn's instruction id of `rdtsc` (x86.h)."""
 _RDTSCP = 609
 """Number of `rdtscp` in Unicorn's x86.h."""
 _TIMER_LIMIT = 1 << 20
