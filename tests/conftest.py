@@ -47,7 +47,7 @@ for _variable in _FROM_OUTSIDE:
 # runs with one seed test the same examples. The phase "explain" would exceed max_examples.
 settings.register_profile(
     "kprobefs",
-    max_examples=fewer(100, 2),
+    max_examples=fewer(100, 4),
     deadline=None,
     database=None,
     print_blob=True,
