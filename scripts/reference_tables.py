@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
 import re
 import sys
 from collections import defaultdict
@@ -18,6 +19,7 @@ from types import FunctionType, MethodType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from emulated_kernel.arch.analysis.reject_reason import RejectReason  # noqa: E402
 from emulated_kernel.kernel.api import Kernel  # noqa: E402
 from emulated_kernel.util.config import MachineConfig  # noqa: E402
 from emulated_kernel.vfs.core.node import Directory, Node  # noqa: E402
@@ -111,20 +113,19 @@ def kernel_functions() -> str:
 def callables(value: object, depth: int = 6) -> Iterator[tuple[str, str]]:
     """Yield path and qualified name of the functions that a callable calls, outside of vfs/core.
 
-    A lambda stands for the functions that it encloses and the methods that it calls.
+    A lambda stands for the functions that it encloses and the methods that it calls. A nested function is
+    followed by those.
     """
     if isinstance(value, MethodType):
         yield from callables(value.__func__, depth)
     elif isinstance(value, FunctionType):
         path = Path(value.__code__.co_filename)
-        is_ours = path.is_relative_to(ROOT) and "vfs/core" not in str(path)
-        behind = (
-            list(_behind(value, depth - 1)) if depth and (not is_ours or "<lambda>" in value.__name__) else []
-        )
-        if behind or not is_ours:
-            yield from behind
-        else:
+        is_listed = path.is_relative_to(ROOT) and "vfs/core" not in str(path)
+        is_nested = "<locals>" in value.__qualname__
+        behind = list(_behind(value, depth - 1)) if depth and (is_nested or not is_listed) else []
+        if is_listed and not (behind and "<lambda>" in value.__name__):
             yield str(path.relative_to(ROOT)), value.__qualname__.replace(".<locals>", "")
+        yield from behind
     elif hasattr(value, "func") and depth:
         yield from callables(value.func, depth - 1)
 
@@ -239,14 +240,27 @@ def refusals() -> str:
                     members[member].add(place(path, name))
                 elif (word := _errno(each)) is not None:
                     errnos[word].add(place(path, name))
-    rows = [(f"`{kind}`", f"`{name}`", _lines(ours)) for (kind, name), ours in sorted(members.items())]
+    rows = [
+        (f"`{kind}`", f"`{name}`", *_answer(kind, name), _lines(ours))
+        for (kind, name), ours in sorted(members.items())
+        if kind != "RejectReason" or name in RejectReason.__members__
+    ]
     raised = [(f"`{name}`", _lines(ours)) for name, ours in sorted(errnos.items())]
     parts = (
         f"# From refusals to checks\n\nThe functions that refuse a request, by reason and by errno. {NOTE}\n",
-        "## Reasons, and texts of error_log\n\n" + table(("kind", "member", "checked in"), rows),
+        "## Reasons, and texts of error_log\n\n"
+        + table(("kind", "member", "errno", "text", "checked in"), rows),
         "## Errors\n\n" + table(("errno", "raised in"), raised),
     )
     return "\n".join(parts)
+
+
+def _answer(kind: str, name: str) -> tuple[str, str]:
+    """Return the errno and the text of a reason to reject a probe; the others have several errnos."""
+    if kind != "RejectReason":
+        return "", ""
+    reason = RejectReason[name]
+    return f"`{errno.errorcode[reason.errno]}`" if reason.errno else "", str(reason.value)
 
 
 def _lines(places: set[str]) -> str:

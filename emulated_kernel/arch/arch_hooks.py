@@ -338,7 +338,8 @@ class Arch(ABC):
     def detour(self, region: Region, buffer: int) -> Detour:
         """Return the detour buffer at `buffer`, whose handler is reached by a breakpoint.
 
-        Raises: KernelError EINVAL, ERANGE (an instruction can't be moved that far).
+        Raises: KernelError EINVAL, ERANGE (an instruction cannot be moved that far).
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
         """
         save, restore = self.around_handler(region)
         template = save + self.breakpoint + restore

@@ -584,7 +584,7 @@ class Kernel:
             return self.machine.clock.read_ns()
 
     def regs_return_value(self, regs: Regs) -> int:
-        """Return a function's result from the registers that a handler gets at its return.
+        """Return a function's result, an unsigned word, from the registers that a handler gets at its return.
 
         Mirrors: arch/x86/include/asm/ptrace.h:regs_return_value (v6.1).
         """
@@ -596,7 +596,8 @@ class Kernel:
     def call(self, function: str, *args: int | str | bytes) -> int:
         """Call a guest function in a task of its own and return its raw result.
 
-        Strings are passed by address. Missing arguments are 0.
+        Strings are passed by address. The result is an unsigned word: -EBADF is 2**64 - 9 on a 64-bit guest. If the
+        number of parameters is unknown, missing arguments are 0.
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (no function, too few arguments, a string with
         NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped; see messages()), EIO (the
@@ -679,7 +680,8 @@ class Kernel:
 
         Paths are those of a mount. Bytes that are no UTF-8 become surrogates.
 
-        Deviates: no task of the guest opens the file, so that probes do not see the calls.
+        Deviates: no task of the guest opens the file, so that probes do not see the calls. To hit a probe on
+        `vfs_read`, call a guest function, load a module, or use a mount: files in scratch/ belong to the guest.
 
         Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno of the file.
         """
