@@ -158,7 +158,7 @@ class Place:
         """Run additional stages while the probe is optimized, and return the CPUs in detours afterwards."""
         return detours
 
-    # Where a CPU can stand
+    # Possible positions of a CPU
 
     def _behind_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[Standing]:
         """Return the states of a CPU after all instructions but the last in the current bytes at the probe.
@@ -210,7 +210,7 @@ class Place:
         with cpu.running():
             return cpu.standings({addr: f"{what}{addr - base:#x}" for addr in addresses}, hits)
 
-    # What is done to the probe
+    # Changes of the probe
 
     def _hold(self, held: bool) -> None:
         self.probed.optimizer.hold(self.head, held)

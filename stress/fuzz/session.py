@@ -167,7 +167,7 @@ class Session:
                 self._drop_triggers(instance)
             self.mount.rmdir(self.client, instance)
         self.write(f"{TRACING}/current_tracer", b"nop")
-        # A trigger pins its event and the events that it names. Those that name others must be removed first.
+        # A trigger pins its event and the events that it names. Triggers that name others must go first.
         for _ in range(3):
             self._drop_triggers()
         self.write(f"{TRACING}/events/enable", b"0")

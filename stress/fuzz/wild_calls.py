@@ -102,7 +102,7 @@ class WildCalls:
         if session.is_spent:
             end = "lost"
         if end in ("lost", "EIO") and not any(why in log for why in WHY):
-            raise Violation(f"the log has no reason for the failure: {log[-300:]!r}")
+            raise Violation(f"the log doesn't say why: {log[-300:]!r}")
         if not all(texts[path] for path in ("/kprobes/list", "/machine/dmesg", "/machine/version")):
             raise Violation(f"empty: {[path for path in FILES if not texts[path]]}")
         self.ends[end] += 1

@@ -28,7 +28,8 @@ _READING = ("vfs_read", "ksys_read")
 _ANY = ("stacktrace", "traceoff", "traceoff:2")
 """Commands for any function."""
 _UNREAD = ("snapshot", "snapshot:1", "stacktrace:3")
-"""Commands for functions other than those in _READING, whose number of calls differs between the kernels."""
+"""Commands for functions outside of _READING; the numbers of calls of _READING differ between the kernels."""
+
 _EVENTS = ("enable_event:keep:probed", "disable_event:keep:probed")
 """Commands for the same functions as those in _UNREAD."""
 _UNSEEN = ("traceon", "traceon:1")
