@@ -596,8 +596,8 @@ class Kernel:
     def call(self, function: str, *args: int | str | bytes) -> int:
         """Call a guest function in a task of its own and return its raw result.
 
-        Strings are passed by address. The result is an unsigned word: -EBADF is 2**64 - 9 on a 64-bit guest. If the
-        number of parameters is unknown, missing arguments are 0.
+        Strings are passed by address. The result is an unsigned word: on a 64-bit guest, -EBADF is 2**64 - 9.
+        If the number of parameters is unknown, missing arguments are 0.
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (no function, too few arguments, a string with
         NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped; see messages()), EIO (the
@@ -680,8 +680,8 @@ class Kernel:
 
         Paths are those of a mount. Bytes that are no UTF-8 become surrogates.
 
-        Deviates: no task of the guest opens the file, so that probes do not see the calls. To hit a probe on
-        `vfs_read`, call a guest function, load a module, or use a mount: files in scratch/ belong to the guest.
+        Deviates: no task of the guest opens the file, so that probes do not see the calls. To hit a probe,
+        call a guest function, load a module, or use a mount: files in scratch/ belong to the guest.
 
         Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno of the file.
         """

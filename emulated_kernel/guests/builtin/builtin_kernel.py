@@ -196,9 +196,14 @@ class BuiltinKernel(TaskStacks):
             return self.machine.call(self._host_find_task, pid)
 
     def print(self, message: str) -> None:
-        """Print a line in the kernel log. Mirrors: kernel/printk/printk.c:_printk (v6.1)."""
+        """Print a line in the kernel log; bytes that are no UTF-8 are printed as they are.
+
+        Mirrors: kernel/printk/printk.c:_printk (v6.1).
+        """
         with self.buffers.borrowed() as buffer, readable("log"):
-            self._memory.write(buffer, b"%s\n\0" + message.encode()[:_MAX_MESSAGE] + b"\0")
+            self._memory.write(
+                buffer, b"%s\n\0" + message.encode("utf-8", "surrogateescape")[:_MAX_MESSAGE] + b"\0"
+            )
             self.machine.call(self._printk, buffer, buffer + 4, variadic=True)
 
     def messages(self) -> list[Message]:
