@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import field
-from typing import TYPE_CHECKING
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, OutOfLine
 from emulated_kernel.util.fast_dataclass import dataclass
-
-if TYPE_CHECKING:
-    from emulated_kernel.kprobes.kprobe import AggrKprobe
 
 COSTS_KEPT = 63
 """Number of latest hits whose cost is kept; an odd number has a median."""
@@ -65,8 +61,8 @@ class ProbeState:
     """Compiled handler that the jump or call in the text reaches; None: hits trap."""
     sample: dict[str, int] | None = field(default=None, init=False)
     """Registers at the last hit before the probe's handler was compiled."""
-    aggregator: AggrKprobe | None = field(default=None, init=False)
-    """Aggregator that is in the table instead of this probe; None if the probe itself is."""
+    aggregator: object | None = field(default=None, init=False)
+    """The AggrKprobe that is in the table instead of this probe; None if the probe itself is."""
     is_python: bool = field(default=False, init=False)
     """Whether it was found that the present handler cannot be guest code."""
 
