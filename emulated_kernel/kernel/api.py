@@ -763,10 +763,15 @@ class Kernel:
     # The end
 
     def close(self) -> None:
-        """Stop the workloads and free the machine; further calls have no effect."""
+        """Stop the workloads and free the machine; further calls have no effect.
+
+        Raises: KernelError EDEADLK (in a handler).
+        """
         with self.lock:
             if self._is_closed:
                 return
+            if self.machine.is_running:
+                raise KernelError(errno.EDEADLK, "close(): a handler runs; close the kernel after the call")
             self._is_closed = True
             self.loads.stop()
             self.machine.close()

@@ -110,6 +110,31 @@ def enter_namespace(*, real_root: bool = False) -> None:
         _write("/proc/self/uid_map", f"0 {uid} 1")
         _write("/proc/self/gid_map", f"0 {gid} 1")
     _mount("none", "/", MS_REC | MS_PRIVATE)
+    if not real_root:
+        _enter_own_directory()
+
+
+def _enter_own_directory() -> None:
+    """Open the working directory again, by its path in the namespace of the command.
+
+    Hazard: a directory of another mount namespace, such as /proc/PID/root, would keep the host's files in
+    reach.
+
+    Raises: CliError.
+    """
+    before = os.stat(".")
+    try:
+        os.chdir(os.getcwd())
+    except OSError:
+        pass
+    else:
+        after = os.stat(".")
+        if (before.st_dev, before.st_ino) == (after.st_dev, after.st_ino):
+            return
+    raise CliError(
+        "--as-system: the working directory has no path in this mount namespace; use another one",
+        ExitStatus.RUN_FAILED,
+    )
 
 
 def _check_open_files() -> None:
@@ -120,6 +145,8 @@ def _check_open_files() -> None:
         (1, "standard output"),
         (2, "standard error"),
     ):
+        if number is not None and _is_directory(number):
+            raise CliError(f"--as-system: {name}: is a directory; use a file", ExitStatus.RUN_FAILED)
         magic = _type_of("." if number is None else number)
         if magic in (TRACEFS_MAGIC, DEBUGFS_MAGIC):
             kind = "tracefs" if magic == TRACEFS_MAGIC else "debugfs"
@@ -127,6 +154,14 @@ def _check_open_files() -> None:
                 f"--as-system: {name}: is in the host's {kind}; use another one, or give --real-root as root",
                 ExitStatus.RUN_FAILED,
             )
+
+
+def _is_directory(number: int) -> bool:
+    """Return True if an open file is a directory; commands would reach other files through it."""
+    try:
+        return stat.S_ISDIR(os.fstat(number).st_mode)
+    except OSError:
+        return False
 
 
 def _type_of(file: str | int) -> int:
@@ -222,6 +257,10 @@ def _detach_those_of_host() -> None:
     """Take off each tracefs and debugfs of the host; what is locked is covered."""
     for point in reversed(mountpoints.mount_points()):
         if point.fstype not in PLACES or not os.path.ismount(point.directory):
+            continue
+        topmost = mountpoints.mounted_on(point.directory)
+        if topmost is None or topmost.fstype not in PLACES:
+            # Another file system covers it. Hazard: detach() would remove that one, and uncover the host's.
             continue
         try:
             mountpoints.detach(point.directory)

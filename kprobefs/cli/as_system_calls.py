@@ -171,17 +171,24 @@ class CallAnswerer:
             return
         call = _Call(listener, bytes(buffer))
         if call.number == self._machine.statfs:
-            threading.Thread(target=self._answer, args=(call,), daemon=True).start()
+            try:
+                threading.Thread(target=self._answer, args=(call,), daemon=True).start()
+            except RuntimeError:
+                # There is no thread left. This one keeps its ids, so the kernel answers.
+                call.finish(None)
         else:
             self._answer(call)
 
     def _answer(self, call: _Call) -> None:
+        result = None
         try:
             result = self._result(call)
-        except OSError:
-            # What can't be looked at here is the kernel's to answer.
-            result = None
-        call.finish(result)
+        except (OSError, OverflowError, RuntimeError, ValueError):
+            # The kernel answers a call that cannot be inspected here, for example one with a bad address.
+            pass
+        finally:
+            # Hazard: a caller without an answer waits until it is killed.
+            call.finish(result)
 
     def _result(self, call: _Call) -> int | None:
         """Return 0 or an errno; None where the kernel shall execute the call. Raises: OSError."""
@@ -324,7 +331,11 @@ def _read_text(memory: int, address: int) -> bytes:
     while b"\0" not in found and len(found) < PATH_MAX:
         # What lies behind the page may not be there.
         place = address + len(found)
-        found += os.pread(memory, PAGE_SIZE - place % PAGE_SIZE, place)
+        part = os.pread(memory, PAGE_SIZE - place % PAGE_SIZE, place)
+        if not part:
+            # The caller has died, and its memory with it.
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        found += part
     return found.split(b"\0")[0]
 
 

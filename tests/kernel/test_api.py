@@ -389,3 +389,18 @@ def test_closing_twice_is_closing_once() -> None:
     with Kernel() as kernel:
         kernel.close()
     kernel.close()
+
+
+def test_close_in_a_handler_is_refused() -> None:
+    """A handler that closes its kernel would free the machine that runs it."""
+    found: list[int | None] = []
+
+    def close(_probe: object, _regs: object) -> None:
+        with pytest.raises(KernelError) as refused:
+            booted.close()
+        found.append(refused.value.errno)
+
+    with Kernel() as booted:
+        booted.register_kprobe(Kprobe("int_sqrt", pre_handler=close))
+        assert booted.call("int_sqrt", 49) == 7
+    assert found == [errno.EDEADLK]

@@ -43,6 +43,7 @@ int main(int count, char **words)
 	printf("relative %lx\n", (long)fs.f_type);
 	printf("missing %d\n", statfs("nothing-there", &fs) < 0 ? errno : 0);
 	printf("bad-address %d\n", statfs(directory, (struct statfs *)8) < 0 ? errno : 0);
+	printf("bad-path %d\n", statfs((char *)-1, &fs) < 0 ? errno : 0);
 	for (int i = 0; i < 3; i++)
 		in_table(tables[i], directory);
 	file = open("README", O_RDONLY);
