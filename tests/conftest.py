@@ -123,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[TERMINAL] = os.dup(2)
     # If unshare(2) is not permitted, only tests that run at the same time can see each other's mounts.
     if hasattr(config, "workerinput") and os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
-        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0, "mounts would be the host's"
         RECORDS.mkdir(exist_ok=True)
         libc.mount(b"none", bytes(RECORDS), b"tmpfs", 0, b"mode=755")
 

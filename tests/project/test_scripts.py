@@ -152,3 +152,10 @@ def test_the_walk_through_keeps_to_80_columns(dead_tree: Path) -> None:
     (dead_tree / "machine/version").write_text("Linux version 0.0.0 " + "word " * 40 + "\n")
     shown = [line for line in walk(dead_tree).stdout.splitlines() if line.startswith("    ")]
     assert max(map(len, shown)) <= 80
+
+
+def test_each_quick_module_is_there() -> None:
+    """A module that is renamed must stay in the quick run."""
+    modules = (ROOT / "tests/quick.txt").read_text().split()
+    assert modules == sorted(set(modules))
+    assert [module for module in modules if not (ROOT / module).is_file()] == []

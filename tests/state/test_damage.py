@@ -274,7 +274,7 @@ def test_a_journal_that_cannot_be_copied(copied: Path, monkeypatch: pytest.Monke
         file.write(b"no journal")
     run = Run(copied)
     (trouble,) = run.troubles()
-    assert trouble.endswith("and aside.journal can't be made: Operation not permitted")
+    assert trouble.endswith("and aside.journal could not be made: Operation not permitted")
     run.end()
 
 

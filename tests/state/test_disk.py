@@ -208,7 +208,7 @@ def test_a_directory_that_isnt_ours(tmp_path: Path) -> None:
     for name, mode in (("loose", 0o777), ("group", 0o770)):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(mode)
-        with pytest.raises(CliError, match="nobody else may write to it"):
+        with pytest.raises(CliError, match="not a private directory of yours"):
             StateDirectory(str(tmp_path / name))
     (tmp_path / "file").touch()
     with pytest.raises(CliError, match="Not a directory"):

@@ -147,10 +147,13 @@ class GuestFile(FileDescription):
 
     def release(self) -> None:
         """See FileDescription. The guest closes the file before its next request. Lock: leaves."""
-        if self in self.fs.opened:
+        try:
+            # One operation: the end of the mount clears the dictionary in another thread.
             del self.fs.opened[self]
-            self.fs.guest.pollers.pop(self, None)
-            self.fs.guest.closes.defer(self)
+        except KeyError:
+            return
+        self.fs.guest.pollers.pop(self, None)
+        self.fs.guest.closes.defer(self)
 
 
 class GuestFs(FileSystem):
