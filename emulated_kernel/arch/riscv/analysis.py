@@ -45,7 +45,7 @@ _LOAD_POINTER = 3
 _KIND = attrgetter("kind")
 _MENTIONED = attrgetter("mentioned")
 _LEADING = bytes(kind & LEADS_ELSEWHERE for kind in range(256))
-"""Translates kinds that lead elsewhere to a non-zero byte, for selecting them."""
+"""Translation table that maps kinds of branches to a non-zero byte and other kinds to 0."""
 TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)))
 """Mask of t0 to t6: they hold neither arguments nor results, and calls don't preserve them."""
 

@@ -150,7 +150,7 @@ class RiscvReturnCode(ReturnCode):
     def _in_frame(
         self, program: Program, before: bytes = b"", leave: bytes = b"", *, far: bool
     ) -> HandlerCode:
-        """Return a program that runs in a return's frame, which holds the saved registers."""
+        """Wrap a program to run on the frame in which the return trampoline has saved the registers."""
         body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far)
         slots = {number: in_slot(WORD * number) for number in body.slots}
         slots[SP] = in_register(SP, RETURN_ROOM)

@@ -21,7 +21,10 @@ from emulated_kernel.arch.x86.pt_regs import PUSHF, RegsFrame, push_address
 
 
 def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:
-    """Return a program within a frame. sp points at the complete frame at each of its host calls."""
+    """Wrap a program in code that saves all registers in a frame (struct pt_regs) and restores them.
+
+    At each host call of the program, sp points at the complete frame.
+    """
     has_host_calls = any(type(op) is CallHost for op in program)
     before_host = frame.completed(constants) if has_host_calls else b""
     body = X86Lowering(program, frame.encoder, None, constants, before_host)

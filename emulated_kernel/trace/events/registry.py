@@ -133,9 +133,9 @@ class EventRegistry:
             self._free_ids = [each for each in range(self._first_id, self._next_id) if each not in used]
 
     def add_own(self, event: TraceEvent) -> None:
-        """Register an event of tracing's own entries.
+        """Register an event of an entry type that tracing itself writes (events/ftrace).
 
-        Its id is fixed, and it is printed without the registry.
+        The id is the fixed number of that type. Its records are formatted without the registry.
         """
         self._numbers[event] = self.registered
         self.registered += 1

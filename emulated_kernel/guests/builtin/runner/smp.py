@@ -26,7 +26,7 @@ MAX_WAITS = 50_000
 After these, a CPU gets a watchdog interrupt, since it may be looping.
 """
 MAX_INSTRUCTIONS = 50_000_000
-"""Maximum number of instructions in such turns, if turns end after a fixed number of instructions."""
+"""Maximum number of instructions in successive turns that bring no CPU to rest, if turns have a quantum."""
 
 
 class SmpGuestRunner(GuestRunner):
