@@ -135,11 +135,13 @@ class ControlFile(FileDescription):
             if self.error:
                 return
             del fs.opened[self]
-            fs.tree.release(self.inner)
-            if fs.watcher is not None:
-                fs.watcher.released(self.handle)
-            if self.fd is not None:
-                fs.calls.release(self)
+            try:
+                fs.tree.release(self.inner)
+            finally:
+                if fs.watcher is not None:
+                    fs.watcher.released(self.handle)
+                if self.fd is not None:
+                    fs.calls.release(self)
 
 
 class ControlDirectory(OpenDirectory):

@@ -11,7 +11,7 @@ import errno
 import gc
 import posixpath
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from itertools import count
 from stat import S_IFMT
@@ -388,5 +388,7 @@ class Mount:
         self._closed = True
         # Hazard: clear the handles before waiting for the lock, so that woken waiters find no handle.
         self._handles = {}
-        for fs in self._file_systems:
-            fs.close()
+        # Each file system is closed, even if another one fails.
+        with ExitStack() as closing:
+            for fs in reversed(self._file_systems):
+                closing.callback(fs.close)

@@ -54,7 +54,10 @@ def beside_host(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]
     """Run root's script where the host's tracefs is mounted, also at tmp_path/other; $RUN runs as-system."""
     other = tmp_path / "other"
     other.mkdir(exist_ok=True)
-    run = shlex.join([sys.executable, "-m", "kprobefs", "run", "--as-system"])
+    # A program of its own, because the path of Python may have a space.
+    run = tmp_path / "run-as-system"
+    run.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kprobefs run --as-system "$@"\n')
+    run.chmod(0o755)
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", f"{WITH_HOST_TRACEFS.format(other=other)}\nRUN='{run}'\n{script}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "LC_ALL": "C"},

@@ -93,6 +93,10 @@ class GuestFile(FileDescription):
         syscalls = guest.syscalls
         with Request(guest, client) as task:
             self.task = task
+            # Hazard: the next call of a task that clients share would overwrite its sleeping call.
+            may_block = not self.status & os.O_NONBLOCK and guest.clients.is_shared(task)
+            if may_block and not syscalls.poll(self.fd, select.POLLOUT):
+                raise WouldBlock
             appends = self.status & os.O_APPEND
             jumped = self.seekable and not appends and offset != self.position
 
