@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Control(NamedTuple):
-    """Where control goes after an instruction that doesn't simply continue with the next one."""
+    """Destination of control after an instruction that does not continue with the next one."""
 
     falls_through: bool
     targets: tuple[int, ...] = ()
