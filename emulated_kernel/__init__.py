@@ -10,7 +10,7 @@ image and util. A kernel has one lock, the control lock. The methods of Kernel t
 subpackages takes it first.
 """
 
-# As in the module typing, which is not imported: type checkers take the name for true.
+# Type checkers take this name for True, as typing.TYPE_CHECKING. Importing typing would slow the start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from emulated_kernel.kernel.api import Kernel
