@@ -9,6 +9,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import ClassVar, NamedTuple
 
+from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node
@@ -46,6 +47,8 @@ class File(Node):
     """True if a write runs code in the guest. The writing task must sleep meanwhile."""
     notes_writer: ClassVar[bool] = False
     """True if a write is recorded with the current task. The current task must then be the writer."""
+    writer: ClassVar[HostfsWriter] = HostfsWriter.GENERAL
+    """Function of the guest's kernel that a write calls."""
     reads_host: ClassVar[bool] = False
     """True if a write names host files. OpenFile.prepare() reads these without the control lock.
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, encode
@@ -268,6 +269,14 @@ class MarkerFile(CommandFile):
     """A CommandFile whose writes are recorded with the writing task."""
 
     notes_writer = True
+    writer = HostfsWriter.TRACING_MARK
+    __slots__ = ()
+
+
+class RawMarkerFile(MarkerFile):
+    """A MarkerFile of binary data."""
+
+    writer = HostfsWriter.TRACING_MARK_RAW
     __slots__ = ()
 
 

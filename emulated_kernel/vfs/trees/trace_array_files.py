@@ -28,6 +28,7 @@ from emulated_kernel.vfs.core.seq_file import (
     OpenCommand,
     OpenPipe,
     PipeFile,
+    RawMarkerFile,
     WrittenList,
     listing,
     single,
@@ -129,7 +130,7 @@ def _buffer_files(array: TraceArray) -> dict[str, Node]:
         "snapshot": _snapshot(array, None),
         "trace": _TraceFile(array, None),
         "trace_marker": MarkerFile(WRITE_ONLY, None, execute=array.write_marker),
-        "trace_marker_raw": MarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
+        "trace_marker_raw": RawMarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
         "trace_pipe": PipeFile(READ_ONLY, lambda: TracePipe(array)),
     }
 
