@@ -69,7 +69,8 @@ class Kernel:
         lock: ControlLock | None = None,
     ) -> None:
         """Boot the kernel to its first system call."""
-        self.components = parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
+        parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
+        self.components = parts
         self.config = parts.config
         self.lock = parts.lock
         self.arch = parts.arch

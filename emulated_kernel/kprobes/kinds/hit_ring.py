@@ -69,8 +69,10 @@ class HitRing:
             if name not in arch.pt_regs:
                 raise ValueError(f"registers: no register {name}")
         self._machine = machine
-        self._memory = cells = machine.records
-        self._word = word = arch.word_size
+        cells = machine.records
+        self._memory = cells
+        word = arch.word_size
+        self._word = word
         self._registers = tuple(registers)
         self._kept = frozenset() if arch.returns is None else arch.returns.live.registers
         self._capacity = capacity
