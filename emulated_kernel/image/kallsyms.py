@@ -246,6 +246,13 @@ class Kallsyms:
         own = [self._symbol(index) for index in self._named(name)]
         return (*own, *self._of_modules(name))
 
+    def names_at(self, address: int) -> list[str]:
+        """Return the names of the kernel's symbols at an address, in the order of the table."""
+        addresses = self._table.addresses
+        first = bisect_left(addresses, address)
+        found = range(first, bisect_right(addresses, address, first))
+        return [self._table.name(index).decode("utf-8", "replace") for index in found]
+
     def lookup(self, address: int) -> Location | None:
         """Return the symbol that contains an address; of several at one address, the first in the table.
 

@@ -31,6 +31,8 @@ _LONGEST_PAUSE = 1_000_000_000
 """Limit of nanoseconds of real time that pass at one request."""
 _USUAL_TICK = 4_000_000
 """Nanoseconds of a tick if the kernel's tick is unknown; distributions use 250 Hz."""
+_TICKS = range(900_000, 11_000_000)
+"""Possible nanoseconds of a tick, at 1,000 to 100 Hz and adjusted."""
 _SECOND = 10**9
 _MILLION = 10**6
 _HALF = 1 << 63
@@ -75,8 +77,11 @@ class PassingTime:
         def physical(va: int) -> int:
             return tasks.machine.memory.translate(tasks.root, va)
 
+        adjusted = self._words[physical(symbols[TICK_NSEC]) >> 3]
+        if adjusted not in _TICKS:
+            return _USUAL_TICK
         # NTP adjusts the length of a tick a little.
-        hz = round(_SECOND / (self._words[physical(symbols[TICK_NSEC]) >> 3] or _USUAL_TICK))
+        hz = round(_SECOND / adjusted)
         tick = (_SECOND + hz // 2) // hz
         steps = {JIFFIES: 1, **dict.fromkeys(TICK_TIMES, tick)}
         self._counters = [(physical(symbols[name]) >> 3, step) for name, step in steps.items()]
