@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -14,6 +15,7 @@ from emulated_kernel.guests.linux.guest.passing_time import RealTime
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
@@ -56,6 +58,14 @@ class Shell(Files):
         with guest_of(self.mount).lock:
             self.tasks.machine.call_at(address, lambda: calls.append(None))
         return calls
+
+    def define(self) -> int:
+        """Define event a on vfs_read, behind the site of ftrace; its offset."""
+        for offset in (5, 9):
+            with suppress(KernelError):
+                self.write("/tracing/kprobe_events", f"p:a vfs_read+{offset}\n")
+                return offset
+        raise AssertionError("vfs_read has no instruction behind the site")
 
     def traps(self) -> list[None]:
         """A list that gets an item for each breakpoint that the guest meets."""
@@ -100,11 +110,11 @@ def shell() -> Iterator[Shell]:
 
 
 def test_a_probe_that_is_said_to_be_optimized_is_a_jump_soon_and_traps_no_more(shell: Shell) -> None:
-    shell.write("/tracing/kprobe_events", "p:a vfs_read+5\n")
+    offset = shell.define()
     traps = shell.traps()
     shell.write("/tracing/events/kprobes/a/enable", "1")
-    assert "vfs_read+0x5    [OPTIMIZED]" in shell.read("/kprobes/list")
-    address = shell.symbol("vfs_read") + 5
+    assert f"vfs_read+{offset:#x}    [OPTIMIZED]" in shell.read("/kprobes/list")
+    address = shell.symbol("vfs_read") + offset
     hits = int(shell.read("/kprobe_profile").split()[1])
     assert hits > 0
     for _ in range(SOON // 3):
@@ -156,21 +166,25 @@ def test_the_kernel_counts_the_ticks_that_pass(shell: Shell) -> None:
 
 
 def test_delayed_work_and_rcu_callbacks_have_their_turn(shell: Shell) -> None:
-    freed = shell.calls_of("file_free_rcu")
+    freed = shell.calls_of("i_callback")
     worked = shell.calls_of("vmstat_shepherd")
     for _ in range(SECOND):
-        shell.use()
-    # The last ones wait for a grace period.
-    assert SECOND // 2 <= len(freed) <= SECOND + 2
-    # It queues itself again each second, and may be late. There were three seconds.
-    assert 1 <= len(worked) <= 4
+        shell.mount.release(shell.mount.create(CLIENT, "/scratch/other", 0o600, os.O_WRONLY))
+        shell.mount.unlink(CLIENT, "/scratch/other")
+        shell.mount.mkdir(CLIENT, "/scratch/directory", 0o700)
+        shell.mount.rmdir(CLIENT, "/scratch/directory")
+    # Of each two inodes; the last ones wait for a grace period.
+    assert SECOND <= len(freed) <= 2 * SECOND
+    # It queues itself again each second, and may be late. There were four seconds.
+    assert 1 <= len(worked) <= 5
 
 
 def test_the_same_requests_give_the_same_trace_whatever_time_they_take() -> None:
     traces = []
     for pause in (0.0, 0.2):
         shell = Shell()
-        shell.write("/tracing/kprobe_events", "p:a vfs_read+5\nr:b vfs_read\n")
+        shell.define()
+        shell.write("/tracing/kprobe_events", "r:b vfs_read\n", os.O_WRONLY | os.O_APPEND)
         shell.write("/tracing/events/kprobes/enable", "1")
         shell.write("/tracing/events/timer/timer_expire_entry/enable", "1")
         for _ in range(SECOND // 2):
