@@ -160,8 +160,10 @@ class FunctionGraph:
             settings = self._settings(running)
             if settings is not None:
                 # New sites call the right jump at once, because to write all sites again takes long.
-                found = self._entries(running, settings.by_kind(selected))
-                running.ops.codes = {**running.ops.codes, **found}
+                # The others still call the jumps of the old settings.
+                new = set(selected) - running.ops.sites
+                entries = self._entries(running, settings.by_kind(new))
+                running.ops.codes = {**running.ops.codes, **entries}
             self._sites.attach(running.ops, selected)
 
     # Calls

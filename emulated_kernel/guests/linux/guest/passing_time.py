@@ -95,6 +95,7 @@ class PassingTime:
         """Let one tick pass. If a timer has expired, or after many requests, give the guest a turn.
 
         Lock: needs. Raises: GuestFault.
+        Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
         """
         pc = self._pc
         words = self._words
