@@ -245,7 +245,8 @@ class Mount:
         if self._closed:
             opened.release()
             raise KernelError(errno.EIO, "the mount has ended")
-        handle = opened.handle = next(self._numbers)
+        handle = next(self._numbers)
+        opened.handle = handle
         self._handles[handle] = opened
         if opened.acts_on_close:
             self.acting.add(handle)
