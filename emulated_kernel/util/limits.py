@@ -15,13 +15,13 @@ class Limit(Enum):
     """A limited resource; the value is its name in machine/limits."""
 
     PROBES = "probes"
-    """Dynamic events of all kinds."""
+    """Maximum number of dynamic events of all kinds."""
     INSTANCES = "instances"
-    """Instances of tracing."""
+    """Maximum number of directories in tracing/instances."""
     OPEN_FILES = "open_files"
-    """Open files and directories of a mount; files of machine/ can be opened beyond the limit."""
+    """Maximum number of open files and directories of a mount. Files of machine/ can always be opened."""
     SCRATCH_BYTES = "scratch_bytes"
-    """Bytes of data in files of scratch/ and dev/, in whole pages."""
+    """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
     """MachineConfig.run_budget in milliseconds."""
 
@@ -29,19 +29,19 @@ class Limit(Enum):
 DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
     {Limit.PROBES: 65536, Limit.INSTANCES: 1024, Limit.OPEN_FILES: 65536, Limit.SCRATCH_BYTES: None}
 )
-"""Default limits; None means no limit except memory."""
+"""Limit -> default value; None means that only memory limits the resource."""
 ERRNO = {
     Limit.PROBES: errno.ENOSPC,
     Limit.INSTANCES: errno.ENOSPC,
     # Linux: the errno for fs.file-max, which also holds for all processes together.
     Limit.OPEN_FILES: errno.ENFILE,
 }
-"""Limit -> errno when it is exceeded. The guest itself enforces SCRATCH_BYTES, with ENOSPC."""
+"""Limit -> errno of a request that would exceed it. The guest enforces SCRATCH_BYTES itself, with ENOSPC."""
 UNLIMITED = "max"
 _NUMBER = re.compile(r"[0-9]{1,20}")
 _MOST = 1 << 48
 _RUN_BUDGETS_MS = range(10, 600_001)
-"""Allowed run budgets in milliseconds; all clients wait that long for a looping guest."""
+"""Allowed run budgets in milliseconds. While the guest loops, all clients wait for the run budget."""
 
 
 def parse_limit(name: str, text: str) -> tuple[Limit, int | None]:
@@ -71,7 +71,7 @@ class Limits:
     def __init__(self, values: Mapping[Limit, int | None] = MappingProxyType({})) -> None:
         self._values = {**DEFAULTS, **values}
         self.open_files = 0
-        """Number of open files, which the mount counts."""
+        """Number of open files and directories, which the mount keeps up to date."""
 
     def __getitem__(self, limit: Limit) -> int | None:
         return self._values[limit]
@@ -80,7 +80,10 @@ class Limits:
         self._values[limit] = value
 
     def check(self, limit: Limit, in_use: int) -> None:
-        """Check that one more than `in_use` is allowed. Raises: KernelError ENOSPC, ENFILE."""
+        """Check that one more of a resource may be allocated; `in_use` are allocated already.
+
+        Raises: KernelError ENOSPC, ENFILE.
+        """
         most = self._values[limit]
         if most is not None and in_use >= most:
             raise KernelError(ERRNO[limit], f"the limit of {limit.value} is reached: {most}")

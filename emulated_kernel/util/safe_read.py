@@ -19,11 +19,11 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 _PART = 1 << 20
-"""Bytes per read(2), so that memory is only allocated for data that exists."""
+"""Size of one read(2) in bytes. Reading in parts allocates memory only for data that exists."""
 MOST_LATE = 8
-"""Largest number of threads that are blocked in slow file systems."""
+"""Maximum number of threads that are blocked in slow file systems."""
 PATIENCE = 1.0
-"""Seconds for which a client's write may read user-supplied files.
+"""Time in seconds for which a client's write may read user-supplied files.
 
 The host kernel blocks other writers to the same file during that time.
 """
@@ -53,7 +53,10 @@ def is_word(value: object) -> bool:
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """Return device, inode, size and mtime, which change with the file's contents. Raises: OSError."""
+    """Return device, inode, size and mtime of a file; if they are unchanged, so are the file's contents.
+
+    Raises: OSError.
+    """
     found = os.stat(file)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -115,9 +118,10 @@ class BoundedFileReader:
         self._late: set[_Reading] = set()
 
     def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
-        """All of a file, by `deadline` of time.monotonic(); None: whenever it answers.
+        """Return the contents of a regular file. Wait until `deadline`, a time of time.monotonic().
 
-        Raises: as `read_regular`, OSError ETIMEDOUT, EBUSY (while MOST_LATE are behind), ENOMEM.
+        If `deadline` is None, wait without a limit.
+        Raises: as read_regular(), OSError ETIMEDOUT, EBUSY (MOST_LATE threads are blocked), ENOMEM.
         """
         if len(self._late) >= MOST_LATE:
             raise OSError(errno.EBUSY, f"{MOST_LATE} files are waited for already", os.fspath(path))
@@ -135,7 +139,7 @@ class BoundedFileReader:
 
 
 class _Reading:
-    """One file that a thread reads; it removes itself from `late` when it has an answer."""
+    """The reading of one file by a thread. When it ends, the object removes itself from the set `late`."""
 
     def __init__(self, path: str | os.PathLike[str], limit: int, late: set[_Reading]) -> None:
         self.answered = Event()
@@ -145,7 +149,7 @@ class _Reading:
         self._answer: bytes | Exception | None = None
 
     def run(self) -> None:
-        """Read the file, in the thread."""
+        """Read the file and keep its bytes or the exception. The thread runs this function."""
         try:
             self._answer = read_regular(self._path, self._limit)
         except Exception as error:
@@ -155,7 +159,7 @@ class _Reading:
             self._late.discard(self)
 
     def result(self) -> bytes:
-        """Return the file's bytes. Raises: OSError, as read_regular(), ENOMEM (the thread got no answer)."""
+        """Return the file's bytes. Raises: OSError, as read_regular(), ENOMEM (the thread has no result)."""
         answer = self._answer
         if answer is None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), os.fspath(self._path))
