@@ -1,4 +1,4 @@
-"""A hit as an event's handler sees it, and the task that was running."""
+"""ProbeHit, the hit that an event's handler gets, and Tasks, which reads the current task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class TaskContext:
-    """The task for which a record is made, and its CPU."""
+    """The task for which a record is made, and its CPU; by default the idle task of CPU 0."""
 
     pid: int = 0
     comm: str = "swapper/0"
@@ -22,7 +22,7 @@ class TaskContext:
 
 
 class Tasks:
-    """Reads the guest's current task: pid and name, for records and $comm."""
+    """Reads the current CPU and the pid and name of its current task, for records and $comm."""
 
     def __init__(self, machine: ProbedMachine, abi: Mapping[str, int]) -> None:
         memory = machine.memory
@@ -56,7 +56,7 @@ class Tasks:
 
 
 class ProbeHit:
-    """The hit that is being handled. One object serves all hits and is valid during the call of a handler."""
+    """The hit that is being handled. One object serves all hits; its data is valid while a handler runs."""
 
     def __init__(
         self,
@@ -65,29 +65,30 @@ class ProbeHit:
         context: Callable[[Any], tuple[int, int]],
         regs: Any = None,
     ) -> None:
-        """Keep `context`, which returns common_flags and common_preempt_count for given registers.
+        """Store the sources of a hit's data.
 
-        `regs` are the registers of records that no hit makes. Otherwise the caller sets `regs` at each hit.
+        `context` returns common_flags and common_preempt_count for given registers. `regs` are the registers
+        for records that no hit makes. For hits, the caller sets `regs` at each hit.
         """
         self.return_address = 0
-        """Address that the function returns to, if this is the hit of a return probe."""
+        """Address that the function returns to, at a hit of a return probe."""
         self._memory = memory
         self._tasks = tasks
         self._context = context
         self.regs = regs
         """The registers at the hit; their names are those in Arch.registers."""
         self.chain: Sequence[int] | None = None
-        """The call chain of the hit, if it was computed and several users may need it."""
+        """Cached call chain of the hit; None if it was not computed or `has_several` is False."""
         self.has_several = False
-        """Whether several users may handle the hit."""
+        """Whether several events or trace arrays may handle the hit, so that its call chain is cached."""
         self.handler_preempt_count = 0
-        """Amount that Linux's own handler adds to preempt_count and that appears in the entry."""
+        """Amount by which Linux's own handler increases common_preempt_count of the entry."""
         self.entry_waits = False
-        """Whether the entry may still be rejected; it is built in a separate page and not in the buffer."""
+        """Whether an entry of the hit may still be rejected; Linux keeps it in trace_buffered_event."""
 
     @property
     def context(self) -> tuple[int, int]:
-        """common_flags and common_preempt_count of the hit's entry."""
+        """The fields common_flags and common_preempt_count of the hit's entry."""
         flags, count = self._context(self.regs)
         return flags, count + self.handler_preempt_count
 
@@ -97,7 +98,7 @@ class ProbeHit:
         return self._tasks.comm()
 
     def read(self, address: int, size: int) -> bytes | None:
-        """Return guest memory, or None if a byte of it faults."""
+        """Return `size` bytes of guest memory, or None if reading one of them faults."""
         try:
             return self._memory.read(address, size)
         except MemoryFault:
@@ -106,9 +107,9 @@ class ProbeHit:
 
 @contextmanager
 def within_another(hit: ProbeHit, *, preempt_count: int) -> Iterator[None]:
-    """Add `preempt_count` to the count of entries that are made inside the `with` block.
+    """Add `preempt_count` to common_preempt_count of the hit's entries inside the `with` block.
 
-    Such entries are written while another entry is still open.
+    Linux writes the entries while another entry is still open, with preemption disabled.
     """
     hit.handler_preempt_count += preempt_count
     try:
