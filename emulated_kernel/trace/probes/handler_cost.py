@@ -1,4 +1,4 @@
-"""The cost of compiled handlers: a copy of a handler is run repeatedly outside of its probe, and timed."""
+"""The cost of compiled handlers, measured by running a copy of a handler many times outside of its probe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
 
 _HITS = {EntryKind.BREAKPOINT: 500, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
-"""Hits of a round, so many that the cost of entering the guest is small in comparison."""
+"""Kind of entry -> number of hits in a round, so many that the cost of entering the guest is negligible."""
 _ROUNDS = 7
 _PAGES = 4
 _CLOCK = 0
@@ -29,9 +29,9 @@ _CELLS_SIZE = 32
 
 
 class HandlerCosts:
-    """Measures compiled handlers of events.
+    """Measures the cost of compiled handlers of events.
 
-    The copies write only to buffers and counters made for the purpose.
+    The measured copies of handlers write only to buffers and counters of this object.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class HandlerCosts:
         return True
 
     def median_ns(self, probe: TraceKprobe, head: AggrKprobe, way: EntryKind) -> float | None:
-        """Return the nanoseconds of the host's CPU that a hit takes, or None if they cannot be measured.
+        """Return the CPU time of the host that a hit takes in nanoseconds, or None if it cannot be measured.
 
-        The cost of a hit by a breakpoint includes its trap. The registers are those of the last hit before
-        the handler was compiled.
+        The cost of a hit by a breakpoint includes its trap. The copy runs with the registers of the last hit
+        before the handler was compiled.
         """
         if head.sample is None or self._machine.is_running:
             return None
@@ -98,7 +98,7 @@ class HandlerCosts:
                 self._compiler.retire(code)
 
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
-        """Return the median nanoseconds that a turn of `loop` takes longer than one of `empty`."""
+        """Return the median nanoseconds by which a turn of `loop` is longer than a turn of `empty`."""
         from statistics import median
 
         rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(_ROUNDS)]
