@@ -25,7 +25,7 @@ from emulated_kernel.machine.guest_info import (
 )
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestPool
-from emulated_kernel.machine.memory.guest_reader import DamageReports, GuestReader
+from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.task_stacks import TaskStacks
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -96,7 +96,7 @@ class BuiltinKernel(TaskStacks):
         areas = machine.per_cpu_bases
         memory = machine.memory
         self._memory = memory
-        self.damage = DamageReports()
+        self.damage = machine.damage
         self._currents = [_pointer(memory, area + abi["percpu.current_task"]) for area in areas]
         self._mailboxes = [_pointer(memory, area + abi["percpu.host_mailbox"]) for area in areas]
         self._sent = [memory.view(area + abi["percpu.host_irr"], 4).cast("I") for area in areas]

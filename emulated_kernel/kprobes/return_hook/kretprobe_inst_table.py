@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from emulated_kernel.arch.program.ir import (
     Arithmetic,
@@ -99,12 +98,13 @@ class KretprobeInstTable(RethookListStack):
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         for node in nodes:
-            self._recycle(hook, node)
+            self._put_back(hook, node)
 
     def _count_free(self, hook: int) -> int:
         node = self.words[hook + POOL * self.words.word_size]
         count = 0
-        while node:
+        # The list may be a circle.
+        while node and count < self.hooks[hook]:
             node = self.words[node + NEXT * self.words.word_size]
             count = count + 1
         return count
@@ -112,10 +112,10 @@ class KretprobeInstTable(RethookListStack):
     def _take(self, hook: int) -> int:
         node = self.words[hook + POOL * self.words.word_size]
         if node:
-            self._unlink(node)
+            self._unlink(self._known_node(hook, node))
         return node
 
-    def _recycle(self, hook: int, node: int) -> None:
+    def _put_back(self, hook: int, node: int) -> None:
         self._link(hook + POOL * self.words.word_size, node)
 
     def _link(self, head: int, node: int) -> None:
@@ -147,25 +147,34 @@ class KretprobeInstTable(RethookListStack):
         words[node + FRAME * word] = frame
         self._link(self._bucket(task), node)
         # Count the task's calls, so that the table is not searched when a task without calls ends.
-        self.tasks.of(task)[RETHOOKS] += 1
+        self._count_calls(task, 1)
 
-    def pending(self, task: int) -> Iterator[Pending]:
+    def _count_calls(self, task: int, change: int) -> None:
+        fields = self.tasks.of(task)
+        # The guest can set the count to any number.
+        fields[RETHOOKS] = fields[RETHOOKS] + change & (1 << 8 * self.words.word_size) - 1
+
+    def _calls(self, task: int) -> Iterator[Pending]:
         words = self.words
         word = self.words.word_size
         node = words[self._bucket(task)] if self.table else 0
-        while node:
+        # The list may be a circle in which all calls are those of other tasks.
+        for _ in range(sum(self.hooks.values())):
+            if not node:
+                return
+            hook = words[node + RP * word]
+            self._known_node(hook, node)
             following = words[node + NEXT * word]
             if words[node + OWNER * word] == task:
-                yield Pending(
-                    node, words[node + RP * word], words[node + RET_ADDR * word], words[node + FRAME * word]
-                )
+                yield Pending(node, hook, words[node + RET_ADDR * word], words[node + FRAME * word])
             node = following
 
-    def pop(self, task: int, count: int) -> None:
-        for call in list(islice(self.pending(task), count)):
-            self._unlink(call.node)
-            self.put_back(call.hook, call.node)
-        self.tasks.of(task)[RETHOOKS] -= count
+    def _remove(self, task: int, call: Pending) -> None:
+        self._count_calls(task, -1)
+        self._unlink(call.node)
+
+    def _clear(self, task: int) -> None:
+        self.tasks.of(task)[RETHOOKS] = 0
 
 
 class InstancesCode(StackCode[KretprobeInstTable]):
