@@ -19,7 +19,7 @@ from emulated_kernel.arch.program.ir import (
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListStack
-from emulated_kernel.kprobes.return_hook.shadow_stack import POOL, Pending
+from emulated_kernel.kprobes.return_hook.shadow_stack import DAMAGED, POOL, Pending
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -33,6 +33,7 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     unless,
 )
 from emulated_kernel.kprobes.table import GOLDEN_RATIO, KPROBE_HASH_BITS, hash_address
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 NEXT = 0
 """Index of a word in struct kretprobe_instance: the next one in its list."""
@@ -119,14 +120,21 @@ class KretprobeInstTable(RethookListStack):
         self._link(hook + POOL * self.words.word_size, node)
 
     def _link(self, head: int, node: int) -> None:
-        """Add a node at the head of a list. Mirrors: include/linux/list.h:hlist_add_head."""
+        """Add a node at the head of a list, without the rest of a list that the guest has damaged.
+
+        Mirrors: include/linux/list.h:hlist_add_head.
+        """
         words = self.words
         word = self.words.word_size
         first = words[head]
+        if first:
+            try:
+                words[first + PPREV * word] = node
+            except MemoryFault as fault:
+                self.damage.report(DAMAGED, fault)
+                first = 0
         words[node + NEXT * word] = first
         words[node + PPREV * word] = head
-        if first:
-            words[first + PPREV * word] = node
         words[head] = node
 
     def _unlink(self, node: int) -> None:

@@ -27,7 +27,7 @@ HIGH_WATER = 3
 """Index of a counter of a hook: most nodes in use at a time; only kept if the nodes do not show it."""
 _COUNTERS_SIZE = 4 * 8
 _COUNTER_MASK = (1 << 64) - 1
-_DAMAGED = "shadow stack"
+DAMAGED = "shadow stack"
 """Name of these data in reports of damage."""
 
 
@@ -123,7 +123,7 @@ class ShadowStack(ABC):
             self.tasks.of(task)
             return self._get(hook, task)
         except MemoryFault as fault:
-            self.damage.report(_DAMAGED, fault)
+            self.damage.report(DAMAGED, fault)
             return 0
 
     @abstractmethod
@@ -136,7 +136,7 @@ class ShadowStack(ABC):
             self._put_back(hook, node)
             self._release_if_unused(hook)
         except MemoryFault as fault:
-            self.damage.report(_DAMAGED, fault)
+            self.damage.report(DAMAGED, fault)
 
     @abstractmethod
     def _put_back(self, hook: int, node: int) -> None:
@@ -156,7 +156,7 @@ class ShadowStack(ABC):
                 known.add(call.node)
                 yield call
         except MemoryFault as fault:
-            self.damage.report(_DAMAGED, fault)
+            self.damage.report(DAMAGED, fault)
 
     @abstractmethod
     def _calls(self, task: int) -> Iterator[Pending]:
@@ -171,7 +171,7 @@ class ShadowStack(ABC):
             try:
                 self._remove(task, call)
             except MemoryFault as fault:
-                self.damage.report(_DAMAGED, fault)
+                self.damage.report(DAMAGED, fault)
             self.put_back(call.hook, call.node)
 
     @abstractmethod
@@ -194,7 +194,7 @@ class ShadowStack(ABC):
         """Remove all calls of a task; return their hooks."""
         hooks = [call.hook for call in self.pending(task)]
         self.pop(task, len(hooks))
-        with self.damage.left_out(_DAMAGED):
+        with self.damage.left_out(DAMAGED):
             self._clear(task)
         return hooks
 
