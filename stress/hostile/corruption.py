@@ -39,44 +39,49 @@ class Watched:
     """A guest's memory whose reads are counted and noted."""
 
     def __init__(self, memory: GuestMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._read = memory.read
         self._noted: dict[tuple[int, int], None] | None = None
-        self.reads = 0
-        self.bytes = 0
+        self._reads = 0
+        self._bytes = 0
 
-    def _watched(self, va: int, size: int) -> bytes:
-        self.reads += 1
-        self.bytes += size
-        if self.reads > MOST_READS or self.bytes > MOST_BYTES:
-            raise Runaway(f"{self.reads} reads of {self.bytes} bytes")
+    def note(self, va: int, size: int) -> None:
+        """Note that somebody reads. Raises: Runaway (it is too much)."""
+        self._reads += 1
+        self._bytes += size
+        if self._reads > MOST_READS or self._bytes > MOST_BYTES:
+            raise Runaway(f"{self._reads} reads of {self._bytes} bytes")
         if self._noted is not None:
             self._noted[va, size] = None
+
+    def _watched(self, va: int, size: int) -> bytes:
+        self.note(va, size)
         return self._read(va, size)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the reads in the block from 0 on. Raises: Runaway (in the block: they are too many)."""
-        self.reads = 0
-        self.bytes = 0
+        self._reads = 0
+        self._bytes = 0
         # An attribute of the object goes before the class's method.
-        self._memory.read = self._watched  # type: ignore[method-assign]
+        self.memory.read = self._watched  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self._memory.read
+            del self.memory.read
 
     def fields(self, read: Callable[[], object], rnd: random.Random) -> list[Field]:
         """Return the numbers that `read` reads now."""
         self._noted = {}
         with self.counting():
-            read()
+            answer(read)
         pieces, self._noted = self._noted, None
         found: dict[Field, None] = {}
         for va, size in pieces:
             words = range(va, va + size, _WORD)
             for at in words if len(words) <= _WHOLE else rnd.sample(words, _WHOLE):
-                found[Field(at, self._memory.translate(at), min(_WORD, va + size - at))] = None
+                with suppress(MemoryFault):
+                    found[Field(at, self.memory.translate(at), min(_WORD, va + size - at))] = None
         return list(found)
 
 
@@ -110,16 +115,16 @@ def answer(read: Callable[[], object]) -> None:
 
 
 def attack(
-    memory: GuestMemory, readers: Readers, rnd: random.Random, most: int | None = None
+    watched: Watched, readers: Readers, rnd: random.Random, most: int | None = None
 ) -> Iterator[tuple[str, Field, int]]:
     """Damage each field that a reader reads, and let all readers answer; yield each case after it.
 
     Of more than `most` cases of a reader, so many are drawn. Raises: Runaway, and what a reader raises
     besides KernelError and MemoryFault.
     """
-    watched = Watched(memory)
+    memory = watched.memory
     for name, read in readers.items():
-        fields = watched.fields(lambda read=read: answer(read), rnd)  # type: ignore[misc]
+        fields = watched.fields(read, rnd)
         cases = [(field, value) for field in fields for value in values(field, memory.word_size)]
         for field, value in cases if most is None or len(cases) <= most else rnd.sample(cases, most):
             with damaged(memory, field, value):

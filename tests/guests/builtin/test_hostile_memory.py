@@ -20,7 +20,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from stress.hostile import builtin
-from stress.hostile.corruption import NOT_CANONICAL, attack
+from stress.hostile.corruption import NOT_CANONICAL, Watched, attack
 from tests.guests.builtin.conftest import ScriptedWatch
 from tests.sample import WHOLE
 
@@ -35,7 +35,7 @@ def test_each_damaged_word(arch: str, caplog: pytest.LogCaptureFixture) -> None:
     with builtin.victim(arch) as kernel:
         readers = builtin.readers(kernel)
         before = [read() for name, read in readers.items() if name != "exits"]
-        cases = list(attack(kernel.machine.memory, readers, random.Random(1), None if WHOLE else 30))
+        cases = list(attack(Watched(kernel.machine.memory), readers, random.Random(1), None if WHOLE else 30))
         assert {name for name, _, _ in cases} >= readers.keys() - {"exits"}
         assert len(cases) > 200
         assert [read() for name, read in readers.items() if name != "exits"] == before
