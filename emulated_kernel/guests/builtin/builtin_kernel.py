@@ -216,7 +216,11 @@ class BuiltinKernel(TaskStacks):
     def find_task(self, pid: int) -> int:
         """Return the address of the task_struct with this pid, or 0 if there is none."""
         with readable("task list"):
-            return self.machine.call(self._host_find_task, pid)
+            found = self.machine.call(self._host_find_task, pid)
+            # The host writes fields of this task later.
+            if found and self.get_field(found, "pid") != pid:
+                raise MemoryFault(found, f"no task {pid}")
+            return found
 
     def print(self, message: str) -> None:
         """Print a line in the kernel log; bytes that are no UTF-8 are printed as they are.

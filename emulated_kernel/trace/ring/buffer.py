@@ -313,7 +313,7 @@ class RingBuffer(RingWriter):
         """
         self.check()
         control = self._control
-        anchor = control.anchor_slot
+        anchor = control.anchor_slot % self.nr_pages
         control.changing = 1
         control.head_slot = anchor
         control.tail_slot = anchor

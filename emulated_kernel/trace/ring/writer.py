@@ -135,7 +135,6 @@ class RingWriter:
             and control.reader_page <= last
             and control.head_slot < last
             and control.tail_slot < last
-            and control.anchor_slot < last
             and control.reader_read <= PAGE_DATA_SIZE
             and 0 <= self._tail() <= PAGE_DATA_SIZE
             and not self._tail() % 4
