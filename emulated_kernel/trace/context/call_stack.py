@@ -21,6 +21,8 @@ MAX_CALLERS = 1024
 
 Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1).
 """
+MOST_FRAMES = 2 * MAX_CALLERS
+"""Maximum number of frames that the unwinder follows."""
 _RECORDING = ("host_trace_commit", "trace_event_raw_event_", "__traceiter_")
 """Name prefixes of functions that record a static event; a call chain omits them at its start."""
 
@@ -112,11 +114,18 @@ class CallStack:
         return [ip] if 0 < ip < arch.task_size else []
 
     def returns(self, ip: int, regs: Any) -> Iterator[Caller]:
-        """Yield the callers of the code at `ip`, innermost first; `regs` has the other registers."""
+        """Yield the callers of the code at `ip`, innermost first; `regs` has the other registers.
+
+        Hazard: the guest's stack may have any contents, so the frames may form a circle. The unwinder stops
+        after MOST_FRAMES.
+        """
         known = ((name, getattr(regs, name, None)) for name in self._registers)
         place = _CallSite({name: value for name, value in known if value is not None}, ip, False)
         with suppress(MemoryFault):
-            while (found := self._step(self._probed(place))) is not None:
+            for _ in range(MOST_FRAMES):
+                found = self._step(self._probed(place))
+                if found is None:
+                    return
                 caller, place = found
                 yield caller
 

@@ -11,6 +11,9 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.fast_dataclass import dataclass
 
+_NEST_START = 2
+"""Amount that ring_buffer_nest_start() and the open entry of the hit add to preempt_count."""
+
 
 @dataclass(frozen=True)
 class TaskContext:
@@ -43,12 +46,19 @@ class Tasks:
         return int(self._currents[self._machine.cpu][0])
 
     def pid(self) -> int:
-        """Return the current task's pid."""
-        return int.from_bytes(self._memory.read(self.current() + self._pid, 4), "little", signed=True)
+        """Return the current task's pid, or 0 if the guest has damaged the address of its current task."""
+        return int.from_bytes(self._field(self._pid, 4), "little", signed=True)
 
     def comm(self) -> bytes:
         """Return the current task's name without padding, 15 bytes at most."""
-        return self._memory.read(self.current() + self._comm, 16).split(b"\0", 1)[0]
+        return self._field(self._comm, 16).split(b"\0", 1)[0]
+
+    def _field(self, offset: int, size: int) -> bytes:
+        try:
+            return self._memory.read(self.current() + offset, size)
+        except MemoryFault as fault:
+            self._machine.damage.report("current task", fault)
+            return bytes(size)
 
     def context(self) -> TaskContext:
         """Return the current task and CPU, for records that no probe makes."""
@@ -62,13 +72,14 @@ class ProbeHit:
         self,
         memory: GuestMemory,
         tasks: Tasks,
-        context: Callable[[Any], tuple[int, int]],
+        context: Callable[[Any, int], tuple[int, int]],
         regs: Any = None,
     ) -> None:
         """Store the sources of a hit's data.
 
-        `context` returns common_flags and common_preempt_count for given registers. `regs` are the registers
-        for records that no hit makes. For hits, the caller sets `regs` at each hit.
+        `context` returns common_flags and common_preempt_count. Its arguments are registers, and an amount to
+        add to preempt_count. `regs` are the registers for records that no hit makes. For hits, the caller
+        sets `regs` at each hit.
         """
         self.return_address = 0
         """Address that the function returns to, at a hit of a return probe."""
@@ -83,14 +94,15 @@ class ProbeHit:
         """Whether several events or trace arrays may handle the hit, so that its call chain is cached."""
         self.handler_preempt_count = 0
         """Amount by which Linux's own handler increases common_preempt_count of the entry."""
+        self.nested = 0
+        """Nesting depth of entries that are written while the hit's entry is still open."""
         self.entry_waits = False
         """Whether an entry of the hit may still be rejected; Linux keeps it in trace_buffered_event."""
 
     @property
     def context(self) -> tuple[int, int]:
         """The fields common_flags and common_preempt_count of the hit's entry."""
-        flags, count = self._context(self.regs)
-        return flags, count + self.handler_preempt_count
+        return self._context(self.regs, self.handler_preempt_count)
 
     @property
     def comm(self) -> bytes:
@@ -103,6 +115,29 @@ class ProbeHit:
             return self._memory.read(address, size)
         except MemoryFault:
             return None
+
+
+MOST_NESTED = 32
+"""Maximum number of open entries of a ring buffer: each is written while the one before it is open.
+
+Linux: an open entry sets one of the 32 bits in the buffer's current_context. The bit's position is five
+higher than that of the entry before it, modulo 32.
+Mirrors: kernel/trace/ring_buffer.c:trace_recursive_lock, ring_buffer_nest_start (v6.1).
+"""
+
+
+@contextmanager
+def nested_in(hit: ProbeHit) -> Iterator[bool]:
+    """Allow an entry while the entry of the hit is still open; yield False if the nesting is too deep.
+
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_nest_start, ring_buffer_nest_end (v6.1).
+    """
+    hit.nested += 1
+    try:
+        with within_another(hit, preempt_count=_NEST_START):
+            yield hit.nested < MOST_NESTED
+    finally:
+        hit.nested -= 1
 
 
 @contextmanager
