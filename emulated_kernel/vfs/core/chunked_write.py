@@ -11,13 +11,13 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
 T = TypeVar("T")
 WritePiece = Callable[[Piece, int], int]
-"""Write a piece at an offset and return the bytes taken, which may be fewer. Raises: KernelError."""
+"""Function that writes a piece at an offset, and returns the number of bytes taken. Raises: KernelError."""
 
 
 class RunOnce(Generic[T]):
-    """An action of one of kprobefs's own files that runs once, during or after the guest's system call.
+    """An action on a control file that runs only once, either during the guest's system call or after it.
 
-    The request returns the result of the action, even if the guest's system call fails or never runs it.
+    A request returns the result of the action. The result of the guest's system call does not matter.
     """
 
     def __init__(self, action: Callable[[], T]) -> None:
@@ -25,12 +25,12 @@ class RunOnce(Generic[T]):
         self.answer: T
         self._error: Exception | None = None
         self.is_done = False
-        """True if the action has returned. Its result is in `answer`."""
+        """Whether the action has returned, so that `answer` has its result."""
 
     def __call__(self) -> T:
-        """Run the action, or return its earlier result.
+        """Run the action at the first call, and return its result at each call.
 
-        Raises: the action's exception, each time; WouldBlock (the next call runs the action again).
+        Raises: the action's exception, at each call; WouldBlock (the next call runs the action again).
         """
         if self._error is not None:
             raise self._error
@@ -57,24 +57,24 @@ class ChunkedWrite:
         self._taken = 0
 
     def __call__(self) -> int:
-        """Write the next piece. After the last one, return the bytes that all pieces have taken.
+        """Write the next piece. After the last piece, return the number of bytes that all pieces have taken.
 
-        Raises: YieldLock (there are further pieces), KernelError.
+        Raises: YieldLock (further pieces follow), KernelError.
         """
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)
         self._done += 1
         self._taken += taken
-        # If a piece is not taken whole, the writer must write the rest again.
+        # If only a part of a piece is taken, the write ends: the client must write the rest again.
         if taken == len(piece.data) and self._done < len(self._pieces):
             raise YieldLock
         return self._taken
 
 
 def retry_yielding_lock(lock: ControlLock, write: Callable[[], int]) -> int:
-    """Call `write` until it does not raise YieldLock, and return its result.
+    """Call `write` again whenever it raises YieldLock, and return its result.
 
-    `write` takes the lock by itself. Between the calls other threads get the lock.
+    `write` takes the control lock itself. Between the calls, other threads get the lock.
     """
     while True:
         try:
