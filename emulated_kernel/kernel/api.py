@@ -45,8 +45,8 @@ class Kernel:
     """A booted kernel whose functions can be probed; also a context manager that frees it.
 
         with Kernel() as kernel:
-            kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=...))
-            kernel.call("vfs_read", ...)
+            kernel.register_kprobe(Kprobe(symbol_name="int_sqrt", pre_handler=...))
+            kernel.call("int_sqrt", 144)
 
     `config` describes the emulated computer. `profile` takes precedence over the profile that `config` names;
     it is for switches that no preset has. `watch` reports host processes to the guest. `lock` is the held
@@ -421,7 +421,8 @@ class Kernel:
         """Optimize and unoptimize all queued kprobes now, instead of some jiffies later.
 
         Deviates: a kprobe stays queued if a task's stack or instruction pointer is in the bytes to be
-        replaced, because the guest is stopped. Without an optimizer nothing happens.
+        replaced, because the guest is stopped. probe_mode() then still shows a breakpoint. Without an
+        optimizer nothing happens.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -581,6 +582,8 @@ class Kernel:
 
     def ktime_get_ns(self) -> int:
         """Read the guest's clock and return the nanoseconds since boot.
+
+        Each call advances a virtual clock.
 
         Mirrors: include/linux/timekeeping.h:ktime_get_ns (v6.1).
         """
@@ -742,7 +745,8 @@ class Kernel:
     ) -> NodeTree:
         """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` maps name -> file, for files that the front end adds to machine/.
+        `further` maps name -> file, for additional files of machine/. They replace files of kprobefs with the
+        same name.
 
         Raises: KernelError ENODEV (closed).
         """

@@ -53,7 +53,10 @@ class MachineConfig:
     clock: str = "virtual"
     """Mode of the clock: "virtual" (runs with the same seed have the same timestamps) or "real"."""
     pauses: bool = True
-    """Whether the guest's timers advance by the real time between two requests (virtual clock only)."""
+    """Whether real time between two requests makes delayed work of kprobes due, such as the optimizer's.
+
+    The guest's clock does not advance. With the real clock, the value has no effect.
+    """
     seed: int = 1
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""
     quantum: int = 0
