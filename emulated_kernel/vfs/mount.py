@@ -151,7 +151,7 @@ class Mount:
         fs.mkdir(fs.informed(client), path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """Wait for the release of closed files if needed, and forward to the file system; see FileSystem.rmdir."""
+        """Forward to the file system of `path`, after recent closes have arrived; see FileSystem.rmdir."""
         fs = self.filesystem_at(path)
         is_large = fs.needs_closes(path)
         if is_large:
