@@ -29,7 +29,7 @@ class ProbedKernel:
     tables: ProbedTables
     """Symbols and text tables of the kernel and its loaded modules."""
     image: ProbedTables
-    """Symbols and text tables of the kernel alone."""
+    """Symbols and text tables of the kernel without modules."""
     abi: Mapping[str, int]
     """Offsets in the kernel's structures and per-CPU areas."""
     arch: Arch

@@ -34,7 +34,7 @@ class ProbeRegistries:
 
     kprobes: Kprobes
     jprobes: Jprobes | None
-    """None if the profile's kernel has no jprobes."""
+    """The registry of jprobes, or None if the profile's kernel has no jprobes."""
     kretprobes: Kretprobes
     hook_sets: HookSets
     """The return hooks of kretprobes, fprobes and the function graph."""
@@ -51,7 +51,7 @@ class TracingComponents:
     functions: KernelFunctions
     function_graph: GraphTracer | None
     function_profiler: FunctionProfiler | None
-    """None, as function_graph is, if the kernel cannot follow calls to their returns."""
+    """The function profiler. It and function_graph are None if calls cannot be followed to their returns."""
     stack_tracer: StackTracer
     printk_formats: Callable[[], Iterable[str]]
     """Returns the lines of the file printk_formats."""

@@ -137,9 +137,9 @@ class Kernel:
     def register_kprobe(self, kprobe: Kprobe[RegsT]) -> None:
         """Register a kprobe, and arm it unless it is disabled or all kprobes are disarmed.
 
-        Raises: KernelError EINVAL (a contradicting place, registered already, blacklisted, no text, code that
-        cannot be assembled), ENOENT (an unknown symbol, or an address outside of any), EILSEQ (no boundary of
-        an instruction), EOPNOTSUPP (a handler that the profile's kernel does not have), ENOMEM.
+        Raises: KernelError EINVAL (a contradictory place, already registered, blacklisted, not in text, code
+        that cannot be assembled), ENOENT (an unknown symbol, or an address in no symbol), EILSEQ (not at an
+        instruction boundary), EOPNOTSUPP (a handler that the profile's kernel does not have), ENOMEM.
 
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
@@ -687,7 +687,7 @@ class Kernel:
     def read_file(self, path: str) -> str:
         """Return the text of a control file, for example "tracing/trace" or "kprobes/list".
 
-        Paths are those of a mount. Bytes that are no UTF-8 become surrogates.
+        Paths are relative to the root of a mount. Bytes that are not UTF-8 become surrogates.
 
         Deviates: no task of the guest opens the file, so that probes do not see the calls. To hit a probe,
         call a guest function, load a module, or use a mount: files in scratch/ belong to the guest.

@@ -1,4 +1,4 @@
-"""Machine code that is written as a listing: the bytes of each instruction beside its assembly text.
+"""Machine code that is written as a listing: the bytes of each instruction, and its assembly text.
 
 A line is `BYTES | INSTRUCTION`. The bytes are hexadecimal numbers and these fields, which name a symbol:
 

@@ -10,7 +10,7 @@ _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNO
 
 
 class KernelError(OSError):
-    """Error of the emulated kernel, raised where the check fails.
+    """Error of a call to the emulated kernel, with its errno. The check that fails raises the error.
 
     A process sees only the errno; `message` is for logs and Python callers.
     """

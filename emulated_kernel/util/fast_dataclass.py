@@ -98,7 +98,7 @@ else:
         return f"{type(self).__qualname__}({values})"
 
     def _key(names):
-        """Return a function of an object that returns the values of these fields, for equality and hash."""
+        """Return a function that maps an object to the values of its fields `names`, for comparisons."""
         return attrgetter(*names) if names else lambda _: ()
 
     def _eq(key):

@@ -119,7 +119,7 @@ class ControlFile(FileDescription):
         self.inner.wait(timeout)
 
     def give_up(self, client: Client, error: int) -> None:
-        """Implement FileDescription.give_up: end the guest task's call."""
+        """Implement FileDescription.give_up: end the waiting call of the client's task in the guest."""
         with self.fs.lock:
             self.check()
             self.fs.calls.give_up(client, self, error)
@@ -410,11 +410,11 @@ class ControlFs(FileSystem):
 
     @property
     def sees_lookups(self) -> bool:
-        """Implement FileSystem.sees_lookups, by the guest's part."""
+        """Implement FileSystem.sees_lookups, by GuestCalls.sees_lookups."""
         return self.calls.sees_lookups
 
     def informed(self, client: Client) -> Client:
-        """Implement FileSystem.informed, by the guest's part."""
+        """Implement FileSystem.informed, by GuestCalls.informed()."""
         return self.calls.informed(client)
 
     # Names
@@ -468,7 +468,7 @@ class ControlFs(FileSystem):
             return directory
 
     def chdir(self, client: Client, path: str) -> None:
-        """Implement FileSystem.chdir, by the guest's part."""
+        """Implement FileSystem.chdir, by GuestCalls.chdir()."""
         with self.lock:
             self.calls.chdir(client, path)
 
@@ -612,7 +612,7 @@ class ControlFs(FileSystem):
         return any(file.inner.is_between_parts for file in self.files())
 
     def is_dead(self) -> bool:
-        """Implement FileSystem.is_dead, by the guest's part."""
+        """Implement FileSystem.is_dead, by GuestCalls.is_dead."""
         with self.lock:
             return self.calls.is_dead
 

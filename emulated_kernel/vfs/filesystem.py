@@ -71,7 +71,7 @@ class FileSystem(ABC):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether getattr() uses its client at present. Lock: leaves."""
+        """Whether getattr() needs its client now, for the guest to repeat the client's call. Lock: leaves."""
         return False
 
     def informed(self, client: Client) -> Client:
@@ -177,7 +177,7 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Set the size of a file by its path, but not for O_TRUNC. Raises: KernelError EINVAL."""
+        """Set the size of the file at `path`. For O_TRUNC, open() is called. Raises: KernelError EINVAL."""
         raise self._refused(errno.EINVAL, path)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
@@ -217,7 +217,7 @@ class FileSystem(ABC):
         """Open the open files in the guest too, because probes could notice the guest's calls from now on."""
 
     def become(self, new: FileSystem) -> None:
-        """Show the files of another kernel: those that `new`, a file system of the same class, shows.
+        """Show the files of another kernel, which `new`, a file system of the same class, shows.
 
         The descriptions in `opened` remain valid. If a file cannot be opened again by its path, the `error`
         of its description becomes ESTALE.

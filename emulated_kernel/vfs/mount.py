@@ -1,7 +1,7 @@
 """Mount: the files that a front end serves, as a table of file systems and a table of open files.
 
-The mount never holds the control lock; each file system takes the lock. There are three reasons: a write
-releases the lock between two pieces, a release must not wait for the lock, and each file system prepares the
+The mount never holds the control lock; each file system takes the lock. There are three reasons. A write
+releases the lock between two pieces. A release must not wait for the lock. Each file system prepares the
 guest for a request in its own way.
 """
 
@@ -406,7 +406,7 @@ class Mount:
         return any(fs.is_between_parts() for fs in self._file_systems)
 
     def open_in_guest(self) -> None:
-        """Open the open files in the guest too. Call this before text changes: probes may see its calls."""
+        """Open the open files in the guest too, before its text is patched and probes can see its calls."""
         for fs in self._file_systems:
             fs.open_in_guest()
 

@@ -97,7 +97,7 @@ class ArrayRings(ABC):
 
     @property
     def written(self) -> int:
-        """Number of records written since the buffers were emptied, including those of guest code."""
+        """Number of records that the host and guest code have written since the buffers were emptied."""
         return sum(buffer.written for buffer in self.buffers)
 
     def notify_of_guest(self) -> None:

@@ -78,7 +78,10 @@ class Snapshot:
             self.clear(cpu)
 
     def allocate(self) -> None:
-        """Give the snapshot's buffers the sizes of the trace array's. Raises: KernelError ENOMEM."""
+        """Resize the snapshot's buffers to the sizes of the trace array's buffers.
+
+        Raises: KernelError ENOMEM.
+        """
         sizes = [buffer.nr_pages for buffer in self._array.buffers]
         changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
         try:

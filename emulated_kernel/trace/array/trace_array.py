@@ -92,7 +92,7 @@ class TraceArray(ArrayRings, Recorder):
         self._records_comm = True
         self._records_tgid = False
         self._past: PreviousBootNames | None = None
-        """Names for records of an earlier kernel; None if the buffers hold no such records."""
+        """Names for records of an earlier kernel; None if the buffers hold no records of one."""
         try:
             self.snapshot = Snapshot(self)
         except MemoryError:

@@ -45,7 +45,7 @@ def can_filter(program: FilterProgram) -> bool:
 def emit_filter(
     builder: ProgramBuilder, program: FilterProgram, cpu_number: int, word_size: int, reject: Label
 ) -> None:
-    """Emit code that applies a filter to the entry at BASE, and jumps to `reject` if it does not match.
+    """Emit code that applies a filter to the entry at BASE, and jumps to `reject` if the filter rejects it.
 
     `cpu_number` is the per-CPU offset of the CPU's number, which predicates on the CPU compare.
     """

@@ -45,7 +45,10 @@ class NeedResched:
     not_needed: int = 0
     """Bit of the u32 `need_resched` that is 0 while rescheduling is needed. If 0, the u32 is a plain flag."""
     task_flag: tuple[int, int] | None = None
-    """Offset of a u32 in task_struct, and its bit that is set while rescheduling is needed; None: no bit."""
+    """Offset of a u32 in task_struct, and its bit that is set while rescheduling is needed.
+
+    It is None if only the u32 `need_resched` exists.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class GuestAddresses:
     """Addresses and offsets in the guest, in bytes. A per-CPU offset is relative to each CPU's base."""
 
     clock: int
-    """Address of the time in ns, a u64 that all CPUs share."""
+    """Address of the guest's time in nanoseconds, a u64 that all CPUs share."""
     time: GuestClock
     """The guest's clock; its step_ns is added to the time at each reading."""
     this_cpu_off: int
@@ -86,6 +89,6 @@ class GuestAddresses:
     breakpoint_context: tuple[int, int]
     """common_flags and common_preempt_count of a hit by a breakpoint."""
     save_comm: Callable[[], bool]
-    """Saves the current task's name for tracefs, and its pid in `last_pid`. Returns True. A host call."""
+    """Host call that saves the current task's name for tracefs, and its pid in `last_pid`; returns True."""
     new_counter: Callable[[], HitCounter | None]
     """Returns a counter with value 0, or None if the per-CPU memory is used up."""

@@ -52,7 +52,7 @@ class GuestRecords(TaskObserver):
     def can_tell_time(self) -> bool:
         """Whether guest code can read the current time from the clock, which is so for a virtual clock.
 
-        The host sets a real clock between runs of the guest, so the clock stands still during a run.
+        The host sets a real clock between runs of the guest, so the clock does not advance during a run.
         """
         return self._clock.is_virtual
 
@@ -128,7 +128,7 @@ class GuestRecords(TaskObserver):
             cell[0] = _NO_PID
 
     def renamed(self, pid: int, comm: str) -> None:
-        """Implement TaskObserver.renamed: save the new name of a task whose record was the last of a CPU.
+        """Implement TaskObserver.renamed: save a task's new name, if the task's name was saved last on a CPU.
 
         Linux: the name is saved when the CPU switches to another task, so the records get the new name.
         """

@@ -133,7 +133,7 @@ class FrameTables:
 
     @cached_property
     def _ways(self) -> Mapping[int, Sequence[int]]:
-        """Instruction address -> targets that are not in its code: of jump labels, and fixups."""
+        """Instruction address -> targets in addition to those in its code: by jump labels or fixups."""
         ways: dict[int, list[int]] = {}
         for code, target, _ in self._image.jump_labels:
             ways.setdefault(code, []).append(target)

@@ -10,7 +10,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
 SOFTIRQ_SERVED = 1 << 8
-"""SOFTIRQ_OFFSET, by which preempt_count is higher while a softirq is served.
+"""SOFTIRQ_OFFSET: amount that is added to preempt_count while a softirq is served.
 
 local_bh_disable() adds twice this amount.
 """

@@ -108,7 +108,7 @@ class TraceEvent(ABC):
         self.seen_by: tuple[Recorder, ...] = ()
         """Trace arrays that have had the event enabled, so that their buffers may hold its entries."""
         self.files: Mapping[Recorder, EventFile] = _NONE
-        """Trace array -> triggers and soft mode of the event there; file() adds an item at its first call."""
+        """Trace array -> triggers and soft mode of the event in it; file() adds an item at its first call."""
 
     @property
     def fields(self) -> tuple[EventField, ...]:
@@ -370,7 +370,7 @@ class EventFile:
             raise
 
     def let_go(self) -> None:
-        """Undo hold()."""
+        """Undo hold(): remove a user of soft mode and of the event."""
         self.disable_soft()
         self.event.let_go()
 
@@ -404,7 +404,7 @@ class EventFile:
 
     @property
     def needs_entry(self) -> bool:
-        """Whether a trigger has to see the entry. Mirrors: update_cond_flag (v6.1)."""
+        """Whether a trigger needs the entry of the hit. Mirrors: update_cond_flag (v6.1)."""
         return any(trigger.needs_entry for trigger in self.triggers)
 
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
@@ -459,7 +459,7 @@ class EventFile:
         return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 
     def run_on_entry(self, entry: RawEntry, hit: ProbeHit) -> list[Trigger]:
-        """Run the triggers whose filters accept the entry, and return those that run after it is written.
+        """Run triggers whose filters accept the entry; return triggers that must run after it is written.
 
         Mirrors: event_triggers_call (v6.1).
         """

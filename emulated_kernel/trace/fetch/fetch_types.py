@@ -34,7 +34,7 @@ _SYMSTR_SOURCES = frozenset(
 _NUMBER_STORES = {FetchOp.DEREF: FetchOp.ST_MEM, FetchOp.UDEREF: FetchOp.ST_UMEM}
 
 Elements = Sequence[bytes | None]
-"""Elements of a fetched argument: bytes of numbers, or strings with their NULs. None: it is unreadable."""
+"""Elements of a fetched argument: numbers as bytes, strings with their NULs, or None if unreadable."""
 
 
 class StringArea:

@@ -217,7 +217,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
     def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
-        """Parse the filter after `if`, whose fields are those of the target event.
+        """Parse the filter after `if`, which tests fields of the target event.
 
         Raises: KernelError EINVAL (logged). Mirrors: trace_eprobe_parse_filter (v6.1).
         """

@@ -174,7 +174,7 @@ class RecordTarget:
     saves_comm: bool
     """Whether the name of the current task has to be saved for tracefs."""
     make_room: Callable[[], bool]
-    """Calls RingBuffer.make_room() for the current CPU's buffer. A host call of guest code."""
+    """Host call that calls RingBuffer.make_room() for the current CPU's buffer."""
 
 
 def pages_for(size: int) -> int:

@@ -263,10 +263,10 @@ RAW_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.RAW_DATA: _raw_data,
     EntryType.FUNC_REPEATS: _repeats_raw,
 }
-"""Entry type -> function that returns the text of an entry under option `raw`, for types with such a text."""
+"""Entry type -> function that returns an entry's text under option `raw`. Other types have no raw text."""
 
 HEX_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_hex}
-"""Entry type -> function that returns the text of an entry under option `hex`, for types with such a text."""
+"""Entry type -> function that returns an entry's text under option `hex`. Other types have no hex text."""
 
 BINARY_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_binary}
 """Entry type -> function that returns the text of an entry under option `bin`, without a newline."""

@@ -94,9 +94,9 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def compiled(self) -> CompiledGraph | None:
         """Return the settings of guest code that records calls, or None if Python must handle the calls.
 
-        Python handles them if guest code cannot write to the buffers, because of the clock or an option, or
-        if the lists of pids are very long. Guest code implements all other settings. FtraceSites always
-        passes calls of functions with other users to Python.
+        Python handles the calls if the clock or an option keeps guest code from writing to the buffers. It
+        also handles them if the lists of pids are very long. Guest code implements all other settings.
+        FtraceSites always passes calls of functions with other users to Python.
         """
         target = self._array.ring_target()
         pids = self._pids

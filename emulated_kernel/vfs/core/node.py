@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """User and group of all nodes that chown(2) has not changed, which are those of the mounting user."""
+    """User and group of the user who mounts, which all nodes have until chown(2) changes them."""
 
     uid: int = 0
     gid: int = 0
@@ -87,7 +87,7 @@ class Node:
         )
 
     def chmod(self, mode: int) -> None:
-        """Set the permission bits of the node to those of `mode`."""
+        """Set the permission bits of the node to the permission bits of `mode`."""
         self._permissions = mode & PERMISSION_BITS
         self._touch()
 

@@ -195,7 +195,7 @@ class _OpenSeq(OpenFile):
 class SeqFile(File):
     """A file of records, which are rendered when they are read. Without records, read(2) returns EINVAL.
 
-    Linux: root can open such a file for writing, and write(2) returns EINVAL.
+    Linux: root can open the file for writing, and write(2) returns EINVAL.
     """
 
     opened_as: ClassVar[type[OpenFile]] = _OpenSeq
