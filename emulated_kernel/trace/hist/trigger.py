@@ -72,8 +72,8 @@ class HistCommand(TriggerCommand):
 
     system: HistServices
     name: str = "hist"
-    named: list[HistTrigger] = field(default_factory=list, compare=False)
-    """Triggers with a name, in all trace arrays, newest first."""
+    owners: dict[str, HistTrigger] = field(default_factory=dict, compare=False)
+    """Name -> the trigger that owns the data of that name, in all trace arrays."""
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Execute a command.
@@ -151,15 +151,13 @@ class HistCommand(TriggerCommand):
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
         """Return the trigger that owns the data of that name, or None. Mirrors: find_named_trigger (v6.1)."""
-        if name is None:
-            return None
-        return next((each for each in self.named if each.shared is None and each.name == name), None)
+        return None if name is None else self.owners.get(name)
 
     def _take_name(self, trigger: HistTrigger, shared: HistTrigger | None) -> None:
         trigger.name = trigger.data.attrs.name
         trigger.users = 1
         if trigger.name is not None:
-            self.named.insert(0, trigger)
+            self.owners.setdefault(trigger.name, trigger)
         if shared is not None:
             own = trigger.data
             trigger.shared = shared
@@ -226,9 +224,9 @@ class HistCommand(TriggerCommand):
             self.release(trigger.shared)
         if trigger.users:
             return
-        if trigger in self.named:
-            self.named.remove(trigger)
         if trigger.shared is None:
+            if trigger.name is not None:
+                del self.owners[trigger.name]
             self._discard(trigger.data)
 
     def _discard(self, data: HistData) -> None:
@@ -261,7 +259,7 @@ class HistCommand(TriggerCommand):
     ) -> bool:
         """Return True if both are the same histogram. Mirrors: hist_trigger_match (v6.1)."""
         if shared is None:
-            if other in self.named:
+            if other.name is not None:
                 return False
         elif shared is not other and shared is not other.shared:
             return False
