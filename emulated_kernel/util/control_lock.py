@@ -21,7 +21,7 @@ class ControlLock:
     check, because the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "turn", "waiting")
+    __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "is_abandoned", "turn", "waiting")
 
     def __init__(self) -> None:
         # An RLock is acquired and gets its owner in one C call, which a KeyboardInterrupt can't split.
@@ -40,6 +40,8 @@ class ControlLock:
 
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
+        self.is_abandoned: Callable[[], bool] = lambda: False
+        """Whether the process was killed whose write the calling thread serves. Long writes then stop."""
 
     def __enter__(self) -> Self:
         if not self._acquire(False):

@@ -10,18 +10,19 @@ import errno
 import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.chunked_write import ChunkedWrite, retry_yielding_lock
 from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, still_there
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
-from emulated_kernel.vfs.core.open_file import OpenFile, Piece
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece, Steps
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
@@ -98,7 +99,13 @@ class ControlFile(FileDescription):
         inner = self.inner
         prepared = inner.prepare(client, data) if inner.node.reads_host else None
         with PendingWrite(client, self, inner, data, offset, prepared) as write:
-            return retry_yielding_lock(self.fs.lock, write.step)
+            return retry_yielding_lock(self.fs.lock, write.step, partial(self._check_writer, client))
+
+    def _check_writer(self, client: Client) -> None:
+        """Stop a write whose process was killed. Lock: leaves. Raises: KernelError EINTR."""
+        if self.fs.lock.is_abandoned():
+            self.give_up(client, errno.EINTR)
+            raise KernelError(errno.EINTR, "the process was killed")
 
     def poll(self, notify: Callable[[], None] | None) -> int:
         """See FileDescription."""
@@ -179,12 +186,12 @@ class ControlDirectory(OpenDirectory):
 
 
 class PendingWrite:
-    """One write(2) to a control file, done piece by piece. Between two pieces other threads get the lock.
+    """One write(2) to a control file, done step by step. Between two steps other threads get the lock.
 
     Use it as a context manager. Inside, retry_yielding_lock() calls step() until that returns.
     """
 
-    __slots__ = ("_prepared", "by_piece", "client", "data", "file", "inner", "kept", "plan")
+    __slots__ = ("_prepared", "_steps", "by_piece", "client", "data", "file", "inner", "kept", "plan")
 
     def __init__(
         self,
@@ -193,22 +200,24 @@ class PendingWrite:
         inner: OpenFile,
         data: bytes,
         offset: int,
-        prepared: Callable[[], int] | None,
+        prepared: Callable[[], Steps] | None,
     ) -> None:
         """Begin a write of `data` at `offset`.
 
         `inner`: `file.inner` at the start. A reboot between two pieces replaces it in the file.
-        `prepared`: executes the data, if the file has read files of the host for this write; else None.
+        `prepared`: begins the write, if the file has read files of the host for this write; else None.
         """
         self.client = client
         self.file = file
         self.inner = inner
         self.data = data
         self._prepared = prepared
+        self._steps: Steps | None = None
+        """The steps of the current piece, if it has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Write one more piece, without the guest; return the number of bytes that all pieces have taken.
+        """Do one more step, without the guest; return the number of bytes that all pieces have taken.
 
-        Raises: YieldLock (more pieces follow), KernelError.
+        Raises: YieldLock (more steps follow), KernelError.
         """
         self.plan: Callable[[], int] | None = None
         """Function that does one step. GuestCalls.write, which runs once per step, keeps it here."""
@@ -226,12 +235,14 @@ class PendingWrite:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._steps is not None:
+            self._steps.close()
         self.kept.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Write one more piece and return the number of bytes that all pieces have taken.
+        """Do one more step and return the number of bytes that all pieces have taken.
 
-        Lock: takes. Raises: YieldLock (more pieces follow), WouldBlock, KernelError ESTALE, EIO.
+        Lock: takes. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE, EIO.
         """
         file = self.file
         with file.fs.lock:
@@ -242,19 +253,27 @@ class PendingWrite:
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
-        """Write a piece and report it to the watcher.
+        """Do a step of a piece, and report the piece to the watcher after its last step.
 
-        Hazard: read the watcher before the write, because the piece may boot another kernel.
+        Hazard: read the watcher before the step, because the step may boot another kernel.
+        Raises: YieldLock (more steps follow), KernelError.
         """
         file = self.file
         watcher = file.fs.watcher
         data, is_part = piece
+        if self._steps is None:
+            self._steps = self.inner.begin_write(data, offset, self._prepared, is_part=is_part)
         try:
-            taken = self.inner.write(data, offset, self._prepared, is_part=is_part)
+            next(self._steps)
+        except StopIteration as end:
+            self._steps = None
+            taken: int = end.value
         except KernelError:
             if watcher is not None:
                 watcher.written(file.handle, file.path, data, failed=True, is_part=is_part)
             raise
+        else:
+            raise YieldLock
         if watcher is not None:
             watcher.written(file.handle, file.path, data[:taken], failed=False, is_part=is_part)
         return taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import ClassVar, NamedTuple
 
 from emulated_kernel.util.errors import KernelError
@@ -62,6 +62,26 @@ class Cursor:
         """Record that the operation at `offset` transferred bytes and left the file at `position`."""
         self._expected = offset + transferred
         self._position = position
+
+
+Steps = Generator[None, None, int]
+"""The steps of a write: other requests may run when it yields. It returns the bytes taken."""
+
+
+def finish(steps: Steps) -> int:
+    """Do all steps of a write without a pause, and return the bytes taken."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            taken: int = end.value
+            return taken
+
+
+def one_step(action: Callable[[], int]) -> Steps:
+    """Return the steps of a write that does everything at once. `action` returns the bytes taken."""
+    return action()
+    yield
 
 
 class Piece(NamedTuple):
@@ -128,29 +148,31 @@ class OpenFile:
         """
         raise KernelError(errno.EINVAL, f"this file has no pages of {size} bytes")
 
-    def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
-        """Return a function that will do a client's write of `data`.
+    def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:
+        """Return a function that begins a client's write of `data`.
 
         The caller does not hold the control lock, because this may read host files.
         """
         del client
-        return lambda: self._write(data)
+        return lambda: self._write_steps(data)
 
-    def write(
-        self, data: bytes, offset: int, prepared: Callable[[], int] | None = None, *, is_part: bool = False
-    ) -> int:
-        """Do the write, or call `prepared` if given, and return the number of bytes taken.
+    def write(self, data: bytes, offset: int) -> int:
+        """Do the whole write and return the number of bytes taken. Raises: as begin_write()."""
+        return finish(self.begin_write(data, offset))
 
-        `is_part`: see Piece.
+    def begin_write(
+        self, data: bytes, offset: int, prepared: Callable[[], Steps] | None = None, *, is_part: bool = False
+    ) -> Steps:
+        """Return the steps of the write, or those of `prepared` if given. `is_part`: see Piece.
 
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), and errors of the file's command.
+        The steps raise KernelError EBADF, EINVAL, ENODEV (the node was removed), errors of the command.
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")
         self.node.check_attached()
         position = self._cursor.position(offset)
         self._is_part = is_part
-        count = self._write(data) if prepared is None else prepared()
+        count = yield from (self._write_steps(data) if prepared is None else prepared())
         self._cursor.moved(offset, count, position + (count if self.moves_on_write else 0))
         return count
 
@@ -183,6 +205,10 @@ class OpenFile:
     def _read(self, size: int, position: int) -> bytes:
         del size, position
         raise KernelError(errno.EINVAL, "this file can't be read")
+
+    def _write_steps(self, data: bytes) -> Steps:
+        """Return the steps of a write. By default it has one step."""
+        return one_step(lambda: self._write(data))
 
     def _write(self, data: bytes) -> int:
         del data

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.open_file import File, OpenFile, Piece, encode
+from emulated_kernel.vfs.core.open_file import File, OpenFile, Piece, Steps, encode, finish
 
 PIECE_SIZE = 1 << 10
 """Bytes of definitions after which a piece ends at the next newline. A piece takes some milliseconds."""
@@ -28,6 +28,8 @@ Store = Callable[[bytes], None]
 """Execute a write that takes all data. Raises: KernelError."""
 Execute = Callable[[bytes], int]
 """Execute a write and return the number of bytes taken. Raises: KernelError."""
+ExecuteSteps = Callable[[bytes], Steps]
+"""Return the steps of a write that executes commands. Raises: KernelError."""
 Taken = TypeVar("Taken", int, None)
 
 
@@ -42,6 +44,19 @@ def explained(
     def explaining(data: bytes) -> Taken:
         try:
             return execute(data)
+        except KernelError as error:
+            log(f"{file}: {error.strerror}")
+            raise
+
+    return explaining
+
+
+def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
+    """Return a function like `execute` whose steps write the reason of a KernelError to the kernel log."""
+
+    def explaining(data: bytes) -> Steps:
+        try:
+            return (yield from execute(data))
         except KernelError as error:
             log(f"{file}: {error.strerror}")
             raise
@@ -227,6 +242,34 @@ class GuestCommandFile(CommandFile):
     __slots__ = ()
 
 
+class _OpenStepped(OpenCommand):
+    node: SteppedFile
+
+    def _write_steps(self, data: bytes) -> Steps:
+        return self.node.execute_steps(data)
+
+
+class SteppedFile(CommandFile):
+    """A CommandFile whose write executes its lines in steps. Other requests may run between two lines.
+
+    Lines before one that fails have been executed; the line that fails changes nothing.
+    """
+
+    opened_as = _OpenStepped
+    __slots__ = ("execute_steps",)
+
+    def __init__(self, mode: int, records: Records | None, execute: ExecuteSteps) -> None:
+        super().__init__(mode, records, lambda data: finish(execute(data)))
+        self.execute_steps = execute
+
+
+class GuestSteppedFile(SteppedFile):
+    """A SteppedFile whose commands are executed by code in the guest."""
+
+    runs_guest = True
+    __slots__ = ()
+
+
 class MarkerFile(CommandFile):
     """A CommandFile whose writes are recorded with the writing task."""
 
@@ -288,7 +331,7 @@ class _OpenHostReading(_OpenSeq):
     node: HostReadingFile
     moves_on_write = False
 
-    def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
+    def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:
         return self.node.prepare(client, data)
 
 
@@ -304,12 +347,9 @@ class HostReadingFile(PerClientFile):
         self,
         mode: int,
         records_for: Callable[[Client], Records],
-        prepare: Callable[[Client, bytes], Callable[[], int]],
+        prepare: Callable[[Client, bytes], Callable[[], Steps]],
     ) -> None:
-        """Make the file. `prepare` reads host files and returns a function that does the write.
-
-        That function returns the bytes taken.
-        """
+        """Make the file. `prepare` reads host files and returns a function that begins the write."""
         super().__init__(mode, records_for)
         self.prepare = prepare
 

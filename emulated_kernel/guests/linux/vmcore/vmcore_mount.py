@@ -17,7 +17,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.control_fs import ControlFs, GuestCalls
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
-from emulated_kernel.vfs.core.seq_file import GuestCommandFile, single
+from emulated_kernel.vfs.core.seq_file import GuestSteppedFile, single
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
@@ -99,7 +99,7 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
         engine,
         owner,
         strategy.log,
-        {"call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute)},
+        {"call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute)},
         {FILES[1:]: Directory(0o555, {})},
         is_tracefs=is_tracefs,
     )
