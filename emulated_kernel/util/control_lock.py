@@ -14,6 +14,14 @@ PATIENCE = 0.1
 """Seconds that a thread waits for the lock before it enters `ControlLock.waiting`."""
 
 
+class _Pause(str):
+    __slots__ = ()
+
+
+PAUSE = _Pause()
+"""Part of a text without characters, after which its reader gives up the control lock for a moment."""
+
+
 class ControlLock:
     """Re-entrant lock, taken at each entry from outside: a request, an API call, a background load.
 

@@ -31,6 +31,10 @@ _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 """Directories of the files that set limits: they can be opened beyond the limit of open files."""
 
 
+def _go_on() -> None:
+    """Do nothing between two steps of a read."""
+
+
 class ControlFile(FileDescription):
     """An open control file, and the guest's descriptor for it."""
 
@@ -80,6 +84,11 @@ class ControlFile(FileDescription):
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """See FileDescription."""
+        step = partial(self._read, client, size, offset)
+        return retry_yielding_lock(self.fs.lock, step, _go_on)
+
+    def _read(self, client: Client, size: int, offset: int) -> bytes:
+        """Do a step of a read. Lock: takes. Raises: YieldLock (there are more steps), as read()."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
@@ -347,9 +356,9 @@ class GuestCalls:
         """Repeat the client's getdents64(2)."""
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """Read from `file.inner`."""
+        """Read from `file.inner`. Raises: YieldLock (the same call continues)."""
         with self.request(client):
-            return file.inner.read(size, offset)
+            return file.inner.read_step(size, offset)
 
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
         """Read a page from `file.inner`."""

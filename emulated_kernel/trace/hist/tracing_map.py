@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -16,8 +18,11 @@ KEYS_MAX = 3
 VALS_MAX = 3
 VARS_MAX = 16
 SORT_KEYS_MAX = 2
+SORT_STEP = 1024
+"""Elements that are sorted in one step of a read, which keeps others waiting."""
 U64 = (1 << 64) - 1
 
+T = TypeVar("T")
 Value = int | bytes
 """A number below 2**64, or a string without its NUL."""
 
@@ -92,47 +97,65 @@ class TracingMap:
         self.hits = 0
         self.drops = 0
 
-    def sorted(self, primary: Rank, *secondary: Rank) -> list[Element]:
-        """Return all elements in order.
+    def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
+        """Return all elements in order, and yield after each SORT_STEP elements.
 
+        An element has the rank that it has at the start. Between two steps other elements may come.
         Linux: equal ones have the order that a heap sort gives to keys in byte order.
         """
-        elements = heap_sort(sorted(self._elements.values(), key=lambda each: each.key), primary)
+        elements = sorted(self._elements.values(), key=lambda each: each.key)
+        ranks = [primary(each) for each in elements]
+        elements, ranks = yield from heap_sort(elements, ranks)
         for rank in secondary:
-            runs = groupby(elements, primary)
-            elements = [each for _, run in runs for each in heap_sort(run, rank)]
+            runs = groupby(zip(ranks, elements, strict=True), itemgetter(0))
+            elements = []
+            for run in [[each for _, each in run] for _, run in runs]:
+                ordered, _ = yield from heap_sort(run, [rank(each) for each in run])
+                elements += ordered
         return elements
 
 
-def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
-    """Sort with a heap sort that orders equal elements as Linux's.
+def heap_sort(
+    elements: Sequence[T], ranks: Sequence[int]
+) -> Generator[None, None, tuple[list[T], list[int]]]:
+    """Return elements and their ranks, sorted by a heap sort that orders equal elements as Linux's.
 
-    Mirrors: lib/sort.c:sort (v6.1), in its order.
+    Yield after each SORT_STEP elements. Mirrors: lib/sort.c:sort (v6.1), in its order.
     """
-    heap = list(elements)
-    for start in reversed(range(len(heap) // 2)):
-        _sift_down(heap, start, len(heap), rank)
-    for end in reversed(range(1, len(heap))):
-        heap[0], heap[end] = heap[end], heap[0]
-        _sift_down(heap, 0, end, rank)
-    return heap
+    keys = [*ranks]
+    order = [*range(len(keys))]
+    for start in reversed(range(len(keys) // 2)):
+        _sift_down(keys, order, start, len(keys))
+        if not start % SORT_STEP:
+            yield
+    for end in reversed(range(1, len(keys))):
+        keys[0], keys[end] = keys[end], keys[0]
+        order[0], order[end] = order[end], order[0]
+        _sift_down(keys, order, 0, end)
+        if not end % SORT_STEP:
+            yield
+    return [elements[index] for index in order], keys
 
 
-def _sift_down(heap: list[Element], start: int, end: int, rank: Rank) -> None:
+def _sift_down(keys: list[int], order: list[int], start: int, end: int) -> None:
     """Follow the greater child to a leaf, then go back up to the position of the element."""
-    at = start
-    while 2 * at + 2 < end:
-        left = 2 * at + 1
-        at = left if rank(heap[left]) >= rank(heap[left + 1]) else left + 1
-    if 2 * at + 2 == end:
-        at = 2 * at + 1
-    while at != start and rank(heap[start]) >= rank(heap[at]):
-        at = (at - 1) // 2
-    moved = heap[start]
     path = []
-    while at != start:
+    at = start
+    last = end - 2
+    while (left := 2 * at + 1) < last + 1:
+        at = left if keys[left] >= keys[left + 1] else left + 1
         path.append(at)
-        at = (at - 1) // 2
-    for child in reversed(path):
-        heap[at], at = heap[child], child
-    heap[at] = moved
+    if left == last + 1:
+        at = left
+        path.append(at)
+    moved = keys[start]
+    number = order[start]
+    while path and moved >= keys[path[-1]]:
+        path.pop()
+    at = start
+    for child in path:
+        keys[at] = keys[child]
+        order[at] = order[child]
+        at = child
+    keys[at] = moved
+    order[at] = number

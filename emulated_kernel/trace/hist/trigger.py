@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from dataclasses import field
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
@@ -281,11 +282,13 @@ def _identity(each: HistField) -> tuple[object, ...]:
     return (each.flags, field, each.offset, each.size, each.is_signed, each.variable)
 
 
-def hist_text(triggers: EventTriggers, event: TraceEvent) -> str:
-    """Return the text of the event's hist file.
+def hist_records(triggers: EventTriggers, event: TraceEvent) -> Iterator[str]:
+    """Yield the text of the event's hist file in parts; see HistPrinter.records().
 
     Mirrors: kernel/trace/trace_events_hist.c:hist_show (v6.1).
     """
     found = [trigger for trigger in triggers.file(event).triggers if isinstance(trigger, HistTrigger)]
-    texts = [HistPrinter(trigger.data, triggers.symbols).text(trigger.show()) for trigger in found]
-    return "\n\n".join(texts)
+    for number, trigger in enumerate(found):
+        if number:
+            yield "\n\n"
+        yield from HistPrinter(trigger.data, triggers.symbols).records(trigger.show())

@@ -204,9 +204,9 @@ class DynamicEvents:
         """Number of dynamic events."""
         return len(self._events)
 
-    def records(self) -> list[str]:
-        """Return the lines of the file."""
-        return [event.show() for event in self._events]
+    def records(self, start: int = 0) -> Iterator[str]:
+        """Return the lines of the file, from line `start` on."""
+        return (event.show() for event in islice(self._events, start, None))
 
     def clear(self) -> None:
         """Remove all events, as opening the file with O_TRUNC does. Raises: KernelError EBUSY."""

@@ -6,9 +6,10 @@ import errno
 import os
 import select
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import ClassVar, NamedTuple
 
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node
 
@@ -129,9 +130,18 @@ class OpenFile:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes from `offset`, or b"" at the end.
+        """Return at most `size` bytes from `offset`, or b"" at the end, without a pause.
 
         Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock.
+        """
+        while True:
+            with suppress(YieldLock):
+                return self.read_step(size, offset)
+
+    def read_step(self, size: int, offset: int) -> bytes:
+        """Do a part of a read, as read() does.
+
+        Raises: YieldLock (there is more to do, and the same call continues), as read().
         """
         if not self.readable:
             raise KernelError(errno.EBADF, "not open for reading")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
-from emulated_kernel.trace.hist.trigger import hist_text
+from emulated_kernel.trace.hist.trigger import hist_records
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.vfs.core.kstrtox import switch
@@ -19,6 +19,7 @@ from emulated_kernel.vfs.core.seq_file import (
     CommandFile,
     OneReadFile,
     SeqFile,
+    StreamFile,
     listing,
     single,
 )
@@ -102,7 +103,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
             **(switchable if event.is_switchable else {}),
             "format": SeqFile(READ_ONLY, single(event.format_text)),
             **(registrable if event.is_registrable else {}),
-            "hist": SeqFile(READ_ONLY, single(lambda: hist_text(triggers, event))),
+            "hist": StreamFile(READ_ONLY, lambda: hist_records(triggers, event)),
             **(triggerable if event.is_switchable or event.name == "print" else {}),
         },
     )

@@ -70,7 +70,7 @@ def _state(kernel: TriggerKernel) -> tuple[object, ...]:
     return (
         [kernel.triggers.records(event) for event in events],
         [(event.references, event.is_enabled) for event in events],
-        kernel.kernel.dynamic_events.records(),
+        [*kernel.kernel.dynamic_events.records()],
         tuple(kernel.system.with_variables(kernel.kernel.recorder)),
         list(kernel.hists.owners),
         kernel.control.snapshot.condition,
