@@ -740,8 +740,11 @@ class Kernel:
         with self._locked():
             return self._mounts.add(files)
 
-    def replace_kernel(self, old: Kernel, define: Callable[[], None]) -> None:
-        """Continue where `old` ended, a kernel of the same lock and configuration; it is unusable afterwards.
+    def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
+        """Continue where `old` ended, a kernel of the same lock and configuration, in steps.
+
+        Between two steps `old` works, and the lock may be given up. After the last one `old` is unusable.
+        Each step of the result does a step of `define`.
 
         Time continues. Events that `define` registers get the ids that events of the same names had, so that
         the old records can still be printed. A mark follows the old records. The lock must be held. If this
@@ -750,7 +753,7 @@ class Kernel:
         Raises: MemoryError, as `define`.
         """
         self._check_open()
-        self.components.replace_kernel(old.components, define)
+        yield from self.components.replace_kernel(old.components, define)
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
         """Let a mount of the kernel that this one replaces show `files`, of this kernel, from now on.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from threading import Event
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +30,14 @@ ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
 """Names of the system calls that make the host's kernel ask for the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 """Directories of the files that set limits: they can be opened beyond the limit of open files."""
+
+
+class _Gated(Exception):
+    """A change must wait for `gate`, without the lock, because another kernel replaces this one."""
+
+    def __init__(self, gate: Event) -> None:
+        super().__init__()
+        self.gate = gate
 
 
 def _go_on() -> None:
@@ -105,10 +114,16 @@ class ControlFile(FileDescription):
         """See FileDescription. If the write needs files of the host, read them first, without the lock."""
         if self.error:
             raise self.gone()
-        inner = self.inner
-        prepared = inner.prepare(client, data) if inner.node.reads_host else None
-        with PendingWrite(client, self, inner, data, offset, prepared) as write:
-            return retry_yielding_lock(self.fs.lock, write.step, partial(self._check_writer, client))
+        while True:
+            inner = self.inner
+            prepared = inner.prepare(client, data) if inner.node.reads_host else None
+            try:
+                with PendingWrite(client, self, inner, data, offset, prepared) as write:
+                    check = partial(self._check_writer, client)
+                    return retry_yielding_lock(self.fs.lock, write.step, check)
+            except _Gated as wait:
+                with self.fs.lock.waiting():
+                    wait.gate.wait()
 
     def _check_writer(self, client: Client) -> None:
         """Stop a write whose process was killed. Lock: leaves. Raises: KernelError EINTR."""
@@ -200,7 +215,18 @@ class PendingWrite:
     Use it as a context manager. Inside, retry_yielding_lock() calls step() until that returns.
     """
 
-    __slots__ = ("_prepared", "_steps", "by_piece", "client", "data", "file", "inner", "kept", "plan")
+    __slots__ = (
+        "_has_begun",
+        "_prepared",
+        "_steps",
+        "by_piece",
+        "client",
+        "data",
+        "file",
+        "inner",
+        "kept",
+        "plan",
+    )
 
     def __init__(
         self,
@@ -221,6 +247,7 @@ class PendingWrite:
         self.inner = inner
         self.data = data
         self._prepared = prepared
+        self._has_begun = False
         self._steps: Steps | None = None
         """The steps of the current piece, if it has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
@@ -255,6 +282,11 @@ class PendingWrite:
         """
         file = self.file
         with file.fs.lock:
+            if not self._has_begun:
+                # The records of markers are taken over, so markers need not wait.
+                if not self.inner.node.notes_writer:
+                    file.fs.check_gate()
+                self._has_begun = True
             if file.error:
                 raise file.gone()
             if file.inner is not self.inner:
@@ -410,6 +442,23 @@ class ControlFs(FileSystem):
         self.calls.fs = self
         self.watcher: ChangeWatcher | None = None
 
+    def check_gate(self) -> None:
+        """Check that no other kernel is about to replace this one. Raises: _Gated."""
+        if self.gate is not None:
+            raise _Gated(self.gate)
+
+    @contextmanager
+    def _changing(self, *, is_change: bool = True) -> Iterator[None]:
+        """Hold the lock. For a change of definitions, wait until no other kernel is about to replace this."""
+        while True:
+            with self.lock:
+                gate = self.gate
+                if gate is None or not is_change:
+                    yield
+                    return
+            with self.lock.waiting():
+                gate.wait()
+
     def files(self) -> list[ControlFile]:
         """Return the open files, without directories, in the order of their opens."""
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
@@ -442,7 +491,7 @@ class ControlFs(FileSystem):
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """See FileSystem."""
-        with self.lock:
+        with self._changing(is_change=bool(flags & os.O_TRUNC)):
             file = ControlFile(self, path, flags, client)
             self.calls.open(client, file)
             self.opened[file] = None
@@ -473,7 +522,7 @@ class ControlFs(FileSystem):
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """See FileSystem. In instances/ a new directory is a new trace array."""
-        with self.lock:
+        with self._changing():
             tree = self.tree
             self.calls.change(
                 client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode
@@ -483,7 +532,7 @@ class ControlFs(FileSystem):
 
     def rmdir(self, client: Client, path: str) -> None:
         """See FileSystem."""
-        with self.lock:
+        with self._changing():
             tree = self.tree
             self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
             self._moved(path, GONE)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import gc
 import posixpath
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from stat import S_IFMT
+from threading import Event
 from time import monotonic, sleep
 
 from emulated_kernel.util.control_lock import ControlLock
@@ -362,6 +363,23 @@ class Mount:
         """Open the open files in the guest, too, before its text changes: probes could notice its calls."""
         for fs in self._file_systems:
             fs.open_in_guest()
+
+    @contextmanager
+    def holding_changes(self) -> Iterator[None]:
+        """Let changes of control files wait until the end of this context, because they would be lost.
+
+        The caller holds the lock when it enters and leaves the context.
+        """
+        self.lock.assert_held()
+        gate = Event()
+        for fs in self._file_systems:
+            fs.gate = gate
+        try:
+            yield
+        finally:
+            for fs in self._file_systems:
+                fs.gate = None
+            gate.set()
 
     def replace(self, table: Mapping[str, FileSystem]) -> None:
         """Show the files of another kernel, with the same lock and file systems at the same prefixes.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from kprobefs.common.errors import escape_for_terminal
@@ -62,6 +62,16 @@ class Loader:
 
     def apply(self, lines: Sequence[Line]) -> list[str]:
         """Apply all lines; return a message for each that failed."""
+        steps = self.steps(lines)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                failed: list[str] = end.value
+                return failed
+
+    def steps(self, lines: Sequence[Line]) -> Generator[None, None, list[str]]:
+        """Apply all lines, and yield after each of them; return a message for each that failed."""
         failed: list[str] = []
         failed_triggers: list[str] = []
         later = list(lines)
@@ -80,6 +90,7 @@ class Loader:
                         failed_triggers.append(report)
                     else:
                         failed.append(report)
+                yield
             if len(later) == len(now):
                 break
         return failed + failed_triggers

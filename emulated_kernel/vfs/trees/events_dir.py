@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event import TraceEvent
@@ -20,7 +21,6 @@ from emulated_kernel.vfs.core.seq_file import (
     OneReadFile,
     SeqFile,
     StreamFile,
-    listing,
     single,
 )
 
@@ -92,7 +92,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
     triggerable: dict[str, Node] = {
         "trigger": CommandFile(
             READ_WRITE,
-            listing(lambda: triggers.records(event)),
+            partial(triggers.records, event),
             execute=lambda data: triggers.write(event, data),
             truncate=lambda: triggers.truncate(event),
         ),

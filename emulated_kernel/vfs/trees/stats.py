@@ -77,8 +77,9 @@ ProbeState = Mapping[str, str | int | bool]
 
 
 def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Yield the state of each kprobe event, including its name as `event`."""
-    return (_probe_state(kernel, event) for event in kernel.tracing.kprobe_events.events())
+    """Yield the state of each kprobe event, including its name as `event`, sorted by name."""
+    events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
+    return (_probe_state(kernel, event) for event in events)
 
 
 def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeState:

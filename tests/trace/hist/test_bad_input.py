@@ -68,7 +68,7 @@ def _state(kernel: TriggerKernel) -> tuple[object, ...]:
     """All that a failed write has to leave alone."""
     events = [kernel.event(name) for name in ("a", "b", "syn")]
     return (
-        [kernel.triggers.records(event) for event in events],
+        [[*kernel.triggers.records(event)] for event in events],
         [(event.references, event.is_enabled) for event in events],
         [*kernel.kernel.dynamic_events.records()],
         tuple(kernel.system.with_variables(kernel.kernel.recorder)),
