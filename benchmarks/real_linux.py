@@ -1,6 +1,6 @@
 """Start-up, file and hit times and memory with a distribution's kernel, and kprobefs's kprobes in it.
 
-The targets are those of docs/guide/real-linux.md. A hit makes a record with one argument. Its time is the
+Targets are the aims of this project. A hit makes a record with one argument. Its time is the
 time of the same calls with the probe less that without it.
 """
 

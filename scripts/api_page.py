@@ -138,7 +138,7 @@ def item(signature: str, text: str) -> str:
     """Return a list item: a signature, and a docstring in paragraphs."""
     paragraphs = text.split("\n\n") if text else []
     first = f"- `{signature}`" + (f": {' '.join(paragraphs[0].split())}" if paragraphs else "")
-    return "\n\n".join([first, *(f"  {' '.join(each.split())}" for each in paragraphs[1:])])
+    return "\n\n".join([first, *(f"    {' '.join(each.split())}" for each in paragraphs[1:])])
 
 
 def signature(node: ast.FunctionDef) -> str:

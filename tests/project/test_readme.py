@@ -12,12 +12,20 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from tests.guests.linux import debian_kernel
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES, FIRST, OWN, ASSEMBLY = (
+EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING = (
     README.parent / "docs/guide" / name
-    for name in ("examples.md", "first-probe.md", "own-kernel.md", "assembly.md")
+    for name in (
+        "examples.md",
+        "first-probe.md",
+        "own-kernel.md",
+        "assembly.md",
+        "real-linux.md",
+        "testing.md",
+    )
 )
 SESSIONS = [
     # Pages go on from block to block; each example has a mount of its own.
@@ -38,9 +46,22 @@ MARK = "\x1e"
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
 @pytest.mark.parametrize("session", SESSIONS)
 def test_console_blocks_show_what_a_mount_shows(session: list[Step]) -> None:
+    _compare_session(session)
+
+
+@pytest.mark.mounted
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+def test_the_page_of_distributions_kernels_shows_what_debians_shows() -> None:
+    session = [step for body in blocks("console image", REAL) for step in steps(body)]
+    _compare_session([Step('cd "$KPROBEFS"', ""), *session], "--image", str(debian_kernel.image()))
+
+
+def _compare_session(session: list[Step], *options: str) -> None:
+    """Run the commands on one mount, and compare their outputs with those that the page shows."""
     script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
     done = subprocess.run(
-        [KPROBEFS, "run", "--", "bash", "-c", f"exec 2>&1\n{script}"],
+        [KPROBEFS, "run", *options, "--", "bash", "-c", f"exec 2>&1\n{script}"],
         capture_output=True,
         text=True,
         check=False,
@@ -127,6 +148,21 @@ def test_the_python_examples_run(page: Path, count: int) -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_the_testing_page_passes(tmp_path: Path) -> None:
+    [example] = blocks("python", TESTING)
+    file = tmp_path / "test_example.py"
+    file.write_text(example)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
