@@ -753,7 +753,7 @@ class Kernel:
         Raises: MemoryError, as `define`.
         """
         self._check_open()
-        yield from self.components.replace_kernel(old.components, define)
+        return self.components.replace_kernel(old.components, define)
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
         """Let a mount of the kernel that this one replaces show `files`, of this kernel, from now on.
