@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import gc
 import posixpath
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
@@ -72,6 +73,10 @@ class Mount:
         self._roots: dict[str, DirEntry] = {}
         """Prefix -> its entry in the parent directory. The entries remain usable after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
+        self._users: dict[int, int] = {}
+        """Handle -> the user who opened it, unless that is root."""
+        self._open_files: Counter[int] = Counter()
+        """User -> number of open files."""
         self._numbers = count(1)
         self._pollers: dict[int, Callable[[], None]] = {}
         """Handle -> function that announces the next change of the file's poll mask."""
@@ -215,40 +220,50 @@ class Mount:
         """
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path)
-        return self._add(fs.open(client, path, flags))
+            self._check_room(self._limits, fs, path, client)
+        return self._add(fs.open(client, path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Create a regular file, open it and return the handle. Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path)
-        return self._add(fs.create(client, path, mode, flags))
+            self._check_room(self._limits, fs, path, client)
+        return self._add(fs.create(client, path, mode, flags), client)
 
     def opendir(self, client: Client, path: str) -> int:
         """Open a directory and return the handle for getdents(). Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path)
-        return self._add(fs.opendir(client, path))
+            self._check_room(self._limits, fs, path, client)
+        return self._add(fs.opendir(client, path), client)
 
-    def _check_room(self, limits: Limits, fs: FileSystem, path: str) -> None:
+    def _check_room(self, limits: Limits, fs: FileSystem, path: str, client: Client) -> None:
         try:
             limits.check(Limit.OPEN_FILES, len(self._handles))
+            if client.uid:
+                limits.check(Limit.USER_OPEN_FILES, self._open_files[client.uid])
         except KernelError:
             # The files that raise the limit can be opened beyond it.
             if not fs.is_always_open(path):
                 raise
 
-    def _add(self, opened: FileDescription) -> int:
+    def _add(self, opened: FileDescription, client: Client) -> int:
         if self._closed:
             opened.release()
             raise KernelError(errno.EIO, "the mount has ended")
         handle = opened.handle = next(self._numbers)
         self._handles[handle] = opened
+        if client.uid:
+            self._users[handle] = client.uid
+            self._open_files[client.uid] += 1
+        self._count()
+        return handle
+
+    def _count(self) -> None:
+        """Tell the limits how many files are open."""
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
-        return handle
+            self._limits.user_open_files = max(self._open_files.values(), default=0)
 
     def _opened(self, handle: int) -> FileDescription:
         """Return the description of a handle. Raises: KernelError EBADF, ESTALE, EIO."""
@@ -342,8 +357,12 @@ class Mount:
         """Release a handle; do nothing if it does not exist."""
         opened = self._handles.pop(handle, None)
         self._pollers.pop(handle, None)
-        if self._limits is not None:
-            self._limits.open_files = len(self._handles)
+        user = self._users.pop(handle, None)
+        if user is not None:
+            self._open_files[user] -= 1
+            if not self._open_files[user]:
+                del self._open_files[user]
+        self._count()
         if opened is not None:
             opened.release()
 

@@ -92,7 +92,8 @@ class HistData(Histogram):
         self.variables.definitions = []
         self._build_sort_keys()
         sums = len(self.sortable) - len(self.keys)
-        self.map = TracingMap(self.attrs.bits or DEFAULT_BITS, self.key_size, sums)
+        bits = self.attrs.bits or DEFAULT_BITS
+        self.map = TracingMap(bits, self.key_size, sums, self.system.memory)
         for each in self.fields:
             if each.flags & Flag.VAR:
                 each.owner = self

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits
 
 DEFAULT_BITS = 11
 MIN_BITS = 7
@@ -22,6 +23,14 @@ SORT_STEP = 1024
 """Elements that are sorted in one step of a read, which keeps others waiting."""
 U64 = (1 << 64) - 1
 
+HIST_SIZE = 16384
+"""Bytes of the host's memory that a histogram without elements occupies."""
+ELEMENT_SIZE = 300
+"""Bytes of an element without its key, sums and variables."""
+SUM_SIZE = 40
+VARIABLES_SIZE = 232
+VARIABLE_SIZE = 320
+"""Bytes of a variable, whose value may be a string of 256 characters."""
 T = TypeVar("T")
 Value = int | bytes
 """A number below 2**64, or a string without its NUL."""
@@ -53,12 +62,32 @@ Rank = Callable[[Element], int]
 """Function that returns the number by which an element is sorted."""
 
 
+class HistMemory:
+    """The budget of host memory for the elements of all histograms of a kernel."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.used = 0
+        """Bytes that are in use."""
+
+    def has_room(self, size: int) -> bool:
+        """Return True if `size` more bytes are within the limit."""
+        most = self._limits[Limit.HIST_BYTES]
+        return most is None or self.used + size <= most
+
+
 class TracingMap:
     """The table of a histogram. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
 
-    def __init__(self, bits: int, key_size: int, sums: int) -> None:
+    def __init__(self, bits: int, key_size: int, sums: int, memory: HistMemory | None = None) -> None:
+        """Create an empty map. `memory`: the budget that its elements are charged to."""
+        self._memory = memory or HistMemory(Limits())
+        self._charged = 0
+        """Bytes that the map is charged with."""
         self.bits = bits
         self.key_size = key_size
+        self._own_charge = 0
+        """Bytes of `_charged` that stay when the map is cleared."""
         self.hits = 0
         self.drops = 0
         self.variable_count = 0
@@ -75,11 +104,11 @@ class TracingMap:
     def insert(self, key: bytes, comm: bytes) -> Element | None:
         """Return the element of a key, and create it if necessary.
 
-        If the map is full, count a drop and return None.
+        If the map is full, or the memory of all maps, count a drop and return None.
         """
         element = self._elements.get(key)
         if element is None:
-            if len(self._elements) >= 1 << self.bits:
+            if len(self._elements) >= 1 << self.bits or not self._charge(self._element_size):
                 self.drops += 1
                 return None
             element = Element(key, self._sums, comm)
@@ -96,6 +125,34 @@ class TracingMap:
         self._elements.clear()
         self.hits = 0
         self.drops = 0
+        self._memory.used -= self._charged - self._own_charge
+        self._charged = self._own_charge
+
+    @property
+    def _element_size(self) -> int:
+        """Bytes that an element occupies at most."""
+        variables = VARIABLES_SIZE + self.variable_count * VARIABLE_SIZE if self.variable_count else 0
+        return ELEMENT_SIZE + self.key_size + self._sums * SUM_SIZE + variables
+
+    def _charge(self, size: int) -> bool:
+        """Charge the budget. Return False if it has no room."""
+        if not self._memory.has_room(size):
+            return False
+        self._memory.used += size
+        self._charged += size
+        return True
+
+    def allocate(self) -> None:
+        """Charge the budget with the histogram itself. Raises: KernelError ENOMEM."""
+        if not self._charge(HIST_SIZE):
+            raise KernelError(errno.ENOMEM, "histogram: the limit of hist_bytes is reached; remove others")
+        self._own_charge = HIST_SIZE
+
+    def release(self) -> None:
+        """Give everything back to the budget, because nobody counts into the map any more."""
+        self._memory.used -= self._charged
+        self._charged = 0
+        self._own_charge = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
         """Return all elements in order, and yield after each SORT_STEP elements.

@@ -144,6 +144,8 @@ class HistCommand(TriggerCommand):
             raise log.error(HistError.TRIGGER_EEXIST, code=errno.EEXIST)
         if attrs.resume or attrs.clear:
             raise log.error(HistError.TRIGGER_ENOENT_CLEAR, code=errno.ENOENT)
+        if shared is None:
+            data.map.allocate()
         trigger.paused = attrs.pause
         if data.uses_time:
             with log.instead(HistError.SET_CLOCK_FAIL, attrs.clock):
@@ -233,6 +235,7 @@ class HistCommand(TriggerCommand):
     def _discard(self, data: HistData) -> None:
         """Release a histogram's actions and variables, and the histograms created for it on other events."""
         self.system.remove_variables(data)
+        data.map.release()
         for action in data.actions:
             action.destroy()
         made = data.made_hists
