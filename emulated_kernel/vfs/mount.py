@@ -251,7 +251,8 @@ class Mount:
         if self._closed:
             opened.release()
             raise KernelError(errno.EIO, "the mount has ended")
-        handle = opened.handle = next(self._numbers)
+        handle = next(self._numbers)
+        opened.handle = handle
         self._handles[handle] = opened
         if client.uid:
             self._users[handle] = client.uid

@@ -55,7 +55,8 @@ class Structures:
         place = self._places.get(path)
         if place is None:
             offset, member = self.btf.locate(path)
-            place = self._places[path] = offset, member.width
+            place = offset, member.width
+            self._places[path] = place
         offset, width = place
         if not width:
             return int.from_bytes(self.vmlinux.read(address + offset // 8, size), "little")
