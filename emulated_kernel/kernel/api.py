@@ -32,7 +32,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.open_file import OpenFile, Steps, finish
 from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from emulated_kernel.vfs.mount import Mount
 
@@ -713,14 +713,14 @@ class Kernel:
             # Some files take one word at a time.
             while left:
                 try:
-                    taken = opened.write(left, 0, prepared)
+                    taken = finish(opened.begin_write(left, 0, prepared))
                 except WouldBlock:
                     raise KernelError(errno.EAGAIN, f"{path}: it takes no data now; try again") from None
                 if not taken:
                     raise KernelError(errno.ENOSPC, f"{path}: the file does not take {len(left)} bytes")
                 left = left[taken:]
 
-    def _prepared(self, path: str, data: bytes) -> Callable[[], int] | None:
+    def _prepared(self, path: str, data: bytes) -> Callable[[], Steps] | None:
         """Return the write of `data` to a file that reads host files, which are read now; None for others."""
         with self._control():
             node = self._control_files.lookup(path)
