@@ -186,8 +186,10 @@ class RebootableKernel:
                     undo.callback(processes.close)
                     definitions: list[str] = []
                     for line in self._definitions(old):
-                        definitions += [line] if line else []
-                        yield
+                        if line:
+                            definitions.append(line)
+                        else:
+                            yield
                     config = replace(
                         old.config, clock=clock.kind, seed=clock.seed, run_budget=old.machine.run_budget
                     )

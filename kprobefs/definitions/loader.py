@@ -27,6 +27,8 @@ from kprobefs.definitions.syntax import (
 )
 from kprobefs.definitions.tracefs_files import OUTSIDE, Files
 
+LINES_PER_STEP = 16
+"""Lines that are applied in one step of a reboot, which keeps others waiting."""
 CURSOR = re.compile(r"^ *\^$")
 """Line of an error_log that points at the position of the error."""
 DEFINING = ("dynamic_events", "kprobe_events", "synthetic_events", "uprobe_events")
@@ -71,7 +73,8 @@ class Loader:
                 return failed
 
     def steps(self, lines: Sequence[Line]) -> Generator[None, None, list[str]]:
-        """Apply all lines, and yield after each of them; return a message for each that failed."""
+        """Apply all lines, and yield after each LINES_PER_STEP; return a message for each that failed."""
+        applied = 0
         failed: list[str] = []
         failed_triggers: list[str] = []
         later = list(lines)
@@ -90,7 +93,9 @@ class Loader:
                         failed_triggers.append(report)
                     else:
                         failed.append(report)
-                yield
+                applied += 1
+                if not applied % LINES_PER_STEP:
+                    yield
             if len(later) == len(now):
                 break
         return failed + failed_triggers

@@ -31,6 +31,8 @@ VALUES = (
     "max_graph_depth",
 )
 """Files of a trace array whose value is saved, in this order. A missing file is skipped."""
+EVENTS_PER_STEP = 64
+"""Events that are looked at in one step of a reboot, which keeps others waiting."""
 ARMED = "kprobes/enabled"
 """Switch that arms all probes. It is on in a new mount."""
 OPTIMIZATION = "sysctl/debug/kprobes-optimization"
@@ -80,6 +82,11 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> 
     yield from _switched_off(files, ARMED)
 
 
+def _pause(number: int) -> tuple[str, ...]:
+    """Return a PAUSE if an event with this index begins a step."""
+    return () if number % EVENTS_PER_STEP else (PAUSE,)
+
+
 def _switched_off(files: Files, name: str) -> Iterator[str]:
     if _content(files, name) == ["0"]:
         yield f"{name} = 0"
@@ -117,13 +124,13 @@ class _Array:
 
     def _of_events(self) -> Iterator[str]:
         events = [f"events/{event}" for event in self.files.configured_events(self.directory)]
-        for event in events:
-            yield PAUSE
+        for number, event in enumerate(events):
+            yield from _pause(number)
             value = _text(self.files, f"{self.directory}{event}/filter").rstrip("\n")
             if value not in ("", NO_FILTER) and not REFUSED_FILTER.search(value):
                 yield setting_line(f"{event}/filter", value)
-        for event in events:
-            yield PAUSE
+        for number, event in enumerate(events):
+            yield from _pause(number)
             for value in saved_triggers(_text(self.files, f"{self.directory}{event}/trigger")):
                 yield setting_line(f"{event}/trigger", value)
 
@@ -157,8 +164,8 @@ def _single_probes(
     arrays = [*arrays]
     enabled = {word.replace(":", "/", 1) for array in arrays for word in array.lines("set_event")}
     configured = {event for array in arrays for event in files.configured_events(array.directory)}
-    for probe in _read_probes(files) if probes is None else probes:
-        yield PAUSE
+    for number, probe in enumerate(_read_probes(files) if probes is None else probes):
+        yield from _pause(number)
         event = probe["event"]
         # An event that is enabled only for its triggers is not in set_event.
         is_wanted = event in enabled or (

@@ -123,6 +123,33 @@ def test_the_write_of_a_killed_process_stops(mount: Mount, is_probed: bool) -> N
     assert write(mount, "/machine/call", "int_sqrt 9\n" * 3) == 33
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/tracing/events/enable", "1\n"),
+        ("/tracing/events/kprobes/enable", "1\n"),
+        ("/tracing/set_event", "kprobes:*\n"),
+    ],
+)
+def test_many_events_are_enabled_in_steps(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch, path: str, text: str
+) -> None:
+    write(mount, "/kprobe_events", "".join(f"p:e{number} int_sqrt\n" for number in range(300)))
+    removed: list[int] = []
+
+    def remove_one(_lock: ControlLock) -> None:
+        if not removed:
+            write(mount, "/kprobe_events", "-:e5\n", OTHER)
+        removed.append(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlLock, "yield_lock", remove_one)
+        assert write(mount, path, text) == len(text)
+    assert len(removed) >= 300 // 64
+    assert read(mount, "/tracing/events/kprobes/enable") == "1\n"
+    assert read(mount, "/tracing/set_event").count("kprobes:") == 299
+
+
 def opened(mount: Mount, path: str, flags: int = os.O_RDONLY) -> int:
     return mount.open(ROOT, path, flags)
 

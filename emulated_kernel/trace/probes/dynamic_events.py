@@ -204,8 +204,12 @@ class DynamicEvents:
         """Number of dynamic events."""
         return len(self._events)
 
-    def records(self, start: int = 0) -> Iterator[str]:
-        """Return the lines of the file, from line `start` on."""
+    def records(self) -> list[str]:
+        """Return the lines of the file."""
+        return [*self.records_from(0)]
+
+    def records_from(self, start: int) -> Iterator[str]:
+        """Return the lines of the file from line `start` on."""
         return (event.show() for event in islice(self._events, start, None))
 
     def clear(self) -> None:

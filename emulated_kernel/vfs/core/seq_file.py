@@ -308,8 +308,14 @@ class SteppedFile(CommandFile):
     opened_as = _OpenStepped
     __slots__ = ("execute_steps",)
 
-    def __init__(self, mode: int, records: Records | None, execute: ExecuteSteps) -> None:
-        super().__init__(mode, records, lambda data: finish(execute(data)))
+    def __init__(
+        self,
+        mode: int,
+        records: Records | None,
+        execute: ExecuteSteps,
+        truncate: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(mode, records, lambda data: finish(execute(data)), truncate)
         self.execute_steps = execute
 
 
@@ -456,6 +462,27 @@ class AttributeFile(File):
         super().__init__(mode)
         self.show = show
         self.store = store
+
+
+class _OpenSteppedAttribute(_OpenAttribute):
+    node: SteppedAttribute
+
+    def _write_steps(self, data: bytes) -> Steps:
+        yield from self.node.store_steps(data)
+        return len(data)
+
+
+class SteppedAttribute(AttributeFile):
+    """An AttributeFile whose write takes effect in steps. Other requests may run between two of them."""
+
+    opened_as = _OpenSteppedAttribute
+    __slots__ = ("store_steps",)
+
+    def __init__(
+        self, mode: int, show: Callable[[], str], store_steps: Callable[[bytes], Iterator[None]]
+    ) -> None:
+        super().__init__(mode, show)
+        self.store_steps = store_steps
 
 
 class _OpenOneRead(_OpenAttribute):

@@ -20,6 +20,7 @@ from emulated_kernel.vfs.core.seq_file import (
     CommandFile,
     OneReadFile,
     SeqFile,
+    SteppedAttribute,
     StreamFile,
     single,
 )
@@ -66,10 +67,10 @@ def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Dir
 
 
 def _enable(events: ArrayEvents, chosen: Callable[[], Iterable[TraceEvent]]) -> File:
-    return AttributeFile(
+    return SteppedAttribute(
         READ_WRITE,
-        show=lambda: f"{events.set_enabled_text(chosen())}\n",
-        store=lambda data: events.set_all(chosen(), switch(data)),
+        lambda: f"{events.set_enabled_text(chosen())}\n",
+        lambda data: events.set_all_steps(chosen(), switch(data)),
     )
 
 

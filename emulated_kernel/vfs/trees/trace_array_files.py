@@ -33,6 +33,7 @@ from emulated_kernel.vfs.core.seq_file import (
     PipeFile,
     Records,
     RecordStream,
+    SteppedFile,
     WrittenList,
     listing,
     single,
@@ -63,7 +64,9 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "events": events_directory(tracing),
         "options": _options_directory(array.options, instance=instance),
         "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(array, cpu) for cpu in range(array.cpus)}),
-        "set_event": list_file(tracing.events),
+        "set_event": SteppedFile(
+            READ_WRITE, listing(tracing.events.records), tracing.events.write_steps, tracing.events.clear
+        ),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
         "set_ftrace_filter": filter_file(functions.filter),

@@ -97,7 +97,8 @@ def _stack_files(stack: StackTracer) -> dict[str, Node]:
 
 def _definitions_file(events: EventKind[Any] | DynamicEvents) -> File:
     """Return a file of event definitions: writes add or remove definitions, and O_TRUNC removes all."""
-    return LinesFile(READ_WRITE, events.records, events.write, events.clear)
+    records = events.records_from if isinstance(events, DynamicEvents) else events.records
+    return LinesFile(READ_WRITE, records, events.write, events.clear)
 
 
 def kprobe_events_file(events: KprobeEvents) -> File:
