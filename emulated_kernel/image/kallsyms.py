@@ -246,6 +246,13 @@ class Kallsyms:
         own = [self._symbol(index) for index in self._named(name)]
         return (*own, *self._of_modules(name))
 
+    def names_at(self, address: int) -> list[str]:
+        """Return the names of the kernel's symbols at an address, in the order of the table."""
+        addresses = self._table.addresses
+        first = bisect_left(addresses, address)
+        found = range(first, bisect_right(addresses, address, first))
+        return [self._table.name(index).decode("utf-8", "replace") for index in found]
+
     def lookup(self, address: int) -> Location | None:
         """Return the symbol that contains an address; of several at one address, the first in the table.
 
@@ -272,6 +279,11 @@ class Kallsyms:
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
         """Return the whole text of /proc/kallsyms; see kallsyms_lines()."""
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
+
+    @property
+    def line_count(self) -> int:
+        """Number of lines that kallsyms_lines() yields from index 0 on."""
+        return len(self)
 
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
         """Yield the lines of /proc/kallsyms from index `start` on.

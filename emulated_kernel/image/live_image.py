@@ -155,6 +155,10 @@ class LiveKallsyms(Kallsyms):
                 return where
         return None
 
+    @property
+    def line_count(self) -> int:
+        return len(self) + sum(len(symbols.module.symbols) for symbols in self._modules)
+
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
         yield from super().kallsyms_lines(start, zero_addresses=zero_addresses)
         lines = (

@@ -15,7 +15,7 @@ from threading import Event
 from types import TracebackType
 from typing import Any, Self
 
-from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.changes import ChangeWatcher
@@ -75,6 +75,11 @@ class ControlFile(FileDescription):
     def stream(self) -> bool:
         """See FileDescription."""
         return self.inner.stream
+
+    @property
+    def acts_on_close(self) -> bool:
+        """See FileDescription."""
+        return self.inner.acts_on_close
 
     @property
     def reads_host(self) -> bool:
@@ -660,7 +665,7 @@ class ControlFs(FileSystem):
             super().close()
             for file in files:
                 # The release executes a line without a newline at its end.
-                with suppress(KernelError, GuestFault):
+                with suppress(KernelError, GuestFault, MemoryFault):
                     self.tree.release(file.inner)
             if self.watcher is not None:
                 self.watcher.closed()

@@ -77,6 +77,8 @@ class Mount:
         """Handle -> the user who opened it, unless that is root."""
         self._open_files: Counter[int] = Counter()
         """User -> number of open files."""
+        self.acting: set[int] = set()
+        """Handles whose release has an effect that other files show. A front end orders requests after it."""
         self._numbers = count(1)
         self._pollers: dict[int, Callable[[], None]] = {}
         """Handle -> function that announces the next change of the file's poll mask."""
@@ -257,6 +259,8 @@ class Mount:
         if client.uid:
             self._users[handle] = client.uid
             self._open_files[client.uid] += 1
+        if opened.acts_on_close:
+            self.acting.add(handle)
         self._count()
         return handle
 
@@ -365,7 +369,10 @@ class Mount:
                 del self._open_files[user]
         self._count()
         if opened is not None:
-            opened.release()
+            try:
+                opened.release()
+            finally:
+                self.acting.discard(handle)
 
     # For the daemon. The caller holds the lock, except for is_dead and close.
 

@@ -15,6 +15,7 @@ from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedReco
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.cursor import RingCursor
+from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _TGID_COLUMN = ("   TGID   ", "     |    ")
@@ -145,4 +146,9 @@ def timed_records(cursors: Mapping[int, RingCursor]) -> Iterator[TimedRecord]:
 
 
 def _cpu_entries(cursor: RingCursor, cpu: int) -> Iterator[TimedRecord]:
-    return (TimedRecord(stamp, cpu, record, follows_lost) for stamp, record, follows_lost in cursor)
+    # Only guest code that damages the buffer can have written a record without a header.
+    return (
+        TimedRecord(stamp, cpu, record, follows_lost)
+        for stamp, record, follows_lost in cursor
+        if len(record) >= TRACE_ENTRY.size
+    )

@@ -25,7 +25,7 @@ from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
 from emulated_kernel.guests.linux.initramfs import SYSCALL, TOUCH, TWO_CALLS
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.guests.linux.pc.linux_machine import IDLE, IN_CALL, LinuxMachine
-from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.errors import KernelError
 
 _CALL_SLOTS = [
@@ -80,7 +80,7 @@ class ClientScheduler:
         if stopped is IN_CALL:
             return self._in_call
         address = self._memory.words[self._current]
-        task = self._by_address.get(address) or self._table.adopt(address)
+        task = self._by_address.get(address) or self._adopt(address)
         if task.pending:
             result = machine.regs.ax
             task.pending = False
@@ -88,6 +88,14 @@ class ClientScheduler:
         machine.pc.pass_time(_ARRIVAL)
         self.current = task
         return task
+
+    def _adopt(self, address: int) -> LinuxTask:
+        """Add a task that has come to its stub. Raises: GuestFault (it is none, so the guest is dead)."""
+        try:
+            return self._table.adopt(address)
+        except MemoryFault as fault:
+            self._machine.death = f"its current task leads to {fault}"
+            raise GuestFault(Trap(TrapKind.FAULT, address), self._machine.death) from fault
 
     def switch(self, to: LinuxTask | None) -> None:
         """Put the task at its stub or in a call to sleep, and wake `to`. The guest must run next."""
@@ -141,8 +149,9 @@ class ClientScheduler:
         return False
 
     def _timer_until(self, end: int) -> bool:
-        """Let time pass to the next timer interrupt; return False at `end`, or if there will be none."""
-        if self._machine.pc.tsc >= end or self._machine.pc.timer_vector is None:
+        """Let time pass to the next timer interrupt; return False if there is none until `end`."""
+        pc = self._machine.pc
+        if pc.timer_vector is None or pc.due is None or max(pc.due, pc.tsc) > end:
             return False
         self._machine.timer()
         return True
@@ -150,7 +159,8 @@ class ClientScheduler:
     def _tsc_in(self, microseconds: int) -> int:
         return self._machine.pc.tsc + microseconds * TSC_KHZ // 1000
 
-    def _take_interrupts(self) -> None:
+    def take_interrupts(self) -> None:
+        """Let the task at its stub take the timer interrupts that are due."""
         while self.current is not None and self._machine.pc.is_due:
             self._machine.timer()
             self.run()
@@ -194,7 +204,7 @@ class ClientScheduler:
         if not task.alive:
             raise KernelError(ESRCH, f"task {task.pid} has ended")
         if self.current is not None and machine.pc.is_due:
-            self._take_interrupts()
+            self.take_interrupts()
         values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx, *kept)
         task.pending = True
         if task is self.current:
@@ -316,6 +326,12 @@ class ClientScheduler:
     def idle(self, microseconds: int) -> None:
         """Let time pass in which the guest does its own work, such as timers and kernel threads."""
         end = self._tsc_in(microseconds)
+        self.work(microseconds)
+        self._machine.pc.tsc = max(self._machine.pc.tsc, end)
+
+    def work(self, microseconds: int) -> None:
+        """Let the guest do its own work until it is idle and no timer interrupt comes before the end."""
+        end = self._tsc_in(microseconds)
         if self.current is not None:
             self.switch(None)
         self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
@@ -324,7 +340,7 @@ class ClientScheduler:
         """Let an interrupt call the function at `callback`, and run until `is_done()` or the time is over."""
         self._machine.check_alive()
         if self.current is not None:
-            self._take_interrupts()
+            self.take_interrupts()
         end = self._tsc_in(microseconds)
         with self._thunk.replaced_by(callback):
             self.switch(None)

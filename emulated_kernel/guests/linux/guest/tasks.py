@@ -62,6 +62,8 @@ class LinuxTasks(RunningLinux):
         self.woken = scheduler.woken
         self.do_work = scheduler.do_work
         self.schedule_in = scheduler.schedule_in
+        self.take_interrupts = scheduler.take_interrupts
+        self.work = scheduler.work
 
         memory = TaskMemory(machine.memory, table, scheduler)
         self.copy_to_user = memory.copy_to_user
