@@ -184,7 +184,7 @@ class RingBuffer(RingWriter):
         return [(stamp, record) for stamp, record, _ in events]
 
     def _unread_page(self, index: int) -> int:
-        return self._table[SLOTS + (self._control.head_slot + index - 1) % self.nr_pages]
+        return self._page_in((self._control.head_slot + index - 1) % self.nr_pages)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield (time stamp, record) of every unread event, oldest first, without consuming any."""

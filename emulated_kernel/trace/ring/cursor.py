@@ -27,6 +27,7 @@ class RingCursor:
     """
 
     def __init__(self, buffer: RingBuffer) -> None:
+        buffer.check()
         self._buffer = buffer
         self._generation = buffer.generation
         self._next = buffer.oldest
@@ -57,6 +58,10 @@ class RingCursor:
     def _copy(self) -> list[tuple[int, bytes]]:
         """Return the events of one sub-buffer from the next event on, and pass them."""
         buffer = self._buffer
+        buffer.check()
+        if self.is_stale:
+            self._next = self._end
+            return []
         state = buffer.reader_state
         if state != self._state:
             self._state = state

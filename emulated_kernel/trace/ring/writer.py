@@ -164,6 +164,7 @@ class RingWriter:
         self.place.report("ring buffer", "its control block does not describe its pages")
         control = self._control
         aside = control.aside
+        self.generation += 1
         self._format(self.place, self.nr_pages, control.flags & (_OVERWRITE | _DISABLED))
         self.is_aside = bool(aside)
 
