@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+import stat
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -14,6 +15,7 @@ from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.syntax import (
     DEFINITION,
     LISTS,
+    RECORDS,
     SETTING,
     Definition,
     Line,
@@ -159,8 +161,11 @@ class Loader:
             self._triggers.clear()
         if path.startswith("/") or ".." in parts:
             raise DefinitionError("not a file of the tracefs")
+        if parts[-1] in RECORDS:
+            raise DefinitionError("not a setting")
         if parts[0] == "instances" and len(parts) > 1 and parts[1]:
             self._make(f"instances/{parts[1]}")
+        self._check_mode(path)
         if parts[-1] == "trace_options":
             present = set(self._read(path).split())
             for word in value.split():
@@ -178,7 +183,8 @@ class Loader:
         """Write a trigger unless the file has it."""
         known = self._triggers.get(path)
         if known is None or known.is_unsure(value):
-            known = self._triggers[path] = _ExistingTriggers(saved_triggers(self._read(path)))
+            known = _ExistingTriggers(saved_triggers(self._read(path)))
+            self._triggers[path] = known
         if known.has(value):
             return
         self._write(path, value, column)
@@ -186,6 +192,19 @@ class Loader:
             self._triggers.clear()
         else:
             known.written(value)
+
+    def _check_mode(self, name: str) -> None:
+        """Check that a file can be written, before it is read: a pipe may have nothing to read for ever.
+
+        Raises: DefinitionError.
+        """
+        try:
+            mode = self._files.mode(self._path(name))
+        except OSError:
+            # The read or the write reports it.
+            return
+        if not stat.S_ISREG(mode) or not mode & stat.S_IWUSR:
+            raise DefinitionError("not a setting")
 
     def _make(self, instance: str) -> None:
         """Create the instance if it does not exist, and remember its current error_log."""
