@@ -21,6 +21,15 @@ UNEXPANDED_SIZE = 1
 """Size of each CPU's buffer in bytes before anything is traced; it is rounded up to MIN_PAGES sub-buffers."""
 
 
+def check_resizable(buffers: Iterable[RingBuffer]) -> None:
+    """Check that no open trace file reads one of the buffers.
+
+    Raises: KernelError EBUSY. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    """
+    if any(buffer.held for buffer in buffers):
+        raise KernelError(errno.EBUSY, "the buffer is being read; close the open trace files first")
+
+
 class ArrayRings(ABC):
     """The ring buffers of a trace array, one per CPU, with their switches.
 
@@ -82,7 +91,7 @@ class ArrayRings(ABC):
         """Free the memory of all buffers. Afterwards nothing may be recorded in this object's buffers."""
         for controls, buffers in self._sets:
             for buffer in buffers:
-                buffer.place.release()
+                buffer.released()
             controls.release()
 
     # -- listeners
@@ -178,7 +187,7 @@ class ArrayRings(ABC):
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
         """Resize the buffer of one CPU, or of all if `cpu` is None: execute a write to buffer_size_kb.
 
-        Raises: KernelError EINVAL, ENOMEM.
+        Raises: KernelError EINVAL, ENOMEM, EBUSY (a trace file is open for reading).
         Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
         """
         if not size_kb:
@@ -190,6 +199,8 @@ class ArrayRings(ABC):
         pages = pages_for(size)
         self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
+        # Linux: if a file has all CPUs resized, a reader of one of them is in the way, whatever its size.
+        check_resizable(self.buffers if cpu is None else changed)
         try:
             memories = self.allocate([pages] * len(changed))
         except MemoryError as error:
