@@ -729,7 +729,10 @@ class Kernel:
                 left = left[taken:]
 
     def _prepared(self, path: str, data: bytes) -> Callable[[], Steps] | None:
-        """Return the write of `data` to a file that reads host files, which are read now; None for others."""
+        """Read the host files that a write of `data` names, and return a function that begins the write.
+
+        Return None if the file at `path` does not read host files.
+        """
         with self._control():
             node = self._control_files.lookup(path)
         return node.prepare(_ROOT, data) if isinstance(node, HostReadingFile) else None
@@ -766,10 +769,10 @@ class Kernel:
             return self._mounts.add(files)
 
     def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
-        """Continue where `old` ended, a kernel of the same lock and configuration, in steps.
+        """Take over time and records of `old`, a kernel with the same lock and configuration, in steps.
 
-        Between two steps `old` works, and the lock may be given up. After the last one `old` is unusable.
-        Each step of the result does a step of `define`.
+        Each step of the result does a step of `define`. Between two steps, `old` works, and the caller may
+        release the lock. After the last step, `old` is unusable.
 
         `old` is unusable afterwards, unless this fails. The lock must be held. Events that `define` registers
         get the ids that events of the same names had, so that the old records can still be printed. A mark

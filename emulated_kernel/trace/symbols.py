@@ -106,7 +106,7 @@ class KernelSymbols:
         return Location(_page_symbol(address & -PAGE_SIZE), address % PAGE_SIZE, GENERATED_MODULE)
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the whole text of /proc/kallsyms; see kallsyms_lines()."""
+        """Return the whole text of /proc/kallsyms, which kallsyms_lines() yields."""
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:

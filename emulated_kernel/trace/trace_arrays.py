@@ -130,11 +130,14 @@ class TraceArrays(TaskObserver):
 
     @property
     def hist_memory(self) -> HistMemory:
-        """The budget of all histograms."""
+        """The memory budget that all histograms of the kernel share."""
         return self._hists.system.memory
 
     def instance_memory(self) -> tuple[int, int]:
-        """Return the bytes of pages and of each CPU's cells that a new instance allocates."""
+        """Return the sizes of the memory that a new instance allocates: of pages, and of each CPU's cells.
+
+        Both sizes are in bytes.
+        """
         sizes = [memory_size(pages_for(DEFAULT_BUFFER_SIZE)), memory_size(MIN_PAGES)]
         return self._system.cpus * sum(sizes), len(sizes) * CONTROL_SIZE
 

@@ -19,7 +19,7 @@ class _Pause(str):
 
 
 PAUSE = _Pause()
-"""Part of a text without characters, after which its reader gives up the control lock for a moment."""
+"""Empty part of a file's text, after which the reading thread releases the control lock for a moment."""
 
 
 class ControlLock:
@@ -49,7 +49,7 @@ class ControlLock:
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
         self.is_abandoned: Callable[[], bool] = lambda: False
-        """Whether the process was killed whose write the calling thread serves. Long writes then stop."""
+        """Returns True if the calling thread serves a write of a killed process, which must stop."""
 
     def __enter__(self) -> Self:
         if not self._acquire(False):

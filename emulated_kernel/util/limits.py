@@ -19,11 +19,14 @@ class Limit(Enum):
     INSTANCES = "instances"
     """Maximum number of directories in tracing/instances."""
     OPEN_FILES = "open_files"
-    """Open files and directories of a mount; files of machine/ can be opened beyond the limit."""
+    """Maximum number of open files and directories of a mount. Files of machine/ can always be opened."""
     USER_OPEN_FILES = "user_open_files"
-    """Open files and directories of one user except root; files of machine/ are excepted as well."""
+    """Maximum number of open files and directories of a user other than root.
+
+    Files of machine/ can always be opened.
+    """
     HIST_BYTES = "hist_bytes"
-    """Bytes of the host's memory that all histograms occupy, as far as they grow with keys and variables."""
+    """Maximum size of the host's memory for keys and variables of all histograms, in bytes."""
     SCRATCH_BYTES = "scratch_bytes"
     """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
@@ -51,7 +54,7 @@ ERRNO = {
 }
 """Limit -> errno when it is exceeded. The guest itself enforces SCRATCH_BYTES, with ENOSPC."""
 RECORD_BYTES = "record_bytes"
-"""Name of the line about the memory of all ring buffers and snapshots, which the machine limits."""
+"""Name of the line in machine/limits for the memory of all ring buffers, whose limit cannot be set."""
 UNLIMITED = "max"
 _NUMBER = re.compile(r"[0-9]{1,20}")
 _MOST = 1 << 48
@@ -90,7 +93,7 @@ class Limits:
         self.open_files = 0
         """Number of open files, which the mount counts."""
         self.user_open_files = 0
-        """Number of open files of the user who has most of them, except root; the mount counts them."""
+        """Maximum of the numbers of open files of users other than root, which the mount keeps up to date."""
 
     def __getitem__(self, limit: Limit) -> int | None:
         return self._values[limit]
@@ -99,7 +102,10 @@ class Limits:
         self._values[limit] = value
 
     def check(self, limit: Limit, in_use: int) -> None:
-        """Check that one more than `in_use` is allowed. Raises: KernelError ENOSPC, ENFILE, ENOMEM."""
+        """Check that one more of a resource may be allocated; `in_use` are allocated already.
+
+        Raises: KernelError ENOSPC, ENFILE, ENOMEM.
+        """
         most = self._values[limit]
         if most is not None and in_use >= most:
             raise KernelError(ERRNO[limit], f"the limit of {limit.value} is reached: {most}")

@@ -33,7 +33,7 @@ _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 
 
 class _Gated(Exception):
-    """A change must wait for `gate`, without the lock, because another kernel replaces this one."""
+    """Exception for a change that must wait for `gate` without the lock: another kernel replaces this one."""
 
     def __init__(self, gate: Event) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Gated(Exception):
 
 
 def _go_on() -> None:
-    """Do nothing between two steps of a read."""
+    """Do nothing: a read needs no check between two steps."""
 
 
 class ControlFile(FileDescription):
@@ -102,7 +102,7 @@ class ControlFile(FileDescription):
         return retry_yielding_lock(self.fs.lock, step, _go_on)
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
-        """Do a step of a read. Lock: takes. Raises: YieldLock (there are more steps), as read()."""
+        """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), as read()."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
@@ -134,7 +134,7 @@ class ControlFile(FileDescription):
                     wait.gate.wait()
 
     def _check_writer(self, client: Client) -> None:
-        """Stop a write whose process was killed. Lock: leaves. Raises: KernelError EINTR."""
+        """Raise KernelError EINTR if the process of the write was killed. Lock: leaves."""
         if self.fs.lock.is_abandoned():
             self.give_up(client, errno.EINTR)
             raise KernelError(errno.EINTR, "the process was killed")
@@ -221,7 +221,7 @@ class ControlDirectory(OpenDirectory):
 
 
 class PendingWrite:
-    """One write(2) to a control file, done step by step. Between two steps other threads get the lock.
+    """One write(2) to a control file, done step by step. Between two steps, other threads get the lock.
 
     Use the object as a context manager. In the `with` block, call step() by retry_yielding_lock().
     """
@@ -250,8 +250,8 @@ class PendingWrite:
     ) -> None:
         """Begin a write of `data` at `offset`.
 
-        `inner`: `file.inner` at the start. A reboot between two pieces replaces it in the file.
-        `prepared`: begins the write, if the file has read files of the host for this write; else None.
+        `inner` is `file.inner` at the start of the write. A reboot between two steps replaces `file.inner`.
+        `prepared` begins the write if OpenFile.prepare() has read files of the host for it; else it is None.
         """
         self.client = client
         self.file = file
@@ -260,9 +260,9 @@ class PendingWrite:
         self._prepared = prepared
         self._has_begun = False
         self._steps: Steps | None = None
-        """The steps of the current piece, if it has begun."""
+        """The steps of the current piece, or None before the piece has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Do one more step, without the guest; return the number of bytes that all pieces have taken.
+        """Does one more step without the guest, and returns the number of bytes that all pieces have taken.
 
         Raises: YieldLock (more steps follow), KernelError.
         """
@@ -287,14 +287,14 @@ class PendingWrite:
         self.kept.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Do one more step and return the number of bytes that all pieces have taken.
+        """Do one more step, and return the number of bytes that all pieces have taken.
 
         Lock: takes. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE, EIO.
         """
         file = self.file
         with file.fs.lock:
             if not self._has_begun:
-                # The records of markers are taken over, so markers need not wait.
+                # The new kernel takes over the records of markers, so markers need not wait.
                 if not self.inner.node.notes_writer:
                     file.fs.check_gate()
                 self._has_begun = True
@@ -305,7 +305,9 @@ class PendingWrite:
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
-        """Do a step of a piece, and report the piece to the watcher after its last step.
+        """Do one step of a piece, and report the piece to the watcher after its last step.
+
+        Return the number of bytes taken.
 
         Hazard: read the watcher before the step, because the step may boot another kernel.
         Raises: YieldLock (more steps follow), KernelError.
@@ -406,7 +408,10 @@ class GuestCalls:
         """Repeat the client's getdents64(2) in the guest."""
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """Read from `file.inner`. Raises: YieldLock (the same call continues)."""
+        """Read from `file.inner`, in a context that request() returns.
+
+        Raises: YieldLock (call again to continue).
+        """
         with self.request(client):
             return file.inner.read_step(size, offset)
 
@@ -465,13 +470,13 @@ class ControlFs(FileSystem):
         self.watcher: ChangeWatcher | None = None
 
     def check_gate(self) -> None:
-        """Check that no other kernel is about to replace this one. Raises: _Gated."""
+        """Check that no other kernel is being built to replace this one. Raises: _Gated."""
         if self.gate is not None:
             raise _Gated(self.gate)
 
     @contextmanager
     def _changing(self, *, is_change: bool = True) -> Iterator[None]:
-        """Hold the lock. For a change of definitions, wait until no other kernel is about to replace this."""
+        """Hold the lock; if `is_change` is set, wait first while another kernel is built to replace this."""
         while True:
             with self.lock:
                 gate = self.gate

@@ -58,9 +58,12 @@ class FileSystem(ABC):
         """Create a file system without open files. `lock` is the control lock of the kernel that it shows."""
         self.lock = lock or ControlLock()
         self.opened: dict[FileDescription, None] = {}
-        """Open files and directories, in the order of their opens. Methods that open a file add it here."""
+        """Open files and directories, as keys in the order in which they were opened.
+
+        Methods that open a file add its description.
+        """
         self.gate: Event | None = None
-        """While another kernel is built to replace this one, changes of control files wait for this event."""
+        """Event for which changes of control files wait while another kernel is built to replace this one."""
 
     def request(self, client: Client | None) -> AbstractContextManager[object]:
         """Return the context in which an operation of `client` runs.

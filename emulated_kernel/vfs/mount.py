@@ -78,9 +78,9 @@ class Mount:
         """Cached entries: prefix -> its entry in the parent directory, usable after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
         self._users: dict[int, int] = {}
-        """Handle -> the user who opened it, unless that is root."""
+        """Handle -> uid of the client that opened the file, except root."""
         self._open_files: Counter[int] = Counter()
-        """User -> number of open files."""
+        """uid -> number of open files of the user, except root."""
         self.acting: set[int] = set()
         """Handles whose release has an effect that other files show.
 
@@ -297,7 +297,7 @@ class Mount:
         return handle
 
     def _count(self) -> None:
-        """Tell the limits how many files are open."""
+        """Set the numbers of open files that machine/limits shows."""
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
             self._limits.user_open_files = max(self._open_files.values(), default=0)
@@ -432,9 +432,10 @@ class Mount:
 
     @contextmanager
     def holding_changes(self) -> Iterator[None]:
-        """Let changes of control files wait until the end of this context, because they would be lost.
+        """Make changes of control files wait until the end of the `with` block.
 
-        The caller holds the lock when it enters and leaves the context.
+        A kernel that replaces this one would lose the changes. Hold the lock at the start and the end of the
+        block.
         """
         self.lock.assert_held()
         gate = Event()

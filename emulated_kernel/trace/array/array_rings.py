@@ -199,7 +199,7 @@ class ArrayRings(ABC):
         pages = pages_for(size)
         self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
-        # Linux: if a file has all CPUs resized, a reader of one of them is in the way, whatever its size.
+        # Linux: a resize of all CPUs fails if a file reads any CPU's buffer, even if its size is unchanged.
         check_resizable(self.buffers if cpu is None else changed)
         try:
             memories = self.allocate([pages] * len(changed))

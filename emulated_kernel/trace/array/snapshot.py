@@ -78,9 +78,9 @@ class Snapshot:
             self.clear(cpu)
 
     def allocate(self) -> None:
-        """Give the snapshot's buffers the sizes of the trace array's.
+        """Resize the snapshot's buffers to the sizes of the trace array's buffers.
 
-        Raises: KernelError ENOMEM, EBUSY (their sizes change while a snapshot file is open).
+        Raises: KernelError ENOMEM, EBUSY (a size changes while a snapshot file is open).
         """
         sizes = [buffer.nr_pages for buffer in self._array.buffers]
         changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
@@ -123,12 +123,12 @@ class Snapshot:
         if not self.is_allocated:
             return
         if any(buffer.held for buffer in self.buffers):
-            # Linux: a snapshot that is being read keeps its size, and freeing it succeeds all the same.
+            # Linux: a snapshot that is being read keeps its size, and the request to free it succeeds.
             self.clear()
             self.is_allocated = False
             return
         for cpu, buffer in enumerate(self.buffers):
-            # Released first, so that the smaller buffer finds memory.
+            # The old memory is freed first, so that the smaller buffer finds memory.
             buffer.released()
             (memory,) = self._array.allocate((MIN_PAGES,))
             self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)

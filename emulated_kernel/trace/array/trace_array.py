@@ -373,21 +373,21 @@ class TraceArray(ArrayRings, Recorder):
     # -- the trace file
 
     def trace_text(self, cpu: int | None = None) -> str:
-        """Return the whole trace file of one CPU, or of all; see trace_records()."""
+        """Return the whole text of the trace file of one CPU, or of all CPUs; see trace_records()."""
         return "".join(self.trace_records(cpu))
 
     def snapshot_text(self, cpu: int | None = None) -> str:
-        """Return the whole snapshot file; see snapshot_records()."""
+        """Return the whole text of the snapshot file of one CPU, or of all CPUs; see snapshot_records()."""
         return "".join(self.snapshot_records(cpu))
 
     def trace_records(
         self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None
     ) -> Iterator[str]:
-        """Yield the header of the trace file of one CPU, or of all, and its lines in the order of time.
+        """Yield the header and then the lines of the trace file of one CPU, or of all in the order of time.
 
-        Nothing is consumed. The file has the events that the buffers hold when it begins; those that are
-        overwritten before they are read become a note. It ends if a buffer is emptied. The header counts the
-        events of all CPUs in either case. `buffers` defaults to the trace array's own.
+        No event is consumed. The lines show the events that the buffers hold at the beginning. A note
+        replaces events that are overwritten before they are shown. The lines end if a buffer is emptied. The
+        header always counts the events of all CPUs. `buffers` defaults to the buffers of the trace array.
         """
         buffers = self.buffers if buffers is None else buffers
         flags = self.options.flags
@@ -406,7 +406,7 @@ class TraceArray(ArrayRings, Recorder):
         records = timed_records(cursors)
         lines = trace_lines(records, self.formatter(), self.graph_printer(), annotate=overruns > 0)
         yield header_text(header, flags)
-        # A line is printed only while the names of its event are still valid.
+        # After a buffer was emptied, the names of events may be invalid, so no more lines are printed.
         while not any(cursor.is_stale for cursor in cursors.values()):
             line = next(lines, None)
             if line is None:
@@ -414,7 +414,7 @@ class TraceArray(ArrayRings, Recorder):
             yield line
 
     def snapshot_records(self, cpu: int | None = None) -> Iterator[str]:
-        """Yield the snapshot file: the events that were set aside, or a text on how to set some aside."""
+        """Yield the parts of the snapshot file: the snapshot's events, or the commands if it has none."""
         buffers = self.snapshot.buffers
         if any(len(buffers[number]) for number in self._cpus(cpu)):
             yield from self.trace_records(cpu, buffers)

@@ -16,7 +16,7 @@ _ANY = ("", "*")
 
 
 EVENTS_PER_STEP = 64
-"""Events that are switched before others get the control lock."""
+"""Number of events that are switched before other threads get the control lock."""
 
 
 class ArrayEvents:
@@ -55,16 +55,16 @@ class ArrayEvents:
             event.file(self.recorder).disable()
 
     def set_all(self, events: Iterable[TraceEvent], enabled: bool) -> None:
-        """Do all steps of set_all_steps(). Raises: KernelError (of the first event that failed)."""
+        """Enable or disable all of `events` in one step. Raises: KernelError, as set_all_steps()."""
         for _ in self.set_all_steps(events, enabled):
             pass
 
     def set_all_steps(self, events: Iterable[TraceEvent], enabled: bool) -> Iterator[None]:
-        """Enable or disable all of `events`, and yield after each EVENTS_PER_STEP of them.
+        """Enable or disable all of `events`, and yield after each EVENTS_PER_STEP events.
 
         Events that were removed between two steps are skipped.
-        Linux: if one of them fails, the others are still switched.
-        Raises: KernelError (of the first event that failed).
+        As in Linux, a failure of one event does not stop the others.
+        Raises: KernelError, the error of the first event that failed.
         """
         failure: KernelError | None = None
         for number, event in enumerate(list(events)):
@@ -116,7 +116,10 @@ class ArrayEvents:
         return file is not None and bool(file.triggers)
 
     def write(self, data: bytes) -> int:
-        """Do all steps of write_steps(), and return the number of bytes taken. Raises: as write_steps()."""
+        """Handle one write to set_event in one step, and return the number of bytes taken.
+
+        Raises: KernelError, as write_steps().
+        """
         steps = self.write_steps(data)
         while True:
             try:
@@ -140,7 +143,9 @@ class ArrayEvents:
         return size
 
     def _choose(self, word: str, enabled: bool) -> Iterator[None]:
-        """Switch, in steps, the events that a word names: `GROUP:EVENT`, or the name of a group or of events.
+        """Enable or disable, in steps, the events that a word names: `GROUP:EVENT`, or a name.
+
+        A name may be that of a group or of events.
 
         In `GROUP:EVENT`, a part that is `*` or empty matches any name.
         Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).

@@ -158,7 +158,7 @@ class EventRegistry:
 
     @property
     def ids_left(self) -> int:
-        """Number of events that can still be registered."""
+        """Number of free ids, which is the number of events that can still be registered."""
         return LAST_EVENT_ID + 1 - self._next_id + len(self._free_ids)
 
     def _take_id(self) -> int:

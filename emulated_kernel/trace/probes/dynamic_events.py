@@ -221,7 +221,7 @@ class DynamicEvents:
         return len(self._events)
 
     def records(self) -> list[str]:
-        """Return the lines of the file."""
+        """Return all lines of the file."""
         return [*self.records_from(0)]
 
     def records_from(self, start: int) -> Iterator[str]:

@@ -158,20 +158,20 @@ class RingBuffer(RingWriter):
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest unread event, counted from the last reset."""
+        """Position of the oldest unread event in the sequence of events since the last reset."""
         control = self._control
         return control.overrun + control.read
 
     @property
     def reader_state(self) -> tuple[int, int, int]:
-        """Value that changes when the unread sub-buffers, counted from the oldest, get other numbers."""
+        """A value that changes if the indexes of unread sub-buffers, or of their unread events, change."""
         control = self._control
         return control.overrun, control.read, control.reader_page
 
     def unread_count(self, index: int) -> int:
         """Return the number of unread events of a sub-buffer.
 
-        Index 0 is that of the reader, and 1 is the oldest one in the ring.
+        Index 0 is the reader page, and index 1 is the oldest unread sub-buffer in the ring.
         """
         control = self._control
         if index == 0:
@@ -180,7 +180,7 @@ class RingBuffer(RingWriter):
         return control.tail_entries if page == control.tail_page else self._table[self._entries_at + page]
 
     def unread_events(self, index: int) -> list[tuple[int, bytes]]:
-        """Return time stamp and record of each unread event of a sub-buffer. `index`: see unread_count()."""
+        """Return time stamp and record of each unread event of a sub-buffer. `index`: as unread_count()."""
         control = self._control
         if index == 0:
             events = self._events(control.reader_page, control.reader_read, control.read_stamp)
@@ -372,7 +372,7 @@ class RingBuffer(RingWriter):
         control.changing = 0
 
     def released(self) -> None:
-        """Free the pages. Nobody uses the buffer any more, except cursors, which find out."""
+        """Free the pages of the buffer, and make cursors that still refer to the buffer stale."""
         self.generation += 1
         self.place.release()
 

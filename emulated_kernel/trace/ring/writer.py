@@ -59,7 +59,7 @@ class RingWriter:
     )
 
     def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True) -> None:
-        """Format the memory as an empty buffer."""
+        """Format the memory `place` as an empty buffer with `nr_pages` sub-buffers."""
         self._begin()
         self._format(place, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 

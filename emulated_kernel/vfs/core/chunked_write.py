@@ -12,9 +12,10 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
 T = TypeVar("T")
 WritePiece = Callable[[Piece, int], int]
-"""Do a step of a piece at an offset. After its last step, return the bytes taken, which may be fewer.
+"""Function that does one step of writing a piece at an offset.
 
-Raises: YieldLock (the piece has more steps), KernelError.
+After the last step, the function returns the number of bytes taken.
+Raises: YieldLock (more steps follow), KernelError.
 """
 
 
@@ -51,9 +52,9 @@ class RunOnce(Generic[T]):
 
 
 class ChunkedWrite:
-    """One write(2) to an open file, in pieces, which may have several steps.
+    """One write(2) to an open file, in pieces, each of which has one or more steps.
 
-    Linux: the effects before an error are kept.
+    Linux: an error does not undo the effects of earlier data.
     """
 
     def __init__(self, opened: OpenFile, data: bytes, offset: int, write: WritePiece) -> None:
@@ -64,9 +65,9 @@ class ChunkedWrite:
         self._taken = 0
 
     def __call__(self) -> int:
-        """Do the next step. After the last one, return the bytes that all pieces have taken.
+        """Do the next step. After the last step, return the number of bytes that all pieces have taken.
 
-        Raises: YieldLock (there are further steps), KernelError.
+        Raises: YieldLock (more steps follow), KernelError.
         """
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)
@@ -79,11 +80,11 @@ class ChunkedWrite:
 
 
 def retry_yielding_lock(lock: ControlLock, step: Callable[[], T], check: Callable[[], None]) -> T:
-    """Call `step` until it does not raise YieldLock, and return its result.
+    """Call `step` again whenever it raises YieldLock, and return its result.
 
-    `step` takes the lock by itself. Between the calls other threads get the lock, and another thread serves
-    requests in place of this one.
-    Raises: errors of `step`, and of `check`, which is called between two steps.
+    `step` takes the control lock itself. Between two calls, other threads get the lock, and `check` is
+    called. Meanwhile another thread serves requests in place of this one.
+    Raises: the errors of `step` and of `check`.
     """
     try:
         return step()

@@ -97,11 +97,14 @@ class Cursor:
 
 
 Steps = Generator[None, None, int]
-"""The steps of a write: other requests may run when it yields. It returns the bytes taken."""
+"""Generator that does a write in steps, and returns the number of bytes taken.
+
+When it yields, other requests may run.
+"""
 
 
 def finish(steps: Steps) -> int:
-    """Do all steps of a write without a pause, and return the bytes taken."""
+    """Do all steps of a write without a pause, and return the number of bytes taken."""
     while True:
         try:
             next(steps)
@@ -111,7 +114,7 @@ def finish(steps: Steps) -> int:
 
 
 def one_step(action: Callable[[], int]) -> Steps:
-    """Return the steps of a write that does everything at once. `action` returns the bytes taken."""
+    """Return the steps of a write with one step, which calls `action` and returns its result."""
     return action()
     yield
 
@@ -166,7 +169,7 @@ class OpenFile:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes from `offset`, or b"" at the end, without a pause.
+        """Return at most `size` bytes from `offset` on, or b"" at the end of the file, without a pause.
 
         Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock (no data yet).
         """
@@ -175,9 +178,9 @@ class OpenFile:
                 return self.read_step(size, offset)
 
     def read_step(self, size: int, offset: int) -> bytes:
-        """Do a part of a read, as read() does.
+        """Do one step of a read; the last step returns the bytes, as read() does.
 
-        Raises: YieldLock (there is more to do, and the same call continues), as read().
+        Raises: YieldLock (call again to continue), and as read().
         """
         if not self.readable:
             raise KernelError(errno.EBADF, "not open for reading")
@@ -195,24 +198,25 @@ class OpenFile:
         raise KernelError(errno.EINVAL, f"this file has no pages of {size} bytes")
 
     def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:
-        """Return a function that begins a client's write of `data`.
+        """Read the host files that a client's write of `data` names; return a function that begins the write.
 
-        The function returns the number of bytes taken. Hazard: do not hold the control lock, because host
-        files may be slow.
+        Hazard: do not hold the control lock, because host files may be slow.
         """
         del client
         return lambda: self._write_steps(data)
 
     def write(self, data: bytes, offset: int) -> int:
-        """Do the whole write and return the number of bytes taken. Raises: as begin_write()."""
+        """Write all data in one step, and return the number of bytes taken. Raises: as begin_write()."""
         return finish(self.begin_write(data, offset))
 
     def begin_write(
         self, data: bytes, offset: int, prepared: Callable[[], Steps] | None = None, *, is_part: bool = False
     ) -> Steps:
-        """Return the steps of the write, or those of `prepared` if given. `is_part`: see Piece.
+        """Do a write of `data` in steps, and return the number of bytes taken.
 
-        The steps raise KernelError EBADF, EINVAL, ENODEV (the node was removed), errors of the command.
+        `prepared` is the result of prepare(), if it was called. If `is_part` is set, the text after the last
+        newline continues in the next write.
+        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), or the error of the file's command.
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")
@@ -260,7 +264,7 @@ class OpenFile:
         raise KernelError(errno.EINVAL, "this file can't be read")
 
     def _write_steps(self, data: bytes) -> Steps:
-        """Return the steps of a write. By default it has one step."""
+        """Return the steps of a write, which by default are one call of _write()."""
         return one_step(lambda: self._write(data))
 
     def _write(self, data: bytes) -> int:

@@ -26,15 +26,15 @@ SPLIT_SIZE = (128 << 10) - 4096
 FUSE splits writes at 128 KiB, less an offset.
 """
 RECORDS_PER_STEP = 4096
-"""Records that a read renders before it gives up the control lock for a moment."""
+"""Number of records that a read renders before it releases the control lock for a moment."""
 Records = Callable[[int], Iterable[str]]
 """Function that returns a file's records from an index on. Each read(2) that needs records calls it again."""
 Store = Callable[[bytes], None]
 """Function that executes a write and takes all its data. Raises: KernelError."""
 Execute = Callable[[bytes], int]
-"""Execute a write and return the number of bytes taken. Raises: KernelError."""
+"""Function that executes a write and returns the number of bytes taken. Raises: KernelError."""
 ExecuteSteps = Callable[[bytes], Steps]
-"""Return the steps of a write that executes commands. Raises: KernelError."""
+"""Function that executes a write in steps. Raises: KernelError."""
 Taken = TypeVar("Taken", int, None)
 T = TypeVar("T")
 
@@ -58,7 +58,10 @@ def explained(
 
 
 def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
-    """Return a function like `execute` whose steps write the reason of a KernelError to the kernel log."""
+    """Wrap `execute`: if a step raises a KernelError, write the error's message to the kernel log.
+
+    `file` names the file in the message.
+    """
 
     def explaining(data: bytes) -> Steps:
         try:
@@ -76,15 +79,18 @@ def listing(records: Callable[[], Iterable[str]]) -> Records:
 
 
 def listing_of(objects: Callable[[], Iterable[T]], show: Callable[[T], str]) -> Records:
-    """Return Records with one record for each object. Only the records that a read needs are rendered."""
+    """Return a Records function for a file with one record for each object.
+
+    `show` renders an object when a read needs its record.
+    """
     return lambda index: map(show, islice(objects(), index, None))
 
 
 class RecordStream:
-    """Records of one open file that are rendered as they are read, from the state at the first read on.
+    """A Records function for one open file, whose records come from one iterator.
 
-    A read at the beginning of the file starts again. `begin` returns the records; other requests may run
-    between any two of them.
+    A read at the beginning of the file calls `begin` for a new iterator. Other requests may run between two
+    records.
     """
 
     def __init__(self, begin: Callable[[], Iterator[str]]) -> None:
@@ -92,7 +98,7 @@ class RecordStream:
         self._records: Iterator[str] = iter(())
 
     def __call__(self, index: int) -> Iterator[str]:
-        """Return the records from `index` on: the next one, or 0 to begin again."""
+        """Return the records from `index` on, which must be the index of the next record, or 0."""
         if index == 0:
             self._records = self._begin()
         return self._records
@@ -186,12 +192,12 @@ class SeqReader:
         self._index = 0
         self._position = 0
         self._is_paused = False
-        """Whether the last read was given up, to be continued by the next one."""
+        """Whether the last call of read() raised YieldLock, so that the next call continues it."""
 
     def read(self, size: int, position: int) -> bytes:
-        """Return at most `size` bytes at `position`.
+        """Return at most `size` bytes from the file position `position` on, or b"" at the end.
 
-        Raises: YieldLock (more records must be rendered; the same read continues).
+        Raises: YieldLock (more records must be rendered: call again to continue).
         """
         if position != self._position or (position == 0 and not self._is_paused):
             self._buffer = b""
@@ -263,7 +269,7 @@ class SeqFile(File):
 
 
 class StreamFile(SeqFile):
-    """A SeqFile whose open files have a RecordStream each."""
+    """A SeqFile whose records come from one iterator for each open file; see RecordStream."""
 
     __slots__ = ("_begin",)
 
@@ -344,9 +350,9 @@ class _OpenStepped(OpenCommand):
 
 
 class SteppedFile(CommandFile):
-    """A CommandFile whose write executes its lines in steps. Other requests may run between two lines.
+    """A CommandFile whose writes are executed in steps, between which other requests may run.
 
-    Lines before one that fails have been executed; the line that fails changes nothing.
+    If a line fails, the line changes nothing. The lines before it keep their effect.
     """
 
     opened_as = _OpenStepped
@@ -366,7 +372,7 @@ class SteppedFile(CommandFile):
 
 
 class GuestSteppedFile(SteppedFile):
-    """A SteppedFile whose commands are executed by code in the guest."""
+    """A SteppedFile whose commands run guest code."""
 
     runs_guest = True
     __slots__ = ()
@@ -503,7 +509,7 @@ class HostReadingFile(PerClientFile):
         records_for: Callable[[Client], Records],
         prepare: Callable[[Client, bytes], Callable[[], Steps]],
     ) -> None:
-        """Make the file. `prepare` reads host files and returns a function that begins the write."""
+        """Create the file. `prepare` reads host files, and returns a function that begins the write."""
         super().__init__(mode, records_for, Moves.NOT)
         self.prepare = prepare
 
@@ -583,7 +589,7 @@ class _OpenSteppedAttribute(_OpenAttribute):
 
 
 class SteppedAttribute(AttributeFile):
-    """An AttributeFile whose write takes effect in steps. Other requests may run between two of them."""
+    """An AttributeFile whose writes take effect in steps. Other requests may run between two steps."""
 
     opened_as = _OpenSteppedAttribute
     __slots__ = ("store_steps",)

@@ -25,7 +25,7 @@ class Calls:
         self.result = ""
 
     def execute(self, data: bytes) -> Steps:
-        """Return the steps that call a function for each line and store the results for the next read.
+        """Call a function for each line, one per step, and store the results for the next read.
 
         Raises: KernelError, the error of the first call that fails. The calls before it keep their effect.
         """

@@ -83,7 +83,7 @@ ProbeState = Mapping[str, str | int | bool]
 
 
 def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Yield the state of each kprobe event, including its name as `event`, sorted by name."""
+    """Return the states of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
     events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
     return (_probe_state(kernel, event) for event in events)
 
@@ -93,7 +93,7 @@ def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeStat
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
-    """Return machine/probes, which has a line of JSON with the state of each kprobe event."""
+    """Return the file machine/probes, which has the state of each kprobe event as a line of JSON."""
     events = kernel.tracing.kprobe_events
     return SeqFile(
         0o400, listing_of(events.events, lambda event: f"{json.dumps(_probe_state(kernel, event))}\n")

@@ -204,7 +204,7 @@ def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
 
 
 class _OpenRecords(OpenCommand):
-    """An open file of records. While it is open for reading, its buffers keep their sizes.
+    """An open `trace` or `snapshot` file. While it is open for reading, its buffers cannot be resized.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_prepare (v6.1).
     """
@@ -223,7 +223,7 @@ class _OpenRecords(OpenCommand):
 
 
 class _RecordsFile(CommandFile):
-    """A file of the records in some ring buffers, which are rendered as they are read."""
+    """A `trace` or `snapshot` file, whose lines are rendered when they are read."""
 
     opened_as: ClassVar[type[OpenFile]] = _OpenRecords
     __slots__ = ("_begin", "buffers")
@@ -251,7 +251,7 @@ def _of_cpu(buffers: Sequence[RingBuffer], cpu: int | None) -> Sequence[RingBuff
 
 
 class _OpenTrace(_OpenRecords):
-    """An open `trace`; with option pause-on-trace, recording stops while it is open for reading."""
+    """An open `trace` file. With option pause-on-trace, recording stops while it is open for reading."""
 
     node: _TraceFile
 

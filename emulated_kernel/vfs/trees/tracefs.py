@@ -95,7 +95,7 @@ def _stack_files(stack: StackTracer) -> dict[str, Node]:
 
 
 def _definitions_file(events: EventKind[Any] | DynamicEvents) -> File:
-    """Return a file of event definitions: writes add or remove definitions, and O_TRUNC removes all."""
+    """Return a file of event definitions. A write adds or removes definitions, and O_TRUNC removes all."""
     records = events.records_from if isinstance(events, DynamicEvents) else events.records
     return LinesFile(READ_WRITE, records, events.write, events.clear)
 
