@@ -52,7 +52,7 @@ ERRNO = {
     Limit.USER_OPEN_FILES: errno.ENFILE,
     Limit.HIST_BYTES: errno.ENOMEM,
 }
-"""Limit -> errno when it is exceeded. The guest itself enforces SCRATCH_BYTES, with ENOSPC."""
+"""Limit -> errno of a request that would exceed it. The guest enforces SCRATCH_BYTES itself, with ENOSPC."""
 RECORD_BYTES = "record_bytes"
 """Name of the line in machine/limits for the memory of all ring buffers, whose limit cannot be set."""
 UNLIMITED = "max"
@@ -91,7 +91,7 @@ class Limits:
     def __init__(self, values: Mapping[Limit, int | None] = MappingProxyType({})) -> None:
         self._values = {**DEFAULTS, **values}
         self.open_files = 0
-        """Number of open files, which the mount counts."""
+        """Number of open files and directories, which the mount keeps up to date."""
         self.user_open_files = 0
         """Maximum of the numbers of open files of users other than root, which the mount keeps up to date."""
 

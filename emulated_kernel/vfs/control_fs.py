@@ -97,7 +97,7 @@ class ControlFile(FileDescription):
             return fs.tree.stat(self.inner.node)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription."""
+        """Implement FileDescription.read, by GuestCalls.read()."""
         step = partial(self._read, client, size, offset)
         return retry_yielding_lock(self.fs.lock, step, _go_on)
 
@@ -526,7 +526,7 @@ class ControlFs(FileSystem):
             return self.tree.readlink(client, path)
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
-        """See FileSystem."""
+        """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
         with self._changing(is_change=bool(flags & os.O_TRUNC)):
             file = ControlFile(self, path, flags, client)
             self.calls.open(client, file)
@@ -557,7 +557,7 @@ class ControlFs(FileSystem):
     # Changes
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem. In instances/ a new directory is a new trace array."""
+        """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
         with self._changing():
             tree = self.tree
             self.calls.change(
@@ -567,7 +567,7 @@ class ControlFs(FileSystem):
                 self.watcher.made(path)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.rmdir, and report to the watcher."""
         with self._changing():
             tree = self.tree
             self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
