@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -52,14 +52,21 @@ def run(
     if as_system:
         as_system_places.enter_namespace(real_root=real_root)
     runner = _runner(command, tracing)
-    with mounted(options, build) as base:
-        directory = f"{base}/mnt"
-        if as_system:
-            runner.system = as_system_places.System(directory, base, real_root=real_root)
-        status = runner.run(directory, tracing)
-        if tracing is not None:
-            tell_of_results(base / "mnt" / "scratch")
-        return status
+    try:
+        with mounted(options, build) as base:
+            directory = f"{base}/mnt"
+            if as_system:
+                runner.system = as_system_places.System(directory, base, real_root=real_root)
+            with closing(runner.system) if runner.system is not None else nullcontext():
+                status = runner.run(directory, tracing)
+            if tracing is not None:
+                tell_of_results(base / "mnt" / "scratch")
+            return status
+    except CliError:
+        # An interrupt from the terminal ends the start of the daemon too.
+        if runner.pending:
+            return 128 + runner.pending
+        raise
 
 
 @contextmanager
@@ -115,7 +122,8 @@ class _Runner:
         """`stdout`: its standard output's descriptor; None: ours."""
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._pending = 0
+        self.pending = 0
+        """A signal that came before there was a command, or 0."""
         self._passed: signal.Signals | None = None
         """The latest that was passed on."""
         self._stdout = stdout
@@ -128,8 +136,8 @@ class _Runner:
             return self._run(directory, place)
 
     def _run(self, directory: str, place: str | None) -> int:
-        if self._pending:
-            return 128 + self._pending
+        if self.pending:
+            return 128 + self.pending
         try:
             added = self.system.environment if self.system else {}
             environment = {**os.environ, **added, "KPROBEFS": directory}
@@ -147,8 +155,8 @@ class _Runner:
         except OSError as error:
             raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
         # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
-        if self._pending:
-            self._pass_on(self._pending)
+        if self.pending:
+            self._pass_on(self.pending)
         status = self._process.wait()
         if self._passed:
             signal_left(directory, os.getsid(0), self._passed)
@@ -165,7 +173,7 @@ class _Runner:
         """Handler for the signals that end a program."""
         del frame
         if self._process is None:
-            self._pending = number
+            self.pending = number
         else:
             self._pass_on(number)
 

@@ -29,6 +29,7 @@ from tests.fuse.harness import (
     environment,
     eventually,
     is_mounted,
+    kill_with_children,
     kprobefs,
     needs_fuse,
 )
@@ -258,7 +259,8 @@ class TestMount:
 
     def test_mount_over_a_stale_mount(self, directory: Path) -> None:
         with daemon(directory) as first:
-            assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+            kill_with_children(first.process.pid)
+            assert first.process.wait(PATIENCE) == -signal.SIGKILL
             status = json.loads(kprobefs("status", "--json", str(directory)).stdout)
             assert status[0]["condition"] == "stale"
             with daemon(directory) as second:
@@ -267,7 +269,8 @@ class TestMount:
 
     def test_umount_of_a_stale_mount(self, directory: Path) -> None:
         with daemon(directory) as mounted:
-            mounted.stop(signal.SIGKILL)
+            kill_with_children(mounted.process.pid)
+            assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
             assert kprobefs("umount", str(directory)).returncode == 0
             assert not is_mounted(directory)
 

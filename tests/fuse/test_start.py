@@ -226,6 +226,22 @@ def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signal
     assert kprobefs("umount", str(directory)).returncode == 0
 
 
+@pytest.mark.parametrize("command", [["mount", "--seed", "668"], ["run", "--", "true"]], ids=["mount", "run"])
+def test_an_interrupt_of_the_terminal_ends_a_start(command: list[str], directory: Path) -> None:
+    """The daemon is in the caller's process group until the mount is there."""
+    place = [str(directory)] if command[0] == "mount" else []
+    starter = subprocess.Popen(
+        [*PROGRAM, *command, *place], env=environment(), stderr=subprocess.PIPE, process_group=0, text=True
+    )
+    records = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
+    eventually(lambda: records.exists() and [path for path in records.glob("*.json") if path.stat().st_size])
+    os.killpg(starter.pid, signal.SIGINT)
+    _, told = starter.communicate(timeout=PATIENCE)
+    assert (starter.returncode, told) == (128 + signal.SIGINT, "")
+    eventually(lambda: ".json" not in logs(), "its record is still there")
+    assert not is_mounted(directory)
+
+
 def test_logs_do_not_pile_up(directory: Path) -> None:
     for _ in range(3):
         assert kprobefs("mount", str(directory)).returncode == 0
