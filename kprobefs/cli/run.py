@@ -69,9 +69,18 @@ def run(
         raise
 
 
+def check_host() -> None:
+    """Check, before anything is made, that the host allows a mount. Raises: CliError."""
+    try:
+        mountpoints.check_proc()
+    except CliError as failure:
+        raise CliError(str(failure), ExitStatus.RUN_FAILED) from failure
+
+
 @contextmanager
 def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
     """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: CliError."""
+    check_host()
     base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
 
     session = os.getsid(0)

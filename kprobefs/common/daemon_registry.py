@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -98,10 +99,17 @@ class Registration:
         """Write the record. Raises: CliError (another daemon serves the directory)."""
         sweep()
         self._path = _record_path(daemon.directory)
-        self._file = self._locked(daemon.directory)
-        self._file.truncate(0)
-        json.dump({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))}, self._file)
-        self._file.flush()
+        record = json.dumps({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))})
+        try:
+            self._file = self._locked(daemon.directory)
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        try:
+            self._file.truncate(0)
+            os.write(self._file.fileno(), record.encode())
+        except OSError as error:
+            self.close()
+            raise unwritable(self._path, error) from None
 
     def _locked(self, directory: str) -> TextIO:
         """Open and lock the record. If an ending daemon removes it meanwhile, open a new one."""
@@ -121,6 +129,12 @@ class Registration:
         """Remove the record, since the daemon ends."""
         self._path.unlink(missing_ok=True)
         self._file.close()
+
+
+def unwritable(path: str | Path, error: OSError) -> CliError:
+    """Return the error for a file of the runtime directory that cannot be written."""
+    way = "free some space, or set" if error.errno == errno.ENOSPC else "set"
+    return CliError(f"{path}: {error.strerror}; {way} XDG_RUNTIME_DIR")
 
 
 def _open_record(path: Path, flags: int) -> TextIO | None:

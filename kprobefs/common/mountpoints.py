@@ -71,10 +71,32 @@ class MountPoint:
     """User who mounted it: the option user_id of FUSE mounts. None for other mounts."""
 
 
+def check_proc() -> None:
+    """Check that /proc shows this process, and the numbers of processes, to a daemon. Raises: CliError."""
+    if not os.path.lexists("/proc/self"):
+        raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
+    try:
+        own = os.readlink("/proc/self")
+    except OSError:
+        own = ""
+    if own != str(os.getpid()):
+        why = "shows another pid namespace; run mount -t proc proc /proc in this one, or unshare --mount-proc"
+        raise CliError(f"/proc: {why}")
+    if not os.path.exists("/proc/loadavg"):
+        raise CliError("/proc: has only processes; mount it without subset=pid")
+
+
 def mount_points() -> list[MountPoint]:
-    """Return all mounts of this mount namespace. A later one covers an earlier one on the same directory."""
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        return [_parse(line) for line in lines]
+    """Return all mounts of this mount namespace. A later one covers an earlier one on the same directory.
+
+    Raises: CliError (without /proc).
+    """
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            return [_parse(line) for line in lines]
+    except FileNotFoundError:
+        check_proc()
+        raise
 
 
 def our_mounts() -> list[MountPoint]:

@@ -94,12 +94,13 @@ class DaemonStart:
     """
 
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
-        """Check the log and open the pipe, before the fork. Raises: CliError (the log cannot be written)."""
+        """Check /proc and the log, and open the pipe, before the fork. Raises: CliError."""
         self._options = options
         self._build = build
         self._is_own_log = log_file is None
         self._log_file = log_file or log_path(options.directory)
-        check_log(str(self._log_file), options.directory)
+        mountpoints.check_proc()
+        check_log(str(self._log_file), options.directory, is_given=not self._is_own_log)
         self._reader, self._writer = os.pipe()
         self._is_told = threading.Lock()
 
@@ -226,7 +227,12 @@ class DaemonStart:
             null = os.open(os.devnull, os.O_RDONLY)
         except OSError as error:
             raise CliError(f"{os.devnull}: {error.strerror}") from error
-        output = open_log(str(self._log_file), self._options.directory, anew=self._is_own_log)
+        output = open_log(
+            str(self._log_file),
+            self._options.directory,
+            anew=self._is_own_log,
+            is_given=not self._is_own_log,
+        )
         for target, source in ((0, null), (1, output), (2, output)):
             os.dup2(source, target)
         os.close(null)

@@ -20,7 +20,7 @@ from emulated_kernel.util.threads import start_thread
 from kprobefs import __version__
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import Daemon, Registration
-from kprobefs.common.errors import CliError, escape_for_terminal
+from kprobefs.common.errors import CliError, escape_for_terminal, resource_hint
 from kprobefs.daemon.apply_process import ApplyProcess
 from kprobefs.daemon.mount_namespace import NamespaceMembers
 from kprobefs.daemon.systemd_watchdog import ServiceWatchdog, sd_notify, watchdog_interval
@@ -151,6 +151,7 @@ class Service:
         Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. After the
         daemon was killed, another process unmounts and calls `at_killed`.
         """
+        mountpoints.check_proc()
         # Hazard: libfuse takes over signals with the default action, so this must precede its loading.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
@@ -255,6 +256,9 @@ class Service:
 
         try:
             server.serve(self._options.directory, mounted)
+            if not self._mounted and not self._wake.is_set():
+                # No thread could answer the first request.
+                self._failure = CliError(resource_hint(MemoryError()))
         except CliError as failure:
             if self._wake.is_set():
                 # After an unmount, libfuse's loop may return an error.
