@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -158,10 +159,12 @@ class _Runner:
                 preexec_fn=self._prepare,  # noqa: PLW1509
             )
         except FileNotFoundError:
-            raise CliError(f"{self._command[0]}: no such command", ExitStatus.NOT_FOUND) from None
+            raise self._not_found() from None
         except subprocess.SubprocessError:
             raise CliError("--as-system: namespaces: refused; see dmesg", ExitStatus.RUN_FAILED) from None
         except OSError as error:
+            if _is_in_no_path(self._command[0]):
+                raise self._not_found() from None
             raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
         # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
         if self.pending:
@@ -170,6 +173,9 @@ class _Runner:
         if self._passed:
             signal_left(directory, os.getsid(0), self._passed)
         return 128 - status if status < 0 else status
+
+    def _not_found(self) -> CliError:
+        return CliError(f"{shlex.quote(self._command[0])}: no such command", ExitStatus.NOT_FOUND)
 
     def _prepare(self) -> None:
         """For the command's process, between fork and exec."""
@@ -210,6 +216,13 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)
             finally:
                 os.close(descriptor)
+
+
+def _is_in_no_path(name: str) -> bool:
+    """Return True if a shell would find no file for a command. Directories in PATH are none."""
+    return "/" not in name and not any(
+        os.path.isfile(os.path.join(place, name)) for place in os.get_exec_path()
+    )
 
 
 def _end_with_parent() -> None:
