@@ -354,13 +354,13 @@ class TestRun:
     def test_exit_status(self, command: list[str], status: int) -> None:
         assert kprobefs("run", "--", *command).returncode == status
 
-    @pytest.mark.parametrize("name", ["", "directory", "file", "a b"])
+    @pytest.mark.parametrize("name", ["", "directory", "a_file", "a b"])
     def test_commands_in_path_that_cannot_be_started(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The status is that of the shell."""
         (tmp_path / "directory").mkdir()
-        (tmp_path / "file").touch()
+        (tmp_path / "a_file").touch()
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         shell = subprocess.run(["bash", "-c", '"$0"', name], capture_output=True, check=False)
         told = kprobefs("run", "--", name)
