@@ -210,8 +210,8 @@ class Chains:
     def _kind_of_code(self, address: int) -> Code:
         if not self._is_handler(address):
             return Code.TEXT if self._lookup(address) is not None else Code.COPY
-        probes = (probe for probe in self._kernel.kprobes.table if not probe.is_ftrace)
-        codes = (code for probe in probes for code in (probe.state.compiled, probe.state.stub))
+        heads = (head for head in self._kernel.kprobes.table if not head.is_ftrace)
+        codes = (code for head in heads for code in (head.compiled, head.stub))
         jumped_to = any(code is not None and code.contains(address) for code in codes)
         return Code.HANDLER if jumped_to else Code.LEFT_OUT
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.kprobe import KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -26,7 +27,7 @@ class Arming:
     _copies: InsnCopier
     _log: Callable[[str], None]
 
-    def arm(self, head: Kprobe) -> None:
+    def arm(self, head: AggrKprobe) -> None:
         """Arm a probe. Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
         if self._sites is not None and head.is_ftrace:
             self._sites.arm([head])
@@ -35,18 +36,18 @@ class Arming:
         # Linux: a jump that is queued for removal is overwritten with a breakpoint for good, and counts as
         # optimized.
         # Deviates: the jump stays.
-        if not (isinstance(head, AggrKprobe) and head.is_patched):
+        if not head.is_patched:
             self._breakpoints.set(head)
         if self._optimizer is not None:
             self._optimizer.optimize(head)
 
-    def _uncover(self, head: Kprobe) -> None:
+    def _uncover(self, head: AggrKprobe) -> None:
         """Remove a jump that covers the probed address, or is queued to cover it."""
         if self._optimizer is not None:
             for covering in self._optimizer.covering(head.address):
                 self._optimizer.unoptimize(covering, force=True)
 
-    def disarm(self, head: Kprobe) -> None:
+    def disarm(self, head: AggrKprobe) -> None:
         """Disarm a probe. Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
         optimizer = self._optimizer
         if self._sites is not None and head.is_ftrace:
@@ -93,10 +94,10 @@ class Arming:
             self._optimizer.flush()
         self._log("kprobes: Kprobes globally disabled")
 
-    def _enabled(self) -> tuple[list[Kprobe], list[Kprobe]]:
+    def _enabled(self) -> tuple[list[AggrKprobe], list[AggrKprobe]]:
         """Return the probes that are not disabled: those called by fentry sites, and the others."""
-        called: list[Kprobe] = []
-        trapping: list[Kprobe] = []
+        called: list[AggrKprobe] = []
+        trapping: list[AggrKprobe] = []
         for head in self._table:
             if not head.is_disabled:
                 (called if head.is_ftrace else trapping).append(head)
@@ -115,7 +116,7 @@ class Arming:
         if self._optimizer is not None:
             self._optimizer.leave_text(spans)
 
-    def _kill(self, head: Kprobe) -> None:
+    def _kill(self, head: AggrKprobe) -> None:
         """Mark a probe as gone.
 
         Linux: the text is left as it is.
@@ -124,15 +125,13 @@ class Arming:
         if head.is_ftrace and not head.is_disabled and not self._table.all_disarmed:
             self.disarm(head)
         head.flags |= KprobeFlag.GONE
-        if isinstance(head, AggrKprobe):
-            for member in head.members:
-                member.flags |= KprobeFlag.GONE
-                member.state.insn = None
-            head.enabled_members = 0
-            head.refresh_handlers()
-            head.post_handler = None
-            if self._optimizer is not None:
-                self._optimizer.kill(head)
+        for kprobe in head.members:
+            kprobe.flags |= KprobeFlag.GONE
+        head.enabled_members = 0
+        head.refresh_handlers()
+        head.has_post_handler = False
+        if self._optimizer is not None:
+            self._optimizer.kill(head)
         self._copies.release(head)
 
     def revive(self, head: AggrKprobe) -> None:

@@ -21,11 +21,11 @@ class ProbeText:
 
     def replaced(self, kprobe: Kprobe) -> tuple[bytes, bytes]:
         """Return the bytes that a registered probe may replace: the original ones, and the current ones."""
-        detour = self._kprobes.detour(kprobe)
-        if detour is not None:
-            size = detour.length
-        elif kprobe.state.insn is not None:
-            size = kprobe.state.insn.prepared.length
+        head = self._kprobes.table.valid(kprobe)
+        if head is not None and head.detour is not None:
+            size = head.detour.length
+        elif head is not None and head.insn is not None:
+            size = head.insn.prepared.length
         else:
             size = self._arch.call_size
         return self._text.original(kprobe.address, size), self._text.current(kprobe.address, size)
@@ -38,19 +38,19 @@ class ProbeText:
         if kprobe.is_gone:
             return GONE
         head = self._kprobes.table.valid(kprobe)
-        if head is not None and head.state.compiled is not None:
-            return self.disassembly(head.state.compiled.address, head.state.compiled.size)
-        stub = None if head is None else head.state.stub
+        if head is not None and head.compiled is not None:
+            return self.disassembly(head.compiled.address, head.compiled.size)
+        stub = None if head is None else head.stub
         handler = "" if stub is None else self.disassembly(stub.address, stub.size) + "\n"
         return handler + self._copy(kprobe)
 
     def _copy(self, kprobe: Kprobe) -> str:
         """Return the code after a handler that is not in the same piece of code, or that traps."""
-        insn = kprobe.state.insn
-        detour = self._kprobes.detour(kprobe)
+        head = self._kprobes.table.valid(kprobe)
+        insn = None if head is None else head.insn
         arch = self._arch
-        if detour is not None and self._kprobes.table.runs_in_detour(kprobe):
-            return self.disassembly(detour.address, detour.size)
+        if head is not None and head.detour is not None and head.is_optimized:
+            return self.disassembly(head.detour.address, head.detour.size)
         if insn is None:
             trampoline = self._kprobes.trampoline
             return "" if trampoline is None else self.disassembly(*trampoline)

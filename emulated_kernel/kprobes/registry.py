@@ -12,8 +12,21 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes import report
+from emulated_kernel.kprobes.aggr_kprobe import (
+    KPROBE,
+    AggrKprobe,
+    Member,
+    has_post_handler,
+    is_jprobe,
+    takes_flags,
+)
 from emulated_kernel.kprobes.arming import Arming
-from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint, PerCpuVars
+from emulated_kernel.kprobes.codegen.asm_handlers import (
+    AssembledHandlers,
+    HandlerPoint,
+    PerCpuVars,
+    handler_texts,
+)
 from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
@@ -22,10 +35,9 @@ from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, takes_flags
+from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
-from emulated_kernel.kprobes.probe_state import ProbeState
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.table import ProbeTable
@@ -101,14 +113,22 @@ class Kprobes:
         self._arming.kill_within(spans)
 
     def __iter__(self) -> Iterator[Kprobe]:
-        """Iterate over the users' probes in the order of kprobes/list, with members for aggregators."""
-        for probe in chain.from_iterable(self.table.buckets()):
-            yield from probe.members if isinstance(probe, AggrKprobe) else [probe]
+        """Iterate over the users' probes in the order of kprobes/list, the newest of an address first."""
+        for head in chain.from_iterable(self.table.buckets()):
+            yield from head.by_run
 
     # Registration
 
-    def register_kprobe(self, kprobe: Kprobe[Any]) -> None:
+    def register_kprobe(
+        self,
+        kprobe: Kprobe[Any],
+        kind: str = KPROBE,
+        on_assembled: Callable[[AssembledHandlers], None] = lambda _assembled: None,
+    ) -> None:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
+
+        `kind` is the letter in kprobes/list. `on_assembled` gets the handlers in assembly before the probe is
+        armed.
 
         Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text), ENOENT
         (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM, EINVAL (code that cannot
@@ -123,23 +143,26 @@ class Kprobes:
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
         self._check_handlers(kprobe)
-        kprobe.state = state = ProbeState()
-        state.place = "" if where.module else kprobe.line_head(addr, where, self._bits)
+        member = Member(
+            kind=kind,
+            takes_flags=kprobe.post_handler is not None and takes_flags(kprobe.post_handler),
+            place="" if where.module else report.line_head(addr, kind, where, self._bits),
+        )
         given = kprobe.addr
         kprobe.addr = addr
         kprobe.nmissed = 0
         kprobe.raised = 0
-        state.takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
             kprobe.flags |= KprobeFlag.ON_FUNC_ENTRY
         if addr in self.probe_checker.fentry:
             kprobe.flags |= KprobeFlag.FTRACE
         try:
-            texts = kprobe.texts
+            texts = handler_texts(kprobe)
             if texts:
-                kprobe.attach_assembly(self.assemble(texts, kprobe.cells))
-            self._insert(kprobe)
+                kprobe._assembled = assembled = self.assemble(texts, kprobe.cells)
+                on_assembled(assembled)
+            self._insert(kprobe, member)
         except KernelError:
             kprobe.addr = given
             self._forget_assembly(kprobe)
@@ -156,7 +179,8 @@ class Kprobes:
         self.garbage.add((0, 0), assembled.free)
 
     def _forget_assembly(self, kprobe: Kprobe) -> None:
-        assembled = kprobe.leave_assembly()
+        assembled = kprobe._assembled
+        kprobe._assembled = None
         if assembled is not None:
             kprobe.raised += assembled.faults
             self.forget(assembled)
@@ -171,40 +195,40 @@ class Kprobes:
         if kprobe.length and profile.djprobe is None:
             raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no djprobes")
 
-    def _insert(self, kprobe: Kprobe) -> None:
-        if isinstance(self.optimizer, Djprobes):
-            self.optimizer.settle_length(kprobe)
-        addr = kprobe.address
-        by_call = kprobe.is_ftrace
-        old = self.table.get(addr)
+    def _insert(self, kprobe: Kprobe, member: Member) -> None:
+        rejection = self.optimizer.settle_length(kprobe) if isinstance(self.optimizer, Djprobes) else ""
+        address = kprobe.address
+        old = self.table.get(address)
         if old is not None:
-            self._register_aggregate(old, kprobe)
+            self._register_aggregate(old, kprobe, member)
             return
-        if by_call:
-            self._copies.check_unpatched(addr, self.probe_checker.fentry_size)
+        head = AggrKprobe(address, self.hits.failures.report, kprobe.flags)
+        head.rejection = rejection
+        head.add(kprobe, member)
+        head.refresh_handlers()
+        if head.is_ftrace:
+            self._copies.check_unpatched(address, self.probe_checker.fentry_size)
         else:
-            self._copies.prepare(kprobe)
-        self.table.add(kprobe)
-        if not self.table.all_disarmed and not kprobe.is_disabled:
-            self._arming.arm(kprobe)
-        if not by_call:
-            self._try_to_optimize(kprobe)
+            self._copies.prepare(head)
+        self.table.add(head)
+        if not self.table.all_disarmed and not head.is_disabled:
+            self._arming.arm(head)
+        self._try_to_optimize(head, kprobe)
 
-    def _try_to_optimize(self, kprobe: Kprobe) -> None:
-        """Give a probe that can be optimized an aggregator, even if it is single or disabled.
+    def _try_to_optimize(self, head: AggrKprobe, kprobe: Kprobe) -> None:
+        """Optimize the address of a single probe if possible, even if the probe is disabled.
 
         Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
         """
-        if self.optimizer is None or kprobe.is_ftrace or not self.optimizer.wants(kprobe):
+        if self.optimizer is None or head.is_ftrace or not self.optimizer.wants(kprobe):
             return
-        head = AggrKprobe(addr=kprobe.address, report=self.hits.failures.report)
         self.optimizer.prepare(head)
-        kprobe.state.rejection = head.state.rejection
         if head.detour is not None:
-            self._put_aggregator(head, kprobe)
+            head.is_aggregated = True
+            self._refresh(head)
             self.optimizer.optimize(head)
 
-    def unregister_kprobe(self, kprobe: Kprobe) -> None:
+    def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
         """Disarm and forget a probe; a probe that is not registered loses its address, as in Linux.
 
         Mirrors: kernel/kprobes.c:__unregister_kprobe_top, __unregister_kprobe_bottom (v6.1).
@@ -215,11 +239,7 @@ class Kprobes:
             kprobe.addr = None
             return
         self._disable(kprobe, head)
-        if isinstance(head, AggrKprobe):
-            self._remove_member(head, kprobe)
-        else:
-            self.table.remove(head)
-            self._copies.release(head)
+        self._remove_member(head, kprobe)
         self._forget_assembly(kprobe)
         if kprobe.symbol_name is not None:
             # Linux keeps it, and refuses to register the structure again until its owner has cleared it.
@@ -227,10 +247,10 @@ class Kprobes:
 
     def _remove_member(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         head.remove(kprobe)
-        kprobe.state.insn = None
-        self._refresh(head)
+        if head.is_aggregated:
+            self._refresh(head)
         optimizer = self.optimizer
-        if not head.by_age:
+        if not head.members:
             if not head.is_disabled:
                 # A jump was reused for a disabled probe.
                 # Linux: it stays in the text for good.
@@ -248,14 +268,16 @@ class Kprobes:
         else:
             self._copies.release(head)
 
-    def _register_aggregate(self, old: Kprobe, kprobe: Kprobe) -> None:
+    def _register_aggregate(self, head: AggrKprobe, kprobe: Kprobe, member: Member) -> None:
         """Add a probe at an address that is probed already.
 
         Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1).
         """
-        head = old if isinstance(old, AggrKprobe) else self._aggregate(old)
-        if kprobe.break_handler is not None and head.break_handler is not None:
-            raise KernelError(errno.EEXIST, f"{kprobe.address:#x} has a jprobe already")
+        if not head.is_aggregated:
+            self._aggregate(head)
+        goes_elsewhere = is_jprobe(kprobe, member)
+        if goes_elsewhere and head.jprobe is not None:
+            raise KernelError(errno.EEXIST, f"{head.address:#x} has a jprobe already")
         if head.is_unused and self.optimizer is not None:
             # It is being removed, and its jump is still in the text.
             # Mirrors: reuse_unused_kprobe (v6.1).
@@ -263,13 +285,9 @@ class Kprobes:
             self.optimizer.optimize(head)
         if head.is_gone:
             self._arming.revive(head)
-        state = kprobe.state
-        state.insn = head.state.insn
-        state.cost = head.state.cost
-        state.rejection = head.state.rejection
-        if kprobe.needs_breakpoint and self.optimizer is not None:
+        if self.optimizer is not None and (goes_elsewhere or has_post_handler(kprobe)):
             self.optimizer.unoptimize(head, force=True)
-        head.add(kprobe)
+        head.add(kprobe, member)
         self._refresh(head)
         if head.is_disabled and not kprobe.is_disabled:
             head.flags &= ~KprobeFlag.DISABLED
@@ -277,32 +295,21 @@ class Kprobes:
             if not self.table.all_disarmed:
                 self._arming.arm(head)
 
-    def _aggregate(self, first: Kprobe) -> AggrKprobe:
-        head = AggrKprobe(addr=first.address, report=self.hits.failures.report)
-        optimizer = self.optimizer
-        if optimizer is not None and not (first.is_gone or first.is_ftrace) and optimizer.wants(first):
-            optimizer.prepare(head)
-        self._put_aggregator(head, first)
-        return head
+    def _aggregate(self, head: AggrKprobe) -> None:
+        """Prepare an address with a single probe for more of them.
 
-    def _put_aggregator(self, head: AggrKprobe, first: Kprobe) -> None:
-        """Put an aggregator in the place of a single probe, armed as the probe was.
-
-        Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
+        Mirrors: kernel/kprobes.c:alloc_aggr_kprobe, init_aggr_kprobe (v6.1).
         """
-        # Its compiled code calls only the handlers of that probe.
-        self.routes.drop_code(first)
-        head.flags = first.flags
-        head.state.insn = first.state.insn
-        head.state.cost = first.state.cost
-        head.add(first)
-        self.table.add(head)
-        self._refresh(head)
+        head.is_aggregated = True
+        head.rejection = ""
+        optimizer = self.optimizer
+        [first] = head.members
+        if optimizer is not None and not (head.is_gone or head.is_ftrace) and optimizer.wants(first):
+            optimizer.prepare(head)
 
-    def _refresh(self, head: Kprobe) -> None:
+    def _refresh(self, head: AggrKprobe) -> None:
         """Update the handling of hits after a change of the probes at an address or of their flags."""
-        if isinstance(head, AggrKprobe):
-            head.refresh_handlers()
+        head.refresh_handlers()
         self.routes.drop_code(head)
         self._copies.boost_or_step(head)
         self.routes.install(head)
@@ -371,7 +378,8 @@ class Kprobes:
         head = self._head_of(kprobe)
         if kprobe.is_gone:
             raise KernelError(errno.EINVAL, "the probed code is gone")
-        if isinstance(head, AggrKprobe) and kprobe.is_disabled:
+        # Linux: the flag of a single probe stays set while all probes are disarmed.
+        if kprobe.is_disabled and (head.is_aggregated or not self.table.all_disarmed):
             kprobe.flags &= ~KprobeFlag.DISABLED
             head.enabled_members += 1
             self._refresh(head)
@@ -385,29 +393,28 @@ class Kprobes:
         self.lock.assert_held()
         self._disable(kprobe, self._head_of(kprobe))
 
-    def _head_of(self, kprobe: Kprobe) -> Kprobe:
+    def _head_of(self, kprobe: Kprobe) -> AggrKprobe:
         """Return the table's entry for a registered probe. Raises: KernelError EINVAL."""
         head = self.table.valid(kprobe)
         if head is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
         return head
 
-    def _disable(self, kprobe: Kprobe, head: Kprobe) -> None:
+    def _disable(self, kprobe: Kprobe, head: AggrKprobe) -> None:
         """Disable a probe, and disarm its address if no other probe needs it.
 
         Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1).
         """
         if kprobe.is_disabled:
             return
-        if isinstance(head, AggrKprobe):
-            kprobe.flags |= KprobeFlag.DISABLED
-            head.enabled_members -= 1
+        kprobe.flags |= KprobeFlag.DISABLED
+        head.enabled_members -= 1
+        if head.is_aggregated:
             self._refresh(head)
-            if head.enabled_members:
-                return
-        self._disarm(head)
+        if not head.enabled_members:
+            self._disarm(head)
 
-    def _disarm(self, head: Kprobe) -> None:
+    def _disarm(self, head: AggrKprobe) -> None:
         if not self.table.all_disarmed and not head.is_disabled:
             self._arming.disarm(head)
         head.flags |= KprobeFlag.DISABLED
@@ -419,22 +426,22 @@ class Kprobes:
         If the address is before the copy of the instruction, the result also has the entry and the addresses
         of the slot, detour or stub.
         """
-        for kprobe in self.table:
-            insn = kprobe.state.insn
+        for head in self.table:
+            insn = head.insn
             slot = None if insn is None else insn.slot
             if insn is not None and slot is not None and -insn.lead <= address - slot < self._slot_size:
-                return kprobe.address + max(0, min(address - slot, insn.prepared.length)), None
-            for entry, code, length in kprobe.codes():
+                return head.address + max(0, min(address - slot, insn.prepared.length)), None
+            for entry, code, length in head.codes():
                 if 0 <= address - code.address < code.size:
                     if address >= code.copied:
-                        return kprobe.address + min(address - code.copied, length), None
-                    return kprobe.address, (entry, range(code.address, code.address + code.size))
+                        return head.address + min(address - code.copied, length), None
+                    return head.address, (entry, range(code.address, code.address + code.size))
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
         """Return the detour of the probe's address, even if it is only prepared."""
         head = self.table.valid(kprobe)
-        return head.detour if isinstance(head, AggrKprobe) else None
+        return None if head is None else head.detour
 
     def mode(self, kprobe: Kprobe) -> str:
         """Return how hits of a probe are taken now."""
@@ -464,15 +471,14 @@ class Kprobes:
         the step).
         """
         self.lock.assert_held()
-        head: Kprobe | None = self._head_of(kprobe)
+        head = self._head_of(kprobe)
         optimizer = self.optimizer
-        if optimizer is not None and wanted and head is kprobe and not kprobe.is_gone:
-            optimizer.ask(kprobe)
-            self._try_to_optimize(kprobe)
-            head = self.table.valid(kprobe)
-        if optimizer is not None and isinstance(head, AggrKprobe) and head.detour is not None:
+        if optimizer is not None and wanted and not head.is_aggregated and not head.is_gone:
+            head.rejection = optimizer.ask(kprobe)
+            self._try_to_optimize(head, kprobe)
+        if optimizer is not None and head.detour is not None:
             optimizer.hold(head, not wanted)
-            if not wanted or head.post_handler is None:
+            if not wanted or not head.has_post_handler:
                 return
         if wanted:
             raise KernelError(errno.EOPNOTSUPP, self.reason(kprobe))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
-from emulated_kernel.image.kallsyms import Kallsyms
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
+from emulated_kernel.image.kallsyms import Kallsyms, Location
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.table import ProbeTable
 
@@ -23,46 +24,46 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
         return "gone"
     if table.is_patched(kprobe):
         return "optimized"
-    if not table.is_armed(kprobe) or kprobe.is_disabled:
+    head = table.valid(kprobe)
+    if head is None or not table.is_armed(kprobe) or kprobe.is_disabled:
         return "disarmed"
     if kprobe.is_ftrace:
         return "ftrace"
-    return "boosted" if kprobe.state.insn is not None and kprobe.state.insn.boosted else "int3"
+    return "boosted" if head.insn is not None and head.insn.boosted else "int3"
 
 
 def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
     """Return the first rule that keeps the probe from a better mode; empty if there is no better mode."""
+    head = table.valid(kprobe)
     if kprobe.is_gone:
         rule = "the probed code is gone"
     elif kprobe.is_disabled:
         rule = "the probe is disabled"
     elif table.all_disarmed:
         rule = "all probes are disarmed, see kprobes/enabled"
-    elif not table.is_armed(kprobe):
+    elif head is None or not table.is_armed(kprobe):
         rule = "enabled while all probes were disarmed: disable and enable it again"
     elif kprobe.is_ftrace:
         return Rejection(RejectReason.FTRACE, kprobe.address).text
     elif table.is_patched(kprobe):
         return ""
     else:
-        rejection = str(kprobe.state.rejection)
-        return rejection or f"0x{kprobe.address:x}: {_passing_rule(table, optimizer, kprobe)}"
+        return str(head.rejection) or f"0x{kprobe.address:x}: {_passing_rule(optimizer, head)}"
     return f"0x{kprobe.address:x}: {rule}"
 
 
-def _passing_rule(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
+def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
     """Return a rule that may cease to apply while the armed probe exists."""
-    head = table.valid(kprobe)
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
-    if not isinstance(head, AggrKprobe) or head.detour is None:
+    if head.detour is None:
         # This happens only with djprobes; the optimizer tries all other probes.
         return "registered without a length, so it is no djprobe"
-    if head.break_handler is not None:
+    if head.jprobe is not None:
         return "a jprobe goes elsewhere from the breakpoint"
-    if head.post_handler is not None:
+    if head.has_post_handler:
         return "a post_handler needs the step's end"
     if head.is_held:
         return "held unoptimized by a write to its `optimized`"
@@ -91,18 +92,30 @@ _LINE_ENDS = tuple(_line_end(flags) for flags in range(2 * max(flag.value for fl
 """Value of flags -> end of the line."""
 
 
-def bucket_text(probes: Iterable[Kprobe], symbols: Kallsyms, bits: int = 64) -> str:
+def line_head(addr: int, kind: str, where: Location | None, bits: int) -> str:
+    """Return the beginning of a probe's line in kprobes/list.
+
+    `where` is None in a module that is unloaded.
+    """
+    text = (
+        f"0x{addr:x} " if where is None else f"{where.symbol.name}+0x{where.offset:x}  {where.module or ' '} "
+    )
+    return f"{addr:0{bits // 4}x}  {kind}  {text}"
+
+
+def bucket_text(heads: Iterable[AggrKprobe], symbols: Kallsyms, bits: int = 64) -> str:
     """Return the lines of a bucket's probes.
 
     Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1).
     """
     lines = []
-    for probe in probes:
-        ways = probe.flags._value_ & _WAYS
-        for member in probe.members if isinstance(probe, AggrKprobe) else (probe,):
-            address = member.address
-            where = member.state.place or member.line_head(address, symbols.lookup(address), bits)
-            lines.append(where + _LINE_ENDS[member.flags._value_ & _OWN | ways])
+    for head in heads:
+        ways = head.flags._value_ & _WAYS
+        address = head.address
+        for kprobe in head.by_run:
+            member = head.members[kprobe]
+            where = member.place or line_head(address, member.kind, symbols.lookup(address), bits)
+            lines.append(where + _LINE_ENDS[kprobe.flags._value_ & _OWN | ways])
     return "".join(lines)
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import (
     OUT_OF_TREE,
     PROFILES,
@@ -239,10 +239,9 @@ _SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
 def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
     """Return the bytes of a probe's detour buffer, or None if the probe is not optimized."""
     head = kernel.kprobes.table.valid(probe)
-    detour = kernel.kprobes.detour(probe)
-    if detour is None or not isinstance(head, AggrKprobe) or not head.is_optimized:
+    if head is None or head.detour is None or not head.is_optimized:
         return None
-    return detour.size if head.state.compiled is None else head.state.compiled.size
+    return head.detour.size if head.compiled is None else head.compiled.size
 
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:

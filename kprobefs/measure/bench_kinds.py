@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kinds.jprobe import Jprobe, become_jprobe
+from emulated_kernel.kprobes.aggr_kprobe import JPROBE
+from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -125,8 +126,8 @@ def _jprobe(kernel: Kernel) -> Count:
 def _compiled_jprobe(kernel: Kernel) -> Count:
     ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
     probe = ring.probe(symbol_name=FUNCTION)
-    become_jprobe(probe)
-    kernel.register_kprobe(probe)
+    with kernel.lock:
+        kernel.kprobes.register_kprobe(probe, JPROBE)
     return lambda: ring.hits
 
 

@@ -132,7 +132,7 @@ class CompiledPlace(Place):
         self._change()
         with enabled(self.compiler):
             self._all("compiling a stub", None)
-        stub = self.head.state.stub
+        stub = self.head.stub
         if stub is None:
             if not self.kernel.machine.in_clock_loop(self.address):
                 self._note("compiling a stub", "there is none")
@@ -144,8 +144,8 @@ class CompiledPlace(Place):
         """Compile the detour as the first hit of the jump does, but without running the machine."""
         with enabled(self.compiler):
             self.kernel.kprobes.routes.compile_detour(self.head)
-        assert self.head.state.compiled is not None
-        self.codes.append(self.head.state.compiled)
+        assert self.head.compiled is not None
+        self.codes.append(self.head.compiled)
 
     def _change(self) -> None:
         self.kernel.kprobes.handler_changed(self.probe)
@@ -177,7 +177,7 @@ class CompiledPlace(Place):
         return super()._jumps() | self._code_jumps()
 
     def _code_jumps(self) -> dict[bytes, int]:
-        codes = {*self.codes, *([self.head.state.compiled] if self.head.state.compiled is not None else [])}
+        codes = {*self.codes, *([self.head.compiled] if self.head.compiled is not None else [])}
         jump, buffer = self.kernel.arch.detour_jump, self._buffer()
         return {jump(buffer.region, code.entry): code.entry for code in codes}
 

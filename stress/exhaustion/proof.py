@@ -8,8 +8,9 @@ from itertools import islice
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.text.stale_fetch import Prefetch
 from stress.exhaustion.standing import OtherCpu, Standing
 from tests.arch.decoding import starts_with_breakpoint
@@ -150,7 +151,7 @@ class Place:
         return self.probed.probe("probe", at=self.address)
 
     def _breakpoint_size(self) -> int:
-        insn = self.head.state.insn
+        insn = self.head.insn
         assert insn is not None
         return len(self.kernel.arch.breakpoint_for(insn.prepared.length))
 
@@ -186,7 +187,7 @@ class Place:
         return stays
 
     def _slot(self, cpu: OtherCpu) -> list[Standing]:
-        insn = self.head.state.insn
+        insn = self.head.insn
         assert insn is not None
         if insn.slot is None or insn.step_end is None:
             return []
@@ -327,7 +328,7 @@ class Place:
 
     def _head(self) -> AggrKprobe:
         head = self.kernel.kprobes.table.valid(self.probe)
-        assert isinstance(head, AggrKprobe)
+        assert head is not None
         return head
 
     def _buffer(self) -> DetourBuffer:

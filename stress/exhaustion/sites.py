@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from stress.exhaustion.compiled import CompiledProof, enabled
@@ -107,12 +108,18 @@ class SitePlace(Place):
     def _note_hit(self, kprobe: Kprobe, _regs: object) -> None:
         self.probed.hits.append(("site", kprobe.address))
 
+    def _head(self) -> AggrKprobe:
+        head = self.kernel.kprobes.table.valid(self.probe)
+        assert head is not None
+        return head
+
     def _compile(self) -> None:
         with enabled(self.kernel.kprobes.compiler):
             assert self.kernel.kprobes.sites is not None
-            self.kernel.kprobes.sites.compile_call(self.probe)
-        assert self.probe.state.compiled is not None
-        self.codes.append(self.probe.state.compiled)
+            self.kernel.kprobes.sites.compile_call(self._head())
+        compiled = self._head().compiled
+        assert compiled is not None
+        self.codes.append(compiled)
 
     def _join(self, inside: Group, code: CompiledCode) -> None:
         for cpu, group in zip(self.cpus, inside, strict=True):
@@ -124,7 +131,8 @@ class SitePlace(Place):
 
     def _jumps(self) -> dict[bytes, int]:
         """Return the bytes of each possible call at the site -> its destination."""
-        compiled = self.probe.state.compiled
+        head = self.kernel.kprobes.table.get(self.address)
+        compiled = None if head is None else head.compiled
         codes = {*self.codes, *([compiled] if compiled is not None else [])}
         call = self.kernel.arch.relative_call
         return {call(self.address, to): to for to in (self.trampoline, *(code.entry for code in codes))}

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.hit.ctlblk import HitStatus
-from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.text.stale_fetch import WINDOW
 from tests.kprobes.optimizer.conftest import Probed
@@ -28,7 +28,7 @@ class Standing:
     registers: State
     memory: Pieces
     hits: int
-    running: Kprobe | None = None
+    running: AggrKprobe | None = None
     status: HitStatus = HitStatus.STEP_DONE
 
     @property

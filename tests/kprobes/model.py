@@ -14,6 +14,7 @@ class Entry:
 
     kprobe: Kprobe
     disabled: bool
+    kind: str = "k"
     hits: int = 0
     missed: int = 0
 
@@ -35,15 +36,15 @@ class Model:
         self.points: dict[int, Point] = {}
         self.all_disarmed = False
 
-    def register(self, addr: int, kprobe: Kprobe, disabled: bool) -> None:
+    def register(self, addr: int, kprobe: Kprobe, disabled: bool, kind: str = "k") -> None:
         point = self.points.get(addr)
         if point is None:
             point = self.points[addr] = Point(disabled)
         else:
             point.shared = True
             point.disabled = point.disabled and disabled
-        is_last = kprobe.kind == "j"
-        point.entries.insert(len(point.entries) if is_last else 0, Entry(kprobe, disabled))
+        is_last = kind == "j"
+        point.entries.insert(len(point.entries) if is_last else 0, Entry(kprobe, disabled, kind))
 
     def unregister(self, addr: int, entry: Entry) -> None:
         self.disable(addr, entry)
@@ -90,4 +91,4 @@ class Model:
         """Address, kind and disabled flag of each line of kprobes/list."""
         latest_first = reversed(list(self.points.items()))
         ordered = sorted(latest_first, key=lambda item: hash_address(item[0], self._bits))
-        return [(addr, e.kprobe.kind, e.disabled) for addr, point in ordered for e in point.entries]
+        return [(addr, e.kind, e.disabled) for addr, point in ordered for e in point.entries]

@@ -155,7 +155,7 @@ class Modelled(OnKernel):
 
     def undo(self) -> None:
         for _, entry in self.entries():
-            self.act("unregister", entry.kprobe)
+            self.act("unregister", entry)
 
     def entries(self) -> list[tuple[int, Entry]]:
         return [(addr, entry) for addr, point in self.model.points.items() for entry in point.entries]
@@ -208,31 +208,31 @@ class Modelled(OnKernel):
         self.numbers[kprobe] = number
         return kprobe
 
-    def act(self, verb: str, kprobe: Kprobe) -> None:
+    def act(self, verb: str, entry: Entry) -> None:
         """Do to a probe what is done to its kind."""
-        kind = {"k": "kprobe", "j": "jprobe", "r": "kretprobe"}[kprobe.kind]
-        getattr(self.kernel, f"{verb}_{kind}")(self.owners.get(kprobe, kprobe))
+        kind = {"k": "kprobe", "j": "jprobe", "r": "kretprobe"}[entry.kind]
+        getattr(self.kernel, f"{verb}_{kind}")(self.owners.get(entry.kprobe, entry.kprobe))
 
     @precondition(lambda self: self.model.points)
     @rule(number=PICKS)
     def unregister(self, number: int) -> None:
         addr, entry = self.pick(number)
-        self.act("unregister", entry.kprobe)
-        self.act("unregister", entry.kprobe)
+        self.act("unregister", entry)
+        self.act("unregister", entry)
         self.model.unregister(addr, entry)
 
     @precondition(lambda self: self.model.points)
     @rule(number=PICKS)
     def disable(self, number: int) -> None:
         addr, entry = self.pick(number)
-        self.act("disable", entry.kprobe)
+        self.act("disable", entry)
         self.model.disable(addr, entry)
 
     @precondition(lambda self: self.model.points)
     @rule(number=PICKS)
     def enable(self, number: int) -> None:
         addr, entry = self.pick(number)
-        self.act("enable", entry.kprobe)
+        self.act("enable", entry)
         self.model.enable(addr, entry)
 
     @rule(armed=MOSTLY)

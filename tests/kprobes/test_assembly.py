@@ -316,7 +316,7 @@ def test_what_can_not_be_assembled_leaves_nothing_behind(plain: Kernel) -> None:
     probe = Kprobe(symbol_name="int_sqrt", code="inc qword ptr [counter]\n  hlt")
     with pytest.raises(KernelError, match="line 2, column 3: 'hlt': is privileged"):
         plain.register_kprobe(probe)
-    assert (probe.addr, probe.assembled, len(probe.cells)) == (None, None, 0)
+    assert (probe.addr, probe.failures, len(probe.cells)) == (None, 0, 0)
     probe.code, probe.cells["nowhere"] = "inc qword ptr [counter]", 1
     with pytest.raises(KernelError, match="the code has no cell nowhere"):
         plain.register_kprobe(probe)
@@ -368,3 +368,29 @@ def test_a_handler_that_never_ends_is_ended() -> None:
         probe.cells["before"] = 5
         kernel.unregister_kprobe(probe)
         assert kernel.call("int_sqrt", 49) == 7
+
+
+def test_registration_leaves_the_record_s_handlers_alone(plain: Kernel) -> None:
+    """A probe that had only assembly gets a handler in Python later, which every hit then calls."""
+    seen: list[int] = []
+    probe = Kprobe(
+        "int_sqrt", code="inc qword ptr [before]", post_code="inc qword ptr [behind]", disabled=True
+    )
+    plain.register_kprobe(probe)
+    assert (probe.pre_handler, probe.post_handler, probe.program) == (None, None, None)
+    plain.enable_kprobe(probe)
+    assert roots(plain, range(7, 10)) == [7, 8, 9]
+    plain.unregister_kprobe(probe)
+    assert (probe.pre_handler, probe.post_handler, probe.program) == (None, None, None)
+    probe.pre_handler = lambda _kprobe, regs: seen.append(regs.di)
+    plain.register_kprobe(probe)
+    plain.enable_kprobe(probe)
+    assert roots(plain, range(4, 7)) == [4, 5, 6]
+    assert (dict(probe.cells), seen) == ({"before": 6, "behind": 6}, [16, 25, 36])
+
+
+def test_a_return_probe_has_no_post_code(plain: Kernel) -> None:
+    rp = Kretprobe("int_sqrt", post_code="nop")
+    with pytest.raises(KernelError, match="post_code") as raised:
+        plain.register_kretprobe(rp)
+    assert raised.value.name == "EINVAL"

@@ -316,7 +316,7 @@ def test_messages_name_the_text(traced: Kernel) -> None:
     ):
         with pytest.raises(KernelError, match=f"^.Errno 22. {name}, line 1, column 1: 'nosuch'") as raised:
             REGISTER[type(probe)](traced, probe)
-        assert (raised.value.name, probe.assembled, len(probe.cells)) == ("EINVAL", None, 0)
+        assert (raised.value.name, probe.failures, len(probe.cells)) == ("EINVAL", 0, 0)
     assert used(traced) == before
     assert roots(traced, range(2)) == [0, 1]
 

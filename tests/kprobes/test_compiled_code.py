@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.kprobes.registry import Kprobes
@@ -32,7 +33,7 @@ def enabled(kernel: Kernel, command: str) -> KprobeTraceEvent:
     return event
 
 
-def head(kernel: Kernel, event: KprobeTraceEvent) -> Kprobe:
+def head(kernel: Kernel, event: KprobeTraceEvent) -> AggrKprobe:
     handle = event.probes[0].handle
     assert isinstance(handle, Kprobe)
     found = kernel.kprobes.table.valid(handle)
@@ -46,7 +47,7 @@ def optimized(kernel: Kernel, command: str) -> KprobeTraceEvent:
     assert kernel.kprobes.optimizer is not None
     kernel.kprobes.optimizer.flush()
     kernel.call("int_sqrt", 1)
-    assert head(kernel, event).state.compiled is not None
+    assert head(kernel, event).compiled is not None
     return event
 
 
@@ -81,7 +82,7 @@ def test_the_second_hit_stays_in_the_guest(kernel: Kernel) -> None:
 def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
     event = optimized(kernel, f"p:a {PLACE}")
     probe, compiler = head(kernel, event), kernel.kprobes.compiler
-    old = probe.state.compiled
+    old = probe.compiled
     assert old in compiler.codes
     for change in (
         lambda: kernel.tracing.arrays.top.filters.write(event, b"common_pid != 0"),
@@ -89,13 +90,13 @@ def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
         lambda: kernel.trace.options.set("record-cmd", 0),
     ):
         change()
-        assert probe.state.compiled is None
+        assert probe.compiled is None
         kernel.call("int_sqrt", 4)
-        assert probe.state.compiled is not None
+        assert probe.compiled is not None
     for _ in range(20):
         kernel.call("int_sqrt", 5)
     assert old not in compiler.codes
-    assert {code for code in compiler.codes if not code.retired} == {probe.state.compiled}
+    assert {code for code in compiler.codes if not code.retired} == {probe.compiled}
     event.disable(kernel.trace)
     kernel.tracing.kprobe_events.clear()
     for _ in range(20):
@@ -107,11 +108,11 @@ def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
 def test_a_buffer_that_moves_is_found_by_the_same_code(kernel: Kernel) -> None:
     event = optimized(kernel, f"p:a {PLACE}")
     probe = head(kernel, event)
-    code, before = probe.state.compiled, len(kernel.trace.buffers[0])
+    code, before = probe.compiled, len(kernel.trace.buffers[0])
     for size in (64, 8):
         kernel.trace.resize_buffer(size)
         kernel.call("int_sqrt", size)
-    assert probe.state.compiled is code is not None
+    assert probe.compiled is code is not None
     assert len(kernel.trace.buffers[0]) == before + 2
 
 
@@ -121,10 +122,10 @@ def test_what_the_guest_can_not_do_stays_with_python(kernel: Kernel) -> None:
     for value in range(3):
         kernel.call("int_sqrt", value)
     probe = head(kernel, event)
-    assert (probe.state.compiled, probe.state.stub, event.probes[0].hits) == (None, None, 3)
+    assert (probe.compiled, probe.stub, event.probes[0].hits) == (None, None, 3)
     kernel.trace.set_clock("local")
     kernel.call("int_sqrt", 7)
-    assert probe.state.stub is not None
+    assert probe.stub is not None
 
 
 def test_two_events_at_a_place_share_the_code(kernel: Kernel) -> None:
@@ -143,7 +144,7 @@ def test_a_probe_with_a_handler_of_its_own_takes_all_to_python(kernel: Kernel) -
     other = Kprobe(symbol_name="int_sqrt", offset=5, pre_handler=lambda _kp, regs: seen.append(regs.di))
     kernel.register_kprobe(other)
     kernel.call("int_sqrt", 9)
-    assert (seen, event.probes[0].hits, head(kernel, event).state.compiled) == ([9], 2, None)
+    assert (seen, event.probes[0].hits, head(kernel, event).compiled) == ([9], 2, None)
     kernel.unregister_kprobe(other)
     kernel.call("int_sqrt", 9)
     kernel.call("int_sqrt", 9)
@@ -216,7 +217,7 @@ def test_a_handler_that_changes_its_probe_at_the_first_hit(way: str, change: str
             kernel.kprobes.optimizer.flush()
         routes = len(kernel.machine.breakpoints)
         assert kernel.call("int_sqrt", 49) == 7
-        assert (found.state.stub, found.state.compiled) == (None, None)
+        assert (found.stub, found.compiled) == (None, None)
         assert len(kernel.machine.breakpoints) <= routes
         if kernel.kprobes.optimizer is not None:
             kernel.kprobes.optimizer.flush()

@@ -98,11 +98,13 @@ def run_nested(kernel: Kernel, kprobe: Kprobe) -> NestedRegs:
     """What a CPU in a handler does that meets a probe's breakpoint and then the end of its step."""
     regs = NestedRegs(ip=kprobe.address + 1)
     kernel.machine.breakpoints[kprobe.address](regs)  # type: ignore[arg-type]
-    assert kprobe.state.insn is not None
-    assert kprobe.state.insn.slot == regs.ip
-    assert kprobe.state.insn.step_end is not None
-    regs.ip = kprobe.state.insn.step_end + 1
-    kernel.machine.breakpoints[kprobe.state.insn.step_end](regs)  # type: ignore[arg-type]
+    head = kernel.kprobes.table.get(kprobe.address)
+    assert head is not None
+    assert head.insn is not None
+    assert head.insn.slot == regs.ip
+    assert head.insn.step_end is not None
+    regs.ip = head.insn.step_end + 1
+    kernel.machine.breakpoints[head.insn.step_end](regs)  # type: ignore[arg-type]
     return regs
 
 
@@ -129,7 +131,8 @@ def test_a_hit_within_a_handler_is_counted_as_missed(kernel: Kernel) -> None:
 def _has_slot(kernel: Kernel, addr: int) -> bool:
     kprobe = Kprobe(addr=addr)
     kernel.register_kprobe(kprobe)
-    slot = kprobe.state.insn is not None and kprobe.state.insn.slot is not None
+    head = kernel.kprobes.table.valid(kprobe)
+    slot = head is not None and head.insn is not None and head.insn.slot is not None
     kernel.unregister_kprobe(kprobe)
     return slot
 

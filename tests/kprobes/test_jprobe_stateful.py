@@ -132,7 +132,7 @@ class Jprobing(Modelled):
 
     def has_jprobe(self, function: str) -> bool:
         point = self.model.points.get(self.entry(function))
-        return point is not None and any(e.kprobe.kind == "j" for e in point.entries)
+        return point is not None and any(e.kind == "j" for e in point.entries)
 
     def refused(self, action: Callable[[], object], number: int) -> None:
         with pytest.raises(KernelError) as caught:
@@ -157,7 +157,7 @@ class Jprobing(Modelled):
     def register_kretprobe(self, function: str, disabled: bool) -> None:
         kretprobe = self.kretprobe(function, disabled=disabled)
         self.kernel.register_kretprobe(kretprobe)
-        self.model.register(self.entry(function), kretprobe, disabled)
+        self.model.register(self.entry(function), kretprobe, disabled, "r")
 
     @rule(function=NAMED, disabled=SELDOM, calls=st.booleans())
     def register_jprobe(self, function: str, disabled: bool, calls: bool) -> None:
@@ -168,7 +168,7 @@ class Jprobing(Modelled):
             self.model.points[self.entry(function)].shared = True
             return
         self.kernel.register_jprobe(jprobe)
-        self.model.register(self.entry(function), jprobe.kp, disabled)
+        self.model.register(self.entry(function), jprobe.kp, disabled, "j")
 
     @rule(functions=st.lists(NAMED, max_size=3), bad=st.sampled_from([0, 0, errno.ENOENT, errno.EINVAL]))
     def register_jprobes(self, functions: list[str], bad: int) -> None:
@@ -185,7 +185,7 @@ class Jprobing(Modelled):
                 self.model.points[self.entry(function)].shared = True
                 expected = errno.EEXIST
                 break
-            self.model.register(self.entry(function), jprobe.kp, disabled=False)
+            self.model.register(self.entry(function), jprobe.kp, disabled=False, kind="j")
             done.append((self.entry(function), jprobe.kp))
         if not expected:
             self.kernel.register_jprobes(array)

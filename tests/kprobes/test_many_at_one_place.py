@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, Kprobe
+from emulated_kernel.kprobes.aggr_kprobe import MOST_HANDLERS
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.compiled.handler import EventEmitter
 from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches

@@ -135,10 +135,12 @@ def test_boosted_probes_leave_garbage() -> None:
     with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
         kprobe = Kprobe(symbol_name="gcd", offset=5)
         kernel.register_kprobe(kprobe)
-        assert kprobe.state.insn is not None
-        slot = kprobe.state.insn.slot
+        head = kernel.kprobes.table.valid(kprobe)
+        assert head is not None
+        assert head.insn is not None
+        slot = head.insn.slot
         assert slot is not None
-        assert kprobe.state.insn.boosted
+        assert head.insn.boosted
         before = kernel.machine.text.current(slot, 8)
         kernel.unregister_kprobe(kprobe)
         assert kernel.machine.text.current(slot, 8) == before

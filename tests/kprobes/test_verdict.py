@@ -13,7 +13,8 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason,
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from tests.kprobes.blacklist import is_blacklisted
@@ -96,13 +97,13 @@ def agree(kernel: Kernel, symbols: list[Symbol]) -> int:
     return seen
 
 
-def _is_taken(kernel: Kernel, head: Kprobe | None, outcome: Region | Rejection) -> bool:
+def _is_taken(kernel: Kernel, head: AggrKprobe | None, outcome: Region | Rejection) -> bool:
     """Whether the optimizer made of a place what the verdict says; a djprobe wasn't asked for."""
     if kernel.kprobes.profile.djprobe is not None or kernel.kprobes.optimizer is None:
-        return not isinstance(head, AggrKprobe)
+        return head is None or not head.is_aggregated
     if isinstance(outcome, Region):
-        return isinstance(head, AggrKprobe) and head.detour is None
-    return head is not None and (head.state.rejection == outcome or outcome.reason is RejectReason.FTRACE)
+        return head is not None and head.is_aggregated and head.detour is None
+    return head is not None and (head.rejection == outcome or outcome.reason is RejectReason.FTRACE)
 
 
 def test_djprobes_get_the_length_of_the_region() -> None:

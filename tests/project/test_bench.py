@@ -300,11 +300,13 @@ def test_a_jprobe_with_a_handler_in_guest_code() -> None:
         count = bench_kinds._PLACING["c"](kernel)
         kernel.call(bench.FUNCTION, 4)
         [probe] = kernel.kprobes
-        assert (kernel.kprobes.mode(probe), probe.kind) in [("boosted", "j"), ("int3", "j")]
-        stub = probe.state.stub
+        head = kernel.kprobes.table.valid(probe)
+        assert head is not None
+        assert (kernel.kprobes.mode(probe), head.members[probe].kind) in [("boosted", "j"), ("int3", "j")]
+        stub = head.stub
         assert stub is not None
         kernel.call(bench.FUNCTION, 9)
-        assert (count(), probe.state.stub) == (2, stub)
+        assert (count(), head.stub) == (2, stub)
 
 
 # Several CPUs

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, MutableMapping
 from enum import Enum
 from errno import EINVAL, ENOMEM
-from typing import TYPE_CHECKING, ClassVar
 
 from emulated_kernel.arch.program.asm_source import CELL_SIZE, Assembler, SourceText
 from emulated_kernel.arch.program.ir import AddToPerCpu, Jump, RunAssembly
@@ -155,40 +155,35 @@ class AssembledHandlers:
         self._records.free_percpu(self._faults)
 
 
-class AssemblyOwner:
-    """A probe or other object that has handlers in assembly while it is registered."""
+class FailureCount:
+    """A user's record of a probe whose handlers may raise in Python, or fault in assembly."""
 
     __slots__ = ()
 
-    handler_points: ClassVar[tuple[HandlerPoint, ...]] = ()
-    """Times at which handlers of the owner may run."""
     raised: int
-    miss: Callable[[], None]
-    """Count a hit that isn't handled."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def assembled(self) -> AssembledHandlers | None:
-            """The assembled handlers while the owner is registered."""
+    _assembled: AssembledHandlers | None
 
     @property
     def failures(self) -> int:
         """Number of hits since registration in which a handler raised or faulted."""
-        return self.raised + (0 if self.assembled is None else self.assembled.faults)
+        return self.raised + (0 if self._assembled is None else self._assembled.faults)
 
-    @property
-    def texts(self) -> dict[HandlerPoint, str]:
-        """Time at which a handler in assembly runs -> the handler's text."""
-        given = {moment: getattr(self, moment.value) for moment in self.handler_points}
-        return {moment: text for moment, text in given.items() if text is not None}
 
-    def emit_assembly(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
-        """Add only the assembly for `moment` to a program."""
-        if self.assembled is not None:
-            self.assembled.emit(builder, moment)
+class AssemblyOwner(ABC):
+    """An object of the engine that has handlers in assembly."""
 
-    def miss_assembly(self, moment: HandlerPoint) -> None:
-        """Count a missed hit if there is a handler for `moment`."""
-        if self.assembled is not None and moment in self.assembled:
-            self.miss()
+    __slots__ = ()
+
+    @abstractmethod
+    def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
+        """Add only the assembly for `point` to a program."""
+
+    @abstractmethod
+    def miss_assembly(self, point: HandlerPoint) -> None:
+        """Count a missed hit if there is a handler for `point`."""
+
+
+def handler_texts(probe: object) -> dict[HandlerPoint, str]:
+    """Return the texts of a probe's handlers in assembly, by the time at which they run."""
+    given = {point: getattr(probe, point.value, None) for point in HandlerPoint}
+    return {point: text for point, text in given.items() if text is not None}

@@ -18,9 +18,9 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import HandlerCode
 from emulated_kernel.arch.program.ir_builder import EntryKind, HostAction, ProgramBuilder
+from emulated_kernel.kprobes.aggr_kprobe import MOST_HANDLERS, AggrKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
-from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggrKprobe, Kprobe
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -99,9 +99,9 @@ class Compiler:
         """Return True if an address lies in a handler, where a record may be half written."""
         return any(code.contains(address) for code in self.codes)
 
-    def keep_sample(self, kprobe: Kprobe, regs: Any) -> None:
+    def keep_sample(self, head: AggrKprobe, regs: Any) -> None:
         """Keep the registers of a hit. Benchmarks run the compiled handler on them."""
-        kprobe.state.sample = {name: getattr(regs, name) for name in self._sampled}
+        head.sample = {name: getattr(regs, name) for name in self._sampled}
 
     def tell(self, error: Exception) -> None:
         """Log once that guest code can't be compiled because an import failed.
@@ -127,7 +127,7 @@ class Compiler:
         self._left -= handlers
         return True
 
-    def stub(self, head: Kprobe, target: int | None) -> CompiledCode | None:
+    def stub(self, head: AggrKprobe, target: int | None) -> CompiledCode | None:
         """Compile a handler for breakpoint hits that continues at `target`; None if Python must handle them.
 
         Without a target, the code ends in a breakpoint at `CompiledCode.tail`, whose route the caller sets.
@@ -159,7 +159,7 @@ class Compiler:
         return code
 
     @_or_none
-    def behind(self, owner: Kprobe, emit: EmitAll, target: int) -> CompiledCode | None:
+    def behind(self, owner: AggrKprobe, emit: EmitAll, target: int) -> CompiledCode | None:
         """Compile handlers in assembly that continue at `target`; None if there is no room for the code."""
         return self._kept_aside((owner, target), emit, self._arch.jump_size, self._going_on_at(target))
 
@@ -182,7 +182,7 @@ class Compiler:
             self.asm_thunks[key] = code
         return code
 
-    def call(self, head: Kprobe, ret: int) -> CompiledCode | None:
+    def call(self, head: AggrKprobe, ret: int) -> CompiledCode | None:
         """Compile the handler that an fentry site calls; it continues at `ret`, a return instruction."""
         return self._make(head, EntryKind.CALL, self._arch.jump_size, self._going_on_at(ret))
 
@@ -257,13 +257,13 @@ class Compiler:
     # Writing
 
     @_or_none
-    def _make(self, head: Kprobe, way: EntryKind, behind: int, rest: Rest) -> CompiledCode | None:
+    def _make(self, head: AggrKprobe, way: EntryKind, behind: int, rest: Rest) -> CompiledCode | None:
         """Compile a probe's actions at a hit; `rest` adds at most `behind` bytes to the code."""
         builder = ProgramBuilder()
         if not self.enabled or not head.emit(builder, way):
             return None
         # A post_handler may read registers that the function doesn't read any more.
-        live = self._verdict.all_live if head.post_handler is not None else None
+        live = self._verdict.all_live if head.has_post_handler else None
         return self._write(builder, self._handler(builder, head.address, live), behind, rest)
 
     def _handler(

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
 from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import Regs
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
@@ -47,33 +48,32 @@ class BreakpointDispatch:
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
 
-    def install(self, kprobe: Kprobe) -> None:
+    def install(self, head: AggrKprobe) -> None:
         """Route all ways into the probe according to its current state.
 
         Call this after each change of that state.
         """
-        state = kprobe.state
-        insn = state.insn
+        insn = head.insn
         if insn is None:
             if self._sites is not None:
-                self._sites.install(kprobe)
+                self._sites.install(head)
             return
         breakpoints = self.breakpoints
-        address = kprobe.address
-        if state.stub is not None and state.stub.target != self._leads_to(kprobe):
-            self._drop_stub(kprobe)
+        address = head.address
+        if head.stub is not None and head.stub.target != self._leads_to(head):
+            self._drop_stub(head)
         in_clock_loop = self._in_clock_loop(address)
         if in_clock_loop:
-            breakpoints[address] = self._clock.holding(self.hits.by_breakpoint(kprobe))
-        elif state.stub is None:
-            breakpoints[address] = partial(self._first_by_breakpoint, kprobe)
+            breakpoints[address] = self._clock.holding(self.hits.by_breakpoint(head))
+        elif head.stub is None:
+            breakpoints[address] = partial(self._first_by_breakpoint, head)
         else:
-            breakpoints[address] = self.hits.by_stub(kprobe, state.stub)
+            breakpoints[address] = self.hits.by_stub(head, head.stub)
         step_end = insn.step_end
         if step_end is not None:
             next_ip = address + insn.prepared.length
             ended = self.hits.on_debug_trap if insn.lead else self.hits.on_step_end
-            on_step_end: Callable[[Regs], object] = partial(ended, kprobe, next_ip)
+            on_step_end: Callable[[Regs], object] = partial(ended, head, next_ip)
             if in_clock_loop:
                 on_step_end = self._clock.holding(on_step_end)
             if insn.lead:
@@ -82,119 +82,117 @@ class BreakpointDispatch:
                 self._debug_traps[step_end - insn.prepared.length] = _pass
             else:
                 breakpoints[step_end] = on_step_end
-        if not isinstance(kprobe, AggrKprobe) or kprobe.detour is None:
+        if head.detour is None:
             return
-        detour = kprobe.detour
-        if kprobe.is_disabled:
+        detour = head.detour
+        if head.is_disabled:
             # Linux: a probe that is disabled, but not unoptimized yet, ignores hits.
             self.pass_detour(detour.trap)
         elif in_clock_loop:
-            breakpoints[detour.trap] = self._clock.holding(self.hits.by_detour(kprobe))
+            breakpoints[detour.trap] = self._clock.holding(self.hits.by_detour(head))
         else:
-            breakpoints[detour.trap] = partial(self._first_by_detour, kprobe, detour.trap)
+            breakpoints[detour.trap] = partial(self._first_by_detour, head, detour.trap)
 
-    def _leads_to(self, kprobe: Kprobe) -> int | None:
+    def _leads_to(self, head: AggrKprobe) -> int | None:
         """Return where a breakpoint hit continues after its handlers; None if only Python can continue it."""
-        if isinstance(kprobe, AggrKprobe) and kprobe.is_optimized:
-            assert kprobe.detour is not None
-            return kprobe.detour.copied
-        insn = kprobe.state.insn
+        if head.is_optimized:
+            assert head.detour is not None
+            return head.detour.copied
+        insn = head.insn
         assert insn is not None
         return insn.entry
 
     # The first hit after a change of the handlers
 
-    def _first_by_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
+    def _first_by_breakpoint(self, head: AggrKprobe, regs: Regs) -> None:
         hits = self.hits
-        insn = kprobe.state.insn
-        leads_to = self._leads_to(kprobe)
+        insn = head.insn
+        leads_to = self._leads_to(head)
         assert insn is not None
         breakpoints = self.breakpoints
-        address = kprobe.address
-        may_compile = not kprobe.is_disabled and kprobe.may_compile
-        route = hits.by_breakpoint(kprobe)
-        if may_compile and not self._compiler.may_make(kprobe.nr_handlers):
+        address = head.address
+        may_compile = not head.is_disabled and head.may_compile
+        route = hits.by_breakpoint(head)
+        if may_compile and not self._compiler.may_make(head.nr_handlers):
             route(regs)
             return
         breakpoints[address] = route
         if not may_compile:
             route(regs)
             return
-        self._compiler.keep_sample(kprobe, regs)
+        self._compiler.keep_sample(head, regs)
         route(regs)
         if breakpoints.get(address) is not route:
             # A handler changed or removed the probe, so that its breakpoint has another route.
             return
-        stub = self._compiler.stub(kprobe, leads_to)
-        kprobe.state.stub = stub
-        kprobe.state.is_python = stub is None
+        stub = self._compiler.stub(head, leads_to)
+        head.stub = stub
+        head.is_python = stub is None
         if stub is not None:
-            breakpoints[address] = self.hits.by_stub(kprobe, stub)
+            breakpoints[address] = self.hits.by_stub(head, stub)
             if leads_to is None:
-                breakpoints[stub.tail] = lambda regs: hits.singlestep(kprobe, insn, regs, False)
+                breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)
 
-    def _first_by_detour(self, kprobe: AggrKprobe, trap: int, regs: Regs) -> None:
-        if not kprobe.may_compile:
-            route = self.hits.by_detour(kprobe)
+    def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:
+        if not head.may_compile:
+            route = self.hits.by_detour(head)
             self.breakpoints[trap] = route
             route(regs)
             return
         first_hit_route = self.breakpoints[trap]
         if (
-            self.hits.by_detour(kprobe)(regs)
+            self.hits.by_detour(head)(regs)
             and self.breakpoints.get(trap) is first_hit_route
-            and kprobe.is_patched
-            and kprobe.state.compiled is None
+            and head.is_patched
+            and head.compiled is None
             and self._split_jumps.may_patch()
-            and self._compiler.may_make(kprobe.nr_handlers)
+            and self._compiler.may_make(head.nr_handlers)
         ):
-            self._compiler.keep_sample(kprobe, self.hits.frame_at(regs.sp))
-            self.compile_detour(kprobe)
+            self._compiler.keep_sample(head, self.hits.frame_at(regs.sp))
+            self.compile_detour(head)
 
-    def compile_detour(self, kprobe: AggrKprobe) -> None:
+    def compile_detour(self, head: AggrKprobe) -> None:
         """Compile the handlers into a detour, if possible, and point the jump to that detour."""
-        code = self._compiler.detour(kprobe)
-        detour = kprobe.detour
-        kprobe.state.compiled = code
-        kprobe.state.is_python = code is None
+        code = self._compiler.detour(head)
+        detour = head.detour
+        head.compiled = code
+        head.is_python = code is None
         if code is not None:
             assert detour is not None
-            self._poker.replace(kprobe.address, self._arch.detour_jump(detour.region, code.entry))
+            self._poker.replace(head.address, self._arch.detour_jump(detour.region, code.entry))
 
-    def drop_code(self, kprobe: Kprobe) -> None:
+    def drop_code(self, head: AggrKprobe) -> None:
         """Let Python handle hits again until the next compilation, because the handlers have changed."""
         if self._compiler.asm_thunks:
-            self._compiler.drop_asm_thunks(kprobe)
-        if kprobe.is_ftrace and self._sites is not None:
-            self._sites.drop_code(kprobe)
+            self._compiler.drop_asm_thunks(head)
+        if head.is_ftrace and self._sites is not None:
+            self._sites.drop_code(head)
             return
-        state = kprobe.state
-        state.is_python = False
-        self._drop_stub(kprobe)
-        code = state.compiled
+        head.is_python = False
+        self._drop_stub(head)
+        code = head.compiled
         if code is None:
             return
-        state.compiled = None
-        if isinstance(kprobe, AggrKprobe) and kprobe.is_patched:
-            assert kprobe.detour is not None
-            if not self._poker.is_patching(kprobe.address):
-                self._split_jumps.start_again((kprobe.address,))
-                self._poker.replace(kprobe.address, kprobe.detour.jump)
+        head.compiled = None
+        if head.is_patched:
+            assert head.detour is not None
+            if not self._poker.is_patching(head.address):
+                self._split_jumps.start_again((head.address,))
+                self._poker.replace(head.address, head.detour.jump)
         self._compiler.retire(code)
 
-    def _drop_stub(self, kprobe: Kprobe) -> None:
-        state = kprobe.state
-        if state.stub is not None:
-            self._compiler.retire(state.stub)
-            state.stub = None
+    def _drop_stub(self, head: AggrKprobe) -> None:
+        if head.stub is not None:
+            self._compiler.retire(head.stub)
+            head.stub = None
 
     # Removal
 
-    def remove(self, kprobe: Kprobe) -> None:
+    def remove(self, head: AggrKprobe) -> None:
         """Drop the routes of the probe's breakpoints; `remove_detour` drops those of its detour."""
-        self.drop_code(kprobe)
-        if self._table.get(kprobe.address) in (kprobe, None):
-            self.breakpoints.pop(kprobe.address, None)
+        self.drop_code(head)
+        if self._table.get(head.address) in (head, None):
+            self.breakpoints.pop(head.address, None)
 
     def remove_step_end(self, insn: OutOfLine) -> None:
         """Drop the routes of the breakpoint that ends a step in the slot, before the slot is freed."""

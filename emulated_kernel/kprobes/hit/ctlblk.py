@@ -8,8 +8,7 @@ from enum import Enum, auto
 from time import perf_counter_ns
 from typing import TypeAlias
 
-from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.probe_state import COSTS_KEPT
+from emulated_kernel.kprobes.aggr_kprobe import COSTS_KEPT, AggrKprobe
 from emulated_kernel.util.fast_dataclass import dataclass
 
 
@@ -22,7 +21,7 @@ class HitStatus(Enum):
     STEP_DONE = auto()
 
 
-_State: TypeAlias = "tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool, bool, int]"
+_State: TypeAlias = "tuple[AggrKprobe | None, HitStatus, list[tuple[AggrKprobe, HitStatus]], bool, bool, int]"
 """The state of a CPU that is not the current one: running, status, interrupted, and so on."""
 
 
@@ -35,9 +34,9 @@ class KprobeCtlblk:
     Mirrors: struct kprobe_ctlblk, current_kprobe.
     """
 
-    running: Kprobe | None = None
+    running: AggrKprobe | None = None
     status: HitStatus = HitStatus.STEP_DONE
-    interrupted: list[tuple[Kprobe, HitStatus]] = field(default_factory=list)
+    interrupted: list[tuple[AggrKprobe, HitStatus]] = field(default_factory=list)
     by_breakpoint: bool = False
     """Whether the latest hit came by a breakpoint, whose exception Linux counts as an NMI."""
     in_ops_list: bool = False
@@ -52,26 +51,26 @@ class KprobeCtlblk:
         """Return True if any CPU is handling a hit."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
-    def set_current(self, kprobe: Kprobe, by_breakpoint: bool, status: HitStatus) -> None:
+    def set_current(self, head: AggrKprobe, by_breakpoint: bool, status: HitStatus) -> None:
         """Begin a hit. Mirrors: set_current_kprobe (v6.1)."""
         self.started = perf_counter_ns()
-        self.running = kprobe
+        self.running = head
         self.status = status
         self.by_breakpoint = by_breakpoint
 
-    def reset_current(self, kprobe: Kprobe) -> None:
+    def reset_current(self, head: AggrKprobe) -> None:
         """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""
         self.running = None
-        cost = kprobe.state.cost
+        cost = head.cost
         if cost.latest is None:
             cost.latest = deque(maxlen=COSTS_KEPT)
         cost.latest.append(perf_counter_ns() - self.started)
 
-    def save_previous(self, kprobe: Kprobe) -> None:
+    def save_previous(self, head: AggrKprobe) -> None:
         """Begin a hit within the handling of another one. Mirrors: save_previous_kprobe (v6.1)."""
         assert self.running is not None
         self.interrupted.append((self.running, self.status))
-        self.running = kprobe
+        self.running = head
         self.status = HitStatus.REENTER
 
     def restore_previous(self) -> None:

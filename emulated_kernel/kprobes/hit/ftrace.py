@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.asm_handlers import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
-from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import give_room_back
 from emulated_kernel.machine.text.text_poke import TextPoker
@@ -79,8 +79,8 @@ class FtraceSites:
         self._calls: dict[int, Called] = {}
         """Site -> handler of its calls."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
-        self._callers: dict[int, Kprobe] = {}
-        """Site -> probe that handles its calls."""
+        self._callers: dict[int, AggrKprobe] = {}
+        """Site -> entry of the probes that handle its calls."""
         self._put_off: set[int] = set()
         """Sites that a hit wanted to change while they were being patched; they are updated afterwards."""
         self._calling: dict[int, int] = {}
@@ -127,11 +127,10 @@ class FtraceSites:
 
         return call
 
-    def install(self, kprobe: Kprobe) -> None:
+    def install(self, head: AggrKprobe) -> None:
         """Update the route of an armed probe's calls after its state has changed."""
-        if kprobe.address in self._callers:
-            self._callers[kprobe.address] = kprobe
-            self._route(kprobe.address)
+        if head.address in self._callers:
+            self._route(head.address)
 
     def _users(self, site: int) -> list[FtraceOps]:
         return [ops for ops in self._ops if site in ops.sites]
@@ -139,15 +138,15 @@ class FtraceSites:
     def _route(self, site: int) -> None:
         """Route the calls from a site to its users."""
         users = self._users(site)
-        kprobe = self._callers.get(site)
+        head = self._callers.get(site)
         if not users:
             self._calls.pop(site, None)
-        elif kprobe is not None and len(users) == 1 and users[0] in self._of_kprobes:
-            self._calls[site] = partial(self._first_by_call, kprobe)
+        elif head is not None and len(users) == 1 and users[0] in self._of_kprobes:
+            self._calls[site] = partial(self._first_by_call, head)
         else:
-            if kprobe is not None:
+            if head is not None:
                 # The site calls compiled handlers directly, which would hide the calls from the other users.
-                self.drop_code(kprobe)
+                self.drop_code(head)
             at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
             if len(users) == 1:
                 self._calls[site] = users[0].func
@@ -196,66 +195,65 @@ class FtraceSites:
 
     def _hit_probe(self, site: int, frame: Any, older: Called = lambda _site, _frame: None) -> None:
         # Another user's handler may just have disarmed the probe.
-        kprobe = self._callers.get(site)
-        if kprobe is None:
+        head = self._callers.get(site)
+        if head is None:
             older(site, frame)
         else:
-            self._hits.on_call_of_several(kprobe, frame, partial(older, site, frame))
+            self._hits.on_call_of_several(head, frame, partial(older, site, frame))
 
-    def _first_by_call(self, kprobe: Kprobe, site: int, frame: Any) -> None:
+    def _first_by_call(self, head: AggrKprobe, site: int, frame: Any) -> None:
         """Handle the first hit after a change of the handlers, and compile them afterwards if possible."""
-        if not kprobe.may_compile or kprobe.is_disabled:
-            handle = self._hits.by_call(kprobe)
+        if not head.may_compile or head.is_disabled:
+            handle = self._hits.by_call(head)
             self._calls[site] = handle
             handle(site, frame)
             return
         route = self._calls[site]
         if (
-            self._hits.by_call(kprobe)(site, frame)
+            self._hits.by_call(head)(site, frame)
             and self._calls.get(site) is route
-            and kprobe.state.compiled is None
+            and head.compiled is None
             and self._split_jumps.may_patch()
-            and self._compiler.may_make(kprobe.nr_handlers)
+            and self._compiler.may_make(head.nr_handlers)
         ):
-            self._compiler.keep_sample(kprobe, frame)
-            self.compile_call(kprobe)
+            self._compiler.keep_sample(head, frame)
+            self.compile_call(head)
 
-    def compile_call(self, kprobe: Kprobe) -> None:
+    def compile_call(self, head: AggrKprobe) -> None:
         """Compile the probe's handlers, if possible, and let its site call the code from the next hit on."""
-        code = self._compiler.call(kprobe, self.return_at)
-        kprobe.state.compiled = code
-        kprobe.state.is_python = code is None
+        code = self._compiler.call(head, self.return_at)
+        head.compiled = code
+        head.is_python = code is None
         if code is not None:
-            self._start_and_stop({kprobe.address: code.entry})
+            self._start_and_stop({head.address: code.entry})
 
-    def drop_code(self, kprobe: Kprobe) -> None:
+    def drop_code(self, head: AggrKprobe) -> None:
         """Let Python handle hits again until the next compilation, because the handlers have changed."""
-        state = kprobe.state
-        state.is_python = False
-        code = state.compiled
-        state.compiled = None
+        head.is_python = False
+        code = head.compiled
+        head.compiled = None
         if code is not None:
-            if self._poker.is_patching(kprobe.address):
-                self._put_off.add(kprobe.address)
-            elif kprobe.address in self._callers and self.enabled:
-                self._start_and_stop({kprobe.address: self.trampoline})
+            if self._poker.is_patching(head.address):
+                self._put_off.add(head.address)
+            elif head.address in self._callers and self.enabled:
+                self._start_and_stop({head.address: self.trampoline})
             self._compiler.retire(code)
 
     # Probes
 
-    def arm(self, kprobes: Sequence[Kprobe]) -> None:
+    def arm(self, heads: Sequence[AggrKprobe]) -> None:
         """Let the probes' sites call them. Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1)."""
-        for kprobe in kprobes:
-            self._callers[kprobe.address] = kprobe
-            self._join(self._of_kprobes[kprobe.post_handler is not None], [kprobe.address])
-        self._update([kprobe.address for kprobe in kprobes])
+        for head in heads:
+            self._callers[head.address] = head
+            self._join(self._of_kprobes[head.has_post_handler], [head.address])
+        self._update([head.address for head in heads])
 
-    def disarm(self, kprobes: Sequence[Kprobe]) -> None:
+    def disarm(self, heads: Sequence[AggrKprobe]) -> None:
         """Let the probes' sites call only their other users, or become nops again.
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """
-        sites = [kprobe.address for kprobe in kprobes]
+        sites = [head.address for head in heads]
         for site in sites:
             for ops in self._of_kprobes:
                 if site in ops.sites:
@@ -264,9 +262,9 @@ class FtraceSites:
                         self._ops.remove(ops)
                         self._drop_regs([site])
         self._update(sites)
-        for site, kprobe in zip(sites, kprobes, strict=True):
+        for site, head in zip(sites, heads, strict=True):
             self._callers.pop(site, None)
-            self.drop_code(kprobe)
+            self.drop_code(head)
 
     # All users
 

@@ -36,7 +36,7 @@ class HandlerFailures:
             regs = self._machine.regs
             model = self._machine.model
             trap = model.access_fault(regs.ip, error.address, write=error.write, present=False)
-            if kprobe.run_fault_handler(regs, model.trap_number(trap)):
+            if kprobe.fault_handler(kprobe, regs, model.trap_number(trap)):
                 return
         kprobe.raised += 1
         self.note(error, kprobe.address, is_first=kprobe.raised == 1)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
 from emulated_kernel.kprobes.codegen.asm_thunks import AsmThunks
 from emulated_kernel.kprobes.codegen.compiler import Compiler
@@ -28,7 +29,7 @@ from emulated_kernel.kprobes.codegen.pt_regs import PtRegsFrames
 from emulated_kernel.kprobes.hit.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.hit.handler_failures import HandlerFailures
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag, Regs
+from emulated_kernel.kprobes.kprobe import KprobeFlag, Regs
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.abi import Vector
@@ -69,7 +70,7 @@ class HitHandling:
         machine.in_handler.append(compiler.contains)
 
     def _begin(
-        self, kprobe: Kprobe, regs: Regs, handle: Callable[[Kprobe, Regs], object], by_breakpoint: bool
+        self, head: AggrKprobe, regs: Regs, handle: Callable[[AggrKprobe, Regs], object], by_breakpoint: bool
     ) -> bool:
         """Begin a hit and call `handle`, which calls the handlers in Python and ends the hit.
 
@@ -78,23 +79,23 @@ class HitHandling:
         """
         ctlblk = self.ctlblk
         if ctlblk.running is not None:
-            kprobe.miss()
+            head.miss()
             return False
-        ctlblk.set_current(kprobe, by_breakpoint, _ACTIVE)
-        if not kprobe.state.has_assembly or not self._run_asm_handler(
-            kprobe, HandlerPoint.PRE, regs, in_frame=not by_breakpoint, on_return=handle
+        ctlblk.set_current(head, by_breakpoint, _ACTIVE)
+        if not head.has_assembly or not self._run_asm_handler(
+            head, HandlerPoint.PRE, regs, in_frame=not by_breakpoint, on_return=handle
         ):
-            handle(kprobe, regs)
+            handle(head, regs)
         return True
 
     def _run_asm_handler(
         self,
-        kprobe: Kprobe,
+        head: AggrKprobe,
         point: HandlerPoint,
         regs: Regs,
         *,
         in_frame: bool = False,
-        on_return: Callable[[Kprobe, Regs], object],
+        on_return: Callable[[AggrKprobe, Regs], object],
     ) -> bool:
         """Let the guest run the probe's handler in assembly, and then call `on_return` with `regs`.
 
@@ -103,16 +104,16 @@ class HitHandling:
         machine = self._machine
 
         def go_on(_live: Regs) -> None:
-            on_return(kprobe, regs)
+            on_return(head, regs)
 
-        then = machine.clock.holding(go_on) if machine.in_clock_loop(kprobe.address) else go_on
+        then = machine.clock.holding(go_on) if machine.in_clock_loop(head.address) else go_on
         return self.asm_thunks.run_asm_handlers(
-            (kprobe,), point, machine.regs, in_frame=in_frame, on_return=then
+            (head,), point, machine.regs, in_frame=in_frame, on_return=then
         )
 
     # By a breakpoint
 
-    def by_breakpoint(self, kprobe: Kprobe) -> Callable[[Regs], None]:
+    def by_breakpoint(self, head: AggrKprobe) -> Callable[[Regs], None]:
         """Return the handler of the probe's hits by a breakpoint.
 
         It is created once, so that a hit creates no object.
@@ -121,51 +122,43 @@ class HitHandling:
         begin = self._begin
         handle = self._call_pre_handler
         singlestep = self.singlestep
-        state = kprobe.state
 
         def hit(regs: Regs) -> None:
-            if not begin(kprobe, regs, handle, True):
-                assert state.insn is not None
-                singlestep(kprobe, state.insn, regs, True)
+            if not begin(head, regs, handle, True):
+                assert head.insn is not None
+                singlestep(head, head.insn, regs, True)
 
         return hit
 
-    def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
-        insn = kprobe.state.insn
-        pre_handler = kprobe.pre_handler
+    def _call_pre_handler(self, head: AggrKprobe, regs: Regs) -> None:
+        insn = head.insn
         assert insn is not None
-        if pre_handler is not None:
-            if self._rewinds:
-                assert kprobe.addr is not None
-                regs.ip = kprobe.addr + self._seen_at
-            try:
-                if pre_handler(kprobe, regs):
-                    if not kprobe.is_left_open:
-                        self.ctlblk.running = None
-                    return
-            except BaseException as error:
-                self.failures.report(kprobe, error)
-        self.singlestep(kprobe, insn, regs, False)
+        if self._rewinds:
+            regs.ip = head.address + self._seen_at
+        if head.run_pre_handlers(regs):
+            if not head.is_left_open:
+                self.ctlblk.running = None
+            return
+        self.singlestep(head, insn, regs, False)
 
-    def singlestep(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs, reentered: bool) -> None:
+    def singlestep(self, head: AggrKprobe, insn: OutOfLine, regs: Regs, reentered: bool) -> None:
         """Run the probed instruction: its boosted copy, a step in the slot, or an emulation.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep, reenter_kprobe (v6.1).
         """
         ctlblk = self.ctlblk
         copy: int | None = insn.slot if insn.boosted else None
-        if kprobe.flags._value_ & _OPTIMIZED:
-            assert isinstance(kprobe, AggrKprobe)
-            assert kprobe.detour is not None
-            copy = kprobe.detour.copied
+        if head.flags._value_ & _OPTIMIZED:
+            assert head.detour is not None
+            copy = head.detour.copied
         if copy is not None:
             # The copy jumps back by itself. The hit ends here, and post_handlers don't run.
             regs.ip = copy
             if not reentered:
-                ctlblk.reset_current(kprobe)
+                ctlblk.reset_current(head)
             return
         if reentered:
-            ctlblk.save_previous(kprobe)
+            ctlblk.save_previous(head)
         if insn.slot is not None:
             if not reentered:
                 ctlblk.status = _SINGLE_STEP
@@ -179,60 +172,57 @@ class HitHandling:
             emulation.run(regs, self._machine.memory)
         except MemoryFault as fault:
             # Raise the page fault that the emulated instruction would have caused, at the probed address.
-            regs.ip = kprobe.address
+            regs.ip = head.address
             ctlblk.forget_current()
             self._machine.raise_fault(fault)
             return
-        self._post_process(kprobe, regs)
+        self._post_process(head, regs)
 
-    def on_step_end(self, kprobe: Kprobe, next_ip: int, regs: Regs) -> None:
+    def on_step_end(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
         """End a step in the slot: continue the guest after the probed instruction."""
         regs.ip = next_ip
         # No hit is running if the copy was boosted when the CPU entered it.
         if self.ctlblk.running is not None:
-            self._post_process(kprobe, regs)
+            self._post_process(head, regs)
 
-    def on_debug_trap(self, kprobe: Kprobe, next_ip: int, regs: Regs) -> None:
+    def on_debug_trap(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
         """End a step by the trap flag.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11).
         """
         regs.step(False)
-        self.on_step_end(kprobe, next_ip, regs)
+        self.on_step_end(head, next_ip, regs)
 
-    def _post_process(self, kprobe: Kprobe, regs: Regs) -> None:
+    def _post_process(self, head: AggrKprobe, regs: Regs) -> None:
         """Call the post_handler and end the hit. Mirrors: core.c:kprobe_post_process (v6.1)."""
         ctlblk = self.ctlblk
         if ctlblk.status is _REENTER:
             ctlblk.restore_previous()
             return
-        if kprobe.state.has_post_assembly and self._run_post_assembly(kprobe, regs):
+        if head.has_post_assembly and self._run_post_assembly(head, regs):
             return
-        self._call_post_handler(kprobe, regs)
+        self._call_post_handler(head, regs)
 
-    def _run_post_assembly(self, kprobe: Kprobe, regs: Regs) -> bool:
+    def _run_post_assembly(self, head: AggrKprobe, regs: Regs) -> bool:
         """Let the guest run the probe's post_code; return False if there is no room for the code."""
-        insn = kprobe.state.insn
+        insn = head.insn
         assert insn is not None
-        if not insn.prepared.boostable or kprobe.has_python_post_handler:
+        if not insn.prepared.boostable or head.has_python_post_handler:
             # No jump leads from the code to where the guest continues, or not always to the same address.
-            return self._run_asm_handler(kprobe, HandlerPoint.POST, regs, on_return=self._call_post_handler)
-        code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=HandlerPoint.POST), regs.ip)
+            return self._run_asm_handler(head, HandlerPoint.POST, regs, on_return=self._call_post_handler)
+        code = self._compiler.behind(head, partial(head.emit_assembly, point=HandlerPoint.POST), regs.ip)
         if code is None:
-            kprobe.miss_assembly(HandlerPoint.POST)
+            head.miss_assembly(HandlerPoint.POST)
             return False
-        self.ctlblk.reset_current(kprobe)
+        self.ctlblk.reset_current(head)
         regs.ip = code.entry
         return True
 
-    def _call_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
-        if kprobe.post_handler is not None:
+    def _call_post_handler(self, head: AggrKprobe, regs: Regs) -> None:
+        if head.has_post_handler:
             self.ctlblk.status = _STEP_DONE
-            try:
-                kprobe.run_post_handler(regs)
-            except BaseException as error:
-                self.failures.report(kprobe, error)
-        self.ctlblk.reset_current(kprobe)
+            head.run_post_handlers(regs)
+        self.ctlblk.reset_current(head)
 
     def on_break(self, regs: Regs) -> None:
         """Call the break_handler of a probe whose pre_handler has left its hit open.
@@ -240,40 +230,39 @@ class HitHandling:
         Without such a probe, the breakpoint is an error.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v4.14), the part on break_handler.
         """
-        kprobe = self.ctlblk.running
-        if kprobe is None or not kprobe.is_left_open:
+        head = self.ctlblk.running
+        if head is None or not head.is_left_open:
             at = regs.ip - len(self._machine.model.filler)
             raise HardwareError(f"a breakpoint at {at:#x} that ends no handler")
-        if kprobe.run_break_handler(regs):
-            assert kprobe.state.insn is not None
-            self.singlestep(kprobe, kprobe.state.insn, regs, False)
+        if head.run_break_handler(regs):
+            assert head.insn is not None
+            self.singlestep(head, head.insn, regs, False)
 
-    def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
+    def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], None]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
 
         It is a closure over known values, because it is all of the Python code that runs at such a hit.
         """
         ctlblk = self.ctlblk
-        by_python = self.by_breakpoint(kprobe)
-        state = kprobe.state
+        by_python = self.by_breakpoint(head)
         entry = stub.entry
-        returns = stub_traps(kprobe, stub) == 1
+        returns = stub_traps(head, stub) == 1
         status = _ACTIVE if stub.target is None else _SINGLE_STEP
 
         def hit(regs: Regs) -> None:
-            if state.stub is not stub or ctlblk.running is not None:
+            if head.stub is not stub or ctlblk.running is not None:
                 # The text is being patched and the stub has already been dropped, or the hit is missed.
                 by_python(regs)
                 return
             if not returns:
-                ctlblk.set_current(kprobe, True, status)
+                ctlblk.set_current(head, True, status)
             regs.ip = entry
 
         return hit
 
     # By a jump
 
-    def by_detour(self, kprobe: AggrKprobe) -> Callable[[Regs], bool]:
+    def by_detour(self, head: AggrKprobe) -> Callable[[Regs], bool]:
         """Return the handler of hits by the jump to the probe's detour; it returns False for a missed hit.
 
         The detour buffer restores the registers that handlers change, except ip and sp.
@@ -283,18 +272,17 @@ class HitHandling:
         frame_at = self.frame_at
 
         def hit(regs: Regs) -> bool:
-            return begin(kprobe, frame_at(regs.sp), handle, False)
+            return begin(head, frame_at(regs.sp), handle, False)
 
         return hit
 
-    def _in_detour(self, kprobe: Kprobe, frame: Regs) -> None:
-        assert isinstance(kprobe, AggrKprobe)
-        kprobe.run_all_pre_handlers(frame)
-        self.ctlblk.reset_current(kprobe)
+    def _in_detour(self, head: AggrKprobe, frame: Regs) -> None:
+        head.run_all_pre_handlers(frame)
+        self.ctlblk.reset_current(head)
 
     # By a call
 
-    def by_call(self, kprobe: Kprobe) -> Callable[[int, Regs], bool]:
+    def by_call(self, head: AggrKprobe) -> Callable[[int, Regs], bool]:
         """Return the handler of hits by a call of ftrace's trampoline; it returns False for a missed hit.
 
         The trampoline returns to the frame's ip, after the site.
@@ -303,44 +291,35 @@ class HitHandling:
         handle = self._called
 
         def hit(_site: int, frame: Regs) -> bool:
-            return begin(kprobe, frame, handle, False)
+            return begin(head, frame, handle, False)
 
         return hit
 
-    def on_call_of_several(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object]) -> None:
+    def on_call_of_several(self, head: AggrKprobe, frame: Regs, then: Callable[[], object]) -> None:
         """Handle a hit by a call of a site with several users. `then` calls the older users afterwards."""
-        if not self._begin(kprobe, frame, partial(self._called, then=then), False):
+        if not self._begin(head, frame, partial(self._called, then=then), False):
             then()
 
-    def _called(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object] | None = None) -> None:
-        pre_handler = kprobe.pre_handler
-        assert kprobe.addr is not None
-        behind = kprobe.addr + self._call_size
-        if pre_handler is not None:
-            frame.ip = kprobe.addr + self._seen_at
-            try:
-                leaves = pre_handler(kprobe, frame)
-            except BaseException as error:
-                leaves = 0
-                self.failures.report(kprobe, error)
-            if leaves:
-                self.ctlblk.reset_current(kprobe)
-                if then is not None:
-                    then()
-                return
-        frame.ip = behind
-        if kprobe.state.has_post_assembly:
+    def _called(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None = None) -> None:
+        frame.ip = head.address + self._seen_at
+        if head.run_pre_handlers(frame):
+            self.ctlblk.reset_current(head)
+            if then is not None:
+                then()
+            return
+        frame.ip = head.address + self._call_size
+        if head.has_post_assembly:
             ended = partial(self._behind_call, then=then)
-            if self._run_asm_handler(kprobe, HandlerPoint.POST, frame, in_frame=True, on_return=ended):
+            if self._run_asm_handler(head, HandlerPoint.POST, frame, in_frame=True, on_return=ended):
                 return
-        self._behind_call(kprobe, frame, then)
+        self._behind_call(head, frame, then)
 
-    def _behind_call(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object] | None) -> None:
-        if kprobe.post_handler is None:
-            self.ctlblk.reset_current(kprobe)
+    def _behind_call(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None) -> None:
+        if not head.has_post_handler:
+            self.ctlblk.reset_current(head)
         else:
             behind = frame.ip
-            self._call_post_handler(kprobe, frame)
+            self._call_post_handler(head, frame)
             frame.ip = behind
         if then is not None:
             then()
@@ -362,7 +341,7 @@ class HitHandling:
         if trap.kind is TrapKind.BUDGET:
             return False
         running = self.ctlblk.running
-        insn = None if running is None else running.state.insn
+        insn = None if running is None else running.insn
         if running is None or insn is None or insn.slot is None:
             return False
         if regs.ip != insn.slot:
@@ -392,8 +371,8 @@ class HitHandling:
         )
 
 
-def stub_traps(kprobe: Kprobe, stub: CompiledCode) -> int:
+def stub_traps(head: AggrKprobe, stub: CompiledCode) -> int:
     """Return the number of traps of a hit whose handlers are compiled into the probe's stub."""
-    insn = kprobe.state.insn
+    insn = head.insn
     assert insn is not None
     return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1

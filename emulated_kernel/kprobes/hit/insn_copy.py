@@ -9,11 +9,11 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
 from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
 from emulated_kernel.kprobes.hit.insn_slots import InsnSlots
-from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
@@ -34,10 +34,10 @@ class Breakpoints:
     _arch: Arch
     _poker: TextPoker
 
-    def set(self, *probes: Kprobe) -> None:
+    def set(self, *probes: AggrKprobe) -> None:
         self._write({probe.address: self._breakpoint(probe) for probe in probes})
 
-    def clear(self, *probes: Kprobe) -> None:
+    def clear(self, *probes: AggrKprobe) -> None:
         original = self._text.original
         self._write(
             {probe.address: original(probe.address, len(self._breakpoint(probe))) for probe in probes}
@@ -52,8 +52,8 @@ class Breakpoints:
         if longer:
             self._poker.replace_all(longer)
 
-    def _breakpoint(self, probe: Kprobe) -> bytes:
-        insn = probe.state.insn
+    def _breakpoint(self, probe: AggrKprobe) -> bytes:
+        insn = probe.insn
         return self._arch.breakpoint if insn is None else self._arch.breakpoint_for(insn.prepared.length)
 
 
@@ -83,12 +83,12 @@ class InsnCopier:
         self._lead = len(lead)
         self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, garbage, lead)
 
-    def prepare(self, kprobe: Kprobe) -> None:
+    def prepare(self, head: AggrKprobe) -> None:
         """Check the probed instruction and make its out-of-line copy.
 
         Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP, ENOSPC (the instruction can't be copied).
         """
-        addr = kprobe.address
+        addr = head.address
         refused = self._verdict.check_prepare(addr)
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
@@ -105,12 +105,12 @@ class InsnCopier:
             raise
         if prepared.emulate is not None:
             self.slots.free(slot)
-            kprobe.state.insn = OutOfLine(prepared, None)
+            head.insn = OutOfLine(prepared, None)
         else:
             self._text.poke(slot, prepared.slot_bytes)
-            kprobe.state.insn = OutOfLine(prepared, slot, self._lead)
-        self.boost_or_step(kprobe)
-        self._routes.install(kprobe)
+            head.insn = OutOfLine(prepared, slot, self._lead)
+        self.boost_or_step(head)
+        self._routes.install(head)
 
     def check_unpatched(self, addr: int, size: int) -> None:
         """Refuse text that another debugger has patched: disarming would restore that debugger's bytes.
@@ -120,15 +120,15 @@ class InsnCopier:
         if self._text.is_foreign(addr, size):
             raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")
 
-    def boost_or_step(self, head: Kprobe) -> None:
+    def boost_or_step(self, head: AggrKprobe) -> None:
         """End the copy by a jump back if the probe can be boosted, else by the end-of-step breakpoint.
 
         Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: it runs.
         """
-        insn = head.state.insn
+        insn = head.insn
         if insn is None or insn.slot is None:
             return
-        boosted = self._boosts and insn.prepared.boostable and head.post_handler is None
+        boosted = self._boosts and insn.prepared.boostable and not head.has_post_handler
         if boosted == insn.boosted:
             return
         if self._routes.hits.ctlblk.is_underway:
@@ -141,11 +141,11 @@ class InsnCopier:
         self._text.poke(insn.slot + end, tail)
         insn.boosted = boosted
 
-    def release(self, kprobe: Kprobe) -> None:
+    def release(self, head: AggrKprobe) -> None:
         """Free the probe's slot, and drop the routes of its breakpoints."""
-        self._routes.remove(kprobe)
-        insn = kprobe.state.insn
-        kprobe.state.insn = None
+        self._routes.remove(head)
+        insn = head.insn
+        head.insn = None
         if insn is not None and insn.slot is not None:
             # A CPU leaves a boosted copy without a trap, but a stepped one only through the end of a hit.
             dirty = insn.boosted or self._routes.hits.ctlblk.is_underway

@@ -7,7 +7,6 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
-from emulated_kernel.kprobes.kprobe import AggrKprobe
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
@@ -40,7 +39,7 @@ class PartialJumpDetector:
         """Return True if `ip` is in the middle of an optimized probe's jump, or of an fentry site."""
         for distance in self._reach:
             head = self._table.get(ip - distance)
-            if ip - distance in self._verdict.fentry or (isinstance(head, AggrKprobe) and head.is_optimized):
+            if ip - distance in self._verdict.fentry or (head is not None and head.is_optimized):
                 return True
         return False
 

@@ -16,8 +16,10 @@ from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import (
     AssembledHandlers,
     AssemblyOwner,
+    FailureCount,
     HandlerPoint,
     PerCpuVars,
+    handler_texts,
 )
 from emulated_kernel.kprobes.codegen.compiler import NO_MEMORY
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
@@ -50,7 +52,7 @@ FprobeHandler: TypeAlias = Callable[["Fprobe[RegsT]", int, RegsT, memoryview], o
 
 
 @dataclass(eq=False)
-class Fprobe(AssemblyOwner, Generic[RegsT]):
+class Fprobe(FailureCount, Generic[RegsT]):
     """A probe on the entry and exit of all functions that match `filter` but not `notfilter`; both are globs.
 
     `entry_handler(fprobe, address, regs, data)` runs when a function is entered, `exit_handler` with the same
@@ -63,7 +65,6 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
     Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
     """
 
-    handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     filter: str
     """Glob of the functions' names."""
     notfilter: str | None = None
@@ -100,8 +101,8 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
     """Whether the handlers are not called; see Kernel.disable_fprobe."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
-    assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
-    """The assembled handlers while the fprobe is registered."""
+    _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
+    """The assembled handlers of a registered fprobe, which count the calls whose code faulted."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
     """Number of missed calls that `hook` does not count, or that a previous hook has counted."""
@@ -114,10 +115,6 @@ class Fprobe(AssemblyOwner, Generic[RegsT]):
     def nmissed(self) -> int:
         """Number of calls missed since the registration, because no instance or no room for code was left."""
         return self._missed + (0 if self.hook is None else self.hook.missed)
-
-    def miss(self) -> None:
-        """Count a call as missed."""
-        self._missed += 1
 
     def leave_hook(self) -> ReturnHook | None:
         """Drop the return hook and return it; keep its count of missed calls."""
@@ -152,12 +149,23 @@ class PartialRegs:
 
 
 @dataclass(eq=False)
-class _FprobeOps:
+class _FprobeOps(AssemblyOwner):
+    """The engine's state of a registered fprobe."""
+
+    fp: Fprobe[Any]
     ops: FtraceOps
     code: CompiledCode | None = None
     """Guest code that the functions' sites call instead of trapping."""
     is_python: bool = False
     """Whether it was found that the handlers cannot be guest code."""
+
+    def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
+        if self.fp._assembled is not None:
+            self.fp._assembled.emit(builder, point)
+
+    def miss_assembly(self, point: HandlerPoint) -> None:
+        if self.fp._assembled is not None and point in self.fp._assembled:
+            self.fp._missed += 1
 
 
 class Fprobes:
@@ -208,8 +216,8 @@ class Fprobes:
         fp.functions = self._matching(fp)
         if not fp.functions:
             raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
-        texts = fp.texts
-        fp.assembled = self._kprobes.assemble(texts, fp.cells) if texts else None
+        texts = handler_texts(fp)
+        fp._assembled = self._kprobes.assemble(texts, fp.cells) if texts else None
         fp.raised = 0
         fp._missed = 0
         try:
@@ -235,8 +243,8 @@ class Fprobes:
         # Other CPUs call the code until the text has changed.
         self._kprobes.sites.detach(registered.ops)
         del self._registered[fp]
-        self._drop_code(fp, registered)
-        self._kprobes.compiler.drop_asm_thunks(fp)
+        self._drop_code(registered)
+        self._kprobes.compiler.drop_asm_thunks(registered)
         # The caller may be the fprobe's own handler, so make no more guest code for it.
         registered.is_python = True
         hook = fp.leave_hook()
@@ -246,18 +254,18 @@ class Fprobes:
         fp.functions = ()
 
     def _forget_assembly(self, fp: Fprobe) -> None:
-        assembled = fp.assembled
-        fp.assembled = None
+        assembled = fp._assembled
+        fp._assembled = None
         if assembled is not None:
             fp.raised += assembled.faults
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
         """Let assembly handlers run where Python handles calls, unless the fprobe is disabled."""
-        moments = () if fp.is_disabled else fp.texts
-        registered.ops.assembly = fp if HandlerPoint.PRE in moments else None
+        moments = () if fp.is_disabled else handler_texts(fp)
+        registered.ops.assembly = registered if HandlerPoint.PRE in moments else None
         if fp.hook is not None:
-            fp.hook.assembled = fp.assembled if HandlerPoint.RETURN in moments else None
+            fp.hook.assembled = fp._assembled if HandlerPoint.RETURN in moments else None
 
     def disable_fprobe(self, fp: Fprobe) -> None:
         """Stop calling the handlers. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
@@ -276,22 +284,22 @@ class Fprobes:
         registered = self._registered.get(fp)
         if registered is None:
             return
-        self._drop_code(fp, registered)
+        self._drop_code(registered)
         if fp.hook is not None:
             self._hooks.handler_changed(fp.hook)
-        if fp.assembled is not None:
+        if fp._assembled is not None:
             self._attach_assembly(fp, registered)
-            self._set_code(fp, registered, {})
+            self._set_code(registered, {})
 
-    def _set_code(self, fp: Fprobe, registered: _FprobeOps, codes: Mapping[int, int]) -> None:
+    def _set_code(self, registered: _FprobeOps, codes: Mapping[int, int]) -> None:
         assert self._kprobes.sites is not None
         self._kprobes.sites.set_code(registered.ops, codes)
-        self._kprobes.compiler.drop_asm_thunks(fp)
+        self._kprobes.compiler.drop_asm_thunks(registered)
 
-    def _drop_code(self, fp: Fprobe, registered: _FprobeOps) -> None:
+    def _drop_code(self, registered: _FprobeOps) -> None:
         registered.is_python = False
         if registered.code is not None:
-            self._set_code(fp, registered, {})
+            self._set_code(registered, {})
             self._kprobes.compiler.retire(registered.code)
             registered.code = None
 
@@ -340,7 +348,7 @@ class Fprobes:
             if not is_settled and kprobes.split_jumps.may_patch() and kprobes.compiler.may_make():
                 self._compile(fp, registered)
 
-        registered = _FprobeOps(FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True))
+        registered = _FprobeOps(fp, FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True))
         return registered
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
@@ -352,10 +360,10 @@ class Fprobes:
             if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
                 registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
             if registered.code is not None:
-                self._set_code(fp, registered, dict.fromkeys(fp.functions, registered.code.entry))
+                self._set_code(registered, dict.fromkeys(fp.functions, registered.code.entry))
         except NO_MEMORY as error:
             self._kprobes.compiler.tell(error)
-            self._drop_code(fp, registered)
+            self._drop_code(registered)
         registered.is_python = registered.code is None
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
@@ -363,9 +371,9 @@ class Fprobes:
         native = self._hooks.native
         if native is None or fp.is_disabled or fp.entry_data_size:
             return False
-        if fp.assembled is not None:
+        if fp._assembled is not None:
             # These handlers must come first, because the code that follows uses virtual registers.
-            fp.assembled.emit(builder, HandlerPoint.PRE)
+            fp._assembled.emit(builder, HandlerPoint.PRE)
         if fp.entry_handler is not None:
             if fp.entry_program is None:
                 return False

@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch, Registers
+from emulated_kernel.kprobes.aggr_kprobe import JPROBE
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.registry import Kprobes
@@ -54,7 +55,6 @@ class Jprobe:
 
     def __post_init__(self) -> None:
         self.kp = Kprobe(symbol_name=self.symbol_name, addr=self.addr)
-        self.kp.kind = "j"
 
 
 class Jprobes:
@@ -80,12 +80,11 @@ class Jprobes:
         self._kprobes.function_entry(kp)
         if jprobe.handler is not None:
             kp.pre_handler = self._calling(jprobe.handler)
-            become_jprobe(kp)
         else:
             mirror = _Mirror(jprobe.entry, self._registers, self._memory, self._kprobes.hits.ctlblk)
             kp.pre_handler = mirror.enter
             kp.break_handler = mirror.leave
-        self._kprobes.register_kprobe(kp)
+        self._kprobes.register_kprobe(kp, JPROBE)
 
     def _calling(self, handler: JprobeHandler) -> PreHandler:
         """Return a pre_handler that calls `handler` with the probed function's arguments.
@@ -109,20 +108,6 @@ class Jprobes:
     def unregister_jprobe(self, jprobe: Jprobe) -> None:
         """Unregister a jprobe, as unregister_kprobe does."""
         self._kprobes.unregister_kprobe(jprobe.kp)
-
-
-def become_jprobe(kprobe: Kprobe) -> None:
-    """Let a kprobe on a function's entry count as a jprobe, although its handler is not a guest function."""
-    kprobe.kind = "j"
-    kprobe.break_handler = _never_left_open
-
-
-def _never_left_open(_kprobe: Kprobe, _regs: Regs) -> int:
-    """Return 0.
-
-    Its presence as break_handler gives a function at most one jprobe, and prevents optimization.
-    """
-    return 0
 
 
 class _Mirror:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Any, TypeAlias
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.kprobes.aggr_kprobe import KRETPROBE
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
 from emulated_kernel.kprobes.hit.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, RegsT
@@ -41,7 +43,6 @@ class Kretprobe(Kprobe[RegsT]):
     Mirrors: include/linux/kprobes.h:struct kretprobe (v6.1).
     """
 
-    handler_points = (HandlerPoint.PRE, HandlerPoint.RETURN)
     handler: KretprobeHandler[RegsT] | None = None
     """Called when the function returns."""
     return_program: CompileHandler | None = None
@@ -58,14 +59,6 @@ class Kretprobe(Kprobe[RegsT]):
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     """Numbers of missed and returned calls, kept from unregistration on."""
 
-    def __post_init__(self) -> None:
-        self.kind = "r"
-
-    def attach_assembly(self, assembled: AssembledHandlers) -> None:
-        Kprobe.attach_assembly(self, assembled)
-        if self.hook is not None and HandlerPoint.RETURN in assembled:
-            self.hook.assembled = assembled
-
     @property
     def instances_missed(self) -> int:
         """Number of calls missed because no instance or no room for `return_code` was left.
@@ -81,11 +74,11 @@ class Kretprobe(Kprobe[RegsT]):
 
     @property
     def nmissed(self) -> int:
-        return self.hits_missed + self.instances_missed
+        return self._missed + self.instances_missed
 
     @nmissed.setter
     def nmissed(self, value: int) -> None:
-        self.hits_missed = value - self.instances_missed
+        self._missed = value - self.instances_missed
 
     def leave_hook(self) -> ReturnHook | None:
         """Drop the return hook and return it; keep its counts."""
@@ -114,9 +107,9 @@ class Kretprobes:
     def register_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Register a probe on a function's return.
 
-        Raises: KernelError EINVAL (not a function's entry, its return cannot be hooked, registered already),
-        E2BIG (data_size), EOPNOTSUPP (the unified shadow stack, and the function is not traceable), ENOMEM,
-        as `register_kprobe`.
+        Raises: KernelError EINVAL (not a function's entry, its return cannot be hooked, registered already, a
+        `post_code`), E2BIG (data_size), EOPNOTSUPP (the unified shadow stack, and the function is not
+        traceable), ENOMEM, as `register_kprobe`.
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
         address = self._kprobes.function_entry(rp)
@@ -126,13 +119,15 @@ class Kretprobes:
             raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
         if self.hooks.stack.needs_fentry and address not in self._kprobes.probe_checker.fentry:
             raise KernelError(errno.EOPNOTSUPP, f"{address:#x} can't be traced, so its return isn't hooked")
+        if rp.post_code is not None:
+            raise KernelError(errno.EINVAL, "post_code: a return probe has none; give return_code")
         if rp.data_size > KRETPROBE_MAX_DATA_SIZE:
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE} bytes of data")
         if rp.maxactive <= 0:
             rp.maxactive = self._default_maxactive
         self._prepare(rp, address)
         try:
-            self._kprobes.register_kprobe(rp)
+            self._kprobes.register_kprobe(rp, KRETPROBE, partial(_hook_assembly, rp))
         except KernelError:
             self._release(rp)
             raise
@@ -204,12 +199,13 @@ class Kretprobes:
     def _return_handler(self, rp: Kretprobe) -> Callable[[RethookNode, Any], None]:
         """Return the handler of returns. Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1)."""
         ctlblk = self._hits.ctlblk
+        table = self._kprobes.table
         by_breakpoint = self.hooks.trampoline.form is TrampolineForm.BREAKPOINT
 
         def returned(instance: RethookNode, regs: Any) -> None:
             if rp.handler is None:
                 return
-            ctlblk.running = rp
+            ctlblk.running = table.valid(rp)
             ctlblk.status = HitStatus.ACTIVE
             ctlblk.by_breakpoint = by_breakpoint
             try:
@@ -219,6 +215,12 @@ class Kretprobes:
             ctlblk.running = None
 
         return returned
+
+
+def _hook_assembly(rp: Kretprobe, assembled: AssembledHandlers) -> None:
+    assert rp.hook is not None
+    if HandlerPoint.RETURN in assembled:
+        rp.hook.assembled = assembled
 
 
 def _nothing(_builder: ProgramBuilder, _way: EntryKind) -> bool:

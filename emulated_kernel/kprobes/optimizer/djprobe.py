@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.profile import QuiesceMethod
 from emulated_kernel.util.errors import KernelError
@@ -29,7 +30,7 @@ class Djprobes(Optimizer):
         """Return True if the probe has a length; only such a probe is a djprobe."""
         return bool(kprobe.length)
 
-    def ask(self, kprobe: Kprobe) -> None:
+    def ask(self, kprobe: Kprobe) -> str:
         """Set the probe's length from the static analysis, as a user of the paper's tool would.
 
         Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump).
@@ -38,19 +39,21 @@ class Djprobes(Optimizer):
         if isinstance(found, Rejection):
             raise KernelError(errno.EOPNOTSUPP, found.text)
         kprobe.length = found.length
-        self.settle_length(kprobe)
+        return self.settle_length(kprobe)
 
-    def settle_length(self, kprobe: Kprobe) -> None:
-        """Clear the `length` of a probe that is about to be registered, if it gets no jump; note the reason.
+    def settle_length(self, kprobe: Kprobe) -> str:
+        """Clear the `length` of a probe that is about to be registered, if it gets no jump.
+
+        Return the reason, or an empty string.
 
         Raises: KernelError, as resolve_region().
         """
         region = self.resolve_region(kprobe)
         inner = None if region is None else self._probe_inside(region)
-        kprobe.state.rejection = ""
-        if inner is not None:
-            kprobe.length = 0
-            kprobe.state.rejection = f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
+        if inner is None:
+            return ""
+        kprobe.length = 0
+        return f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
 
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
         """Return the region that the jump of a probe would replace; None if the probe has no length.
@@ -78,7 +81,7 @@ class Djprobes(Optimizer):
         inner = range(region.end - 1, region.addr, -1)
         return next((addr for addr in inner if self._table.get(addr) is not None), None)
 
-    def unoptimize(self, head: Kprobe, *, force: bool) -> None:
+    def unoptimize(self, head: AggrKprobe, *, force: bool) -> None:
         """Implement Optimizer.unoptimize; it always removes the jump at once. Source: section 3.6.2."""
         del force
         super().unoptimize(head, force=True)

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
 from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
 from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod, Span
 from emulated_kernel.kprobes.table import ProbeTable
@@ -72,24 +73,25 @@ class Optimizer:
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
         """
         addr = head.address
+        head.rejection = ""
         region = self._verdict.optimized_region(addr)
         if isinstance(region, Rejection):
-            head.state.rejection = region
+            head.rejection = region
             return
         if self._text.is_foreign(addr, region.length):
-            head.state.rejection = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
+            head.rejection = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
             return
         try:
             buffer = self._text.alloc_text(self._arch.max_detour)
         except HardwareError:
-            head.state.rejection = f"0x{addr:x}: no executable memory left for a detour buffer"
+            head.rejection = f"0x{addr:x}: no executable memory left for a detour buffer"
             return
         try:
             detour = self._arch.detour(region, buffer)
             jump = self._arch.detour_jump(region, buffer)
         except KernelError as error:
             self._text.free_text(buffer)
-            head.state.rejection = f"0x{addr:x}: {error.strerror}"
+            head.rejection = f"0x{addr:x}: {error.strerror}"
             return
         self._text.poke(buffer, detour.code)
         head.has_used_detour = False
@@ -155,14 +157,18 @@ class Optimizer:
         """Return True if the probe should get a detour if it can have one."""
         return True
 
-    def ask(self, kprobe: Kprobe) -> None:
-        """Request a jump for a probe that was registered without requesting one. Raises: KernelError."""
+    def ask(self, kprobe: Kprobe) -> str:  # noqa: ARG002 - a djprobe gets its length
+        """Request a jump for a probe that was registered without requesting one.
 
-    def is_queued(self, head: Kprobe) -> bool:
+        Return the reason why the probe gets none, or an empty string. Raises: KernelError.
+        """
+        return ""
+
+    def is_queued(self, head: AggrKprobe) -> bool:
         """Return True if the worker still has to process the probe. Mirrors: kprobe_queued (v6.1)."""
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
 
-    def is_disarmed(self, head: Kprobe) -> bool:
+    def is_disarmed(self, head: AggrKprobe) -> bool:
         """Return True if the probe is disabled and not queued.
 
         Mirrors: kernel/kprobes.c:kprobe_disarmed (v6.1).
@@ -178,12 +184,10 @@ class Optimizer:
         """
         for distance in range(1, self._arch.max_detoured):
             found = self._table.get(addr - distance)
-            if not isinstance(found, AggrKprobe) or found.detour is None:
-                continue
-            if distance < found.detour.length:
+            if found is not None and found.detour is not None and distance < found.detour.length:
                 yield found
 
-    def blocked_by(self, head: AggrKprobe) -> Kprobe | None:
+    def blocked_by(self, head: AggrKprobe) -> AggrKprobe | None:
         """Return an armed probe that the jump would cover, or None.
 
         Mirrors: arch_check_optimized_kprobe (v6.1).
@@ -197,9 +201,9 @@ class Optimizer:
 
     # Requests
 
-    def optimize(self, head: Kprobe) -> None:
+    def optimize(self, head: AggrKprobe) -> None:
         """Queue a probe for optimization, if it may be optimized. Mirrors: optimize_kprobe (v6.1)."""
-        if not isinstance(head, AggrKprobe) or head.detour is None or head.is_held:
+        if head.detour is None or head.is_held:
             return
         if not self.allowed or head.is_disabled or self._table.all_disarmed:
             return
@@ -213,12 +217,12 @@ class Optimizer:
         self.optimizing[head] = None
         self._kick()
 
-    def unoptimize(self, head: Kprobe, *, force: bool) -> None:
+    def unoptimize(self, head: AggrKprobe, *, force: bool) -> None:
         """Remove the probe's jump: later by the worker, or at once with `force`.
 
         Mirrors: kernel/kprobes.c:unoptimize_kprobe (v6.1).
         """
-        if not isinstance(head, AggrKprobe) or self.is_disarmed(head) or not head.is_optimized:
+        if self.is_disarmed(head) or not head.is_optimized:
             return
         if head in self.optimizing:
             del self.optimizing[head]
@@ -321,16 +325,15 @@ class Optimizer:
             elif other is not None:
                 yield from self._places_of(other)
 
-    def _places_of(self, probe: Kprobe) -> Iterator[Span]:
+    def _places_of(self, probe: AggrKprobe) -> Iterator[Span]:
         """Iterate over the address ranges of a probe's executable memory."""
         yield from self._slot_of(probe)
-        detour = probe.detour if isinstance(probe, AggrKprobe) else None
-        for code in (detour, probe.state.stub, probe.state.compiled):
+        for code in (probe.detour, probe.stub, probe.compiled):
             if code is not None:
                 yield code.address, code.address + code.size
 
-    def _slot_of(self, probe: Kprobe) -> Iterator[Span]:
-        insn = probe.state.insn
+    def _slot_of(self, probe: AggrKprobe) -> Iterator[Span]:
+        insn = probe.insn
         if insn is not None and insn.slot is not None:
             yield insn.slot - insn.lead, insn.slot + self._arch.max_insn_size
 
@@ -378,8 +381,8 @@ class Optimizer:
         self._mark(head, optimized=False)
 
     def _breakpoint(self, head: AggrKprobe) -> bytes:
-        assert head.state.insn is not None
-        return self._arch.breakpoint_for(head.state.insn.prepared.length)
+        assert head.insn is not None
+        return self._arch.breakpoint_for(head.insn.prepared.length)
 
     def _mark(self, head: AggrKprobe, *, optimized: bool) -> None:
         if optimized:

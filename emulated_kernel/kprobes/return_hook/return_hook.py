@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
+from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack
@@ -105,6 +106,15 @@ class ReturnHook(AssemblyOwner):
     def miss(self) -> None:
         """Count a call as missed."""
         self.stack.counters[self.address][MISSED] += 1
+
+    def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
+        if self.assembled is not None:
+            self.assembled.emit(builder, point)
+
+    def miss_assembly(self, point: HandlerPoint) -> None:
+        """Count a call as missed if it has a handler for `point`."""
+        if self.assembled is not None and point in self.assembled:
+            self.miss()
 
     @property
     def memory(self) -> int:

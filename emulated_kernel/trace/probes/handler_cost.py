@@ -7,8 +7,8 @@ from time import thread_time_ns
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.compiler import Compiler
-from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
@@ -58,13 +58,13 @@ class HandlerCosts:
         self._cells[self._tasks.cpu()][_PID >> 3] = self._tasks.pid()
         return True
 
-    def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: EntryKind) -> float | None:
+    def median_ns(self, probe: TraceKprobe, head: AggrKprobe, way: EntryKind) -> float | None:
         """Return the nanoseconds of the host's CPU that a hit takes, or None if they cannot be measured.
 
         The cost of a hit by a breakpoint includes its trap. The registers are those of the last hit before
         the handler was compiled.
         """
-        if kprobe.state.sample is None or self._machine.is_running:
+        if head.sample is None or self._machine.is_running:
             return None
         builder = ProgramBuilder()
         if not probe.emit_apart(builder, way, self._places, self._target, self._offset + _COUNTER):
@@ -76,7 +76,7 @@ class HandlerCosts:
         trap = empty + 2 * size
         nothing = self._arch.repetition(empty, empty, self._at + _TURNS)
         ret = empty + len(nothing) - self._arch.return_size
-        code = self._compiler.as_handler(builder, kprobe.address, ret)
+        code = self._compiler.as_handler(builder, head.address, ret)
         try:
             if code is None:
                 return None
@@ -87,7 +87,7 @@ class HandlerCosts:
                 entry = trap
             for at, called in ((empty, ret), (loop, entry)):
                 text.poke(at, self._arch.repetition(at, called, self._at + _TURNS))
-            cost = self._cost(loop, empty, kprobe.state.sample, _HITS[way])
+            cost = self._cost(loop, empty, head.sample, _HITS[way])
             return cost if cost > 0 else None
         except GuestFault:
             return None

@@ -10,8 +10,8 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import AddToPerCpu
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.kprobes.aggr_kprobe import JPROBE, KPROBE
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
-from emulated_kernel.kprobes.kinds.jprobe import become_jprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.registry import Kprobes
@@ -69,13 +69,6 @@ class EventKprobe(Kprobe):
     @property
     def maxactive(self) -> int:
         return 0
-
-    @property
-    def has_program(self) -> bool:
-        return True
-
-    def emit_pre_handlers(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        return self.user.emit(builder, way)
 
 
 EventProbe = EventKprobe | Kretprobe
@@ -217,10 +210,10 @@ class TraceKprobe(TraceProbe):
         # Linux: address 0 is a null pointer and means no address.
         address = address or None
         if not self.place.is_return:
-            kprobe = EventKprobe(addr=address, pre_handler=_kprobe_hit, user=self, disabled=disabled)
-            if self.place.is_jprobe:
-                become_jprobe(kprobe)
-            engine.kprobes.register_kprobe(kprobe)
+            kprobe = EventKprobe(
+                addr=address, pre_handler=_kprobe_hit, program=self.emit, user=self, disabled=disabled
+            )
+            engine.kprobes.register_kprobe(kprobe, JPROBE if self.place.is_jprobe else KPROBE)
             self.handle = kprobe
             self.address = kprobe.address
             return

@@ -11,7 +11,7 @@ from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.probe_text import GONE, ProbeText
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.trace.events.event import TraceEvent
@@ -170,7 +170,7 @@ class _EventStats:
         """Return the value of `optimized` that is in force: 0 forbids jumps, 1 made djprobes, "" for none."""
         found = self._registered()
         heads = [self._kprobes.table.valid(kprobe) for kprobe in found]
-        if any(isinstance(head, AggrKprobe) and head.is_held for head in heads):
+        if any(head is not None and head.is_held for head in heads):
             return "0"
         return "1" if any(kprobe.length for kprobe in found) else ""
 
@@ -210,11 +210,13 @@ class _EventStats:
     def _cost_of(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
         """Return hits and cost of a probe; for handlers in guest code, the cost is a separate measurement."""
         head = self._kprobes.table.valid(kprobe)
-        in_python = kprobe.state.cost
-        if head is None or (head.state.compiled is None and head.state.stub is None):
+        if head is None:
+            return f"hits {probe.hits}"
+        in_python = head.cost
+        compiled = head.compiled
+        stub = head.stub
+        if compiled is None and stub is None:
             return in_python.text(probe.hits)
-        compiled = head.state.compiled
-        stub = head.state.stub
         traps = 0 if compiled is not None or stub is None else stub_traps(head, stub)
         if traps > 1:
             return f"{in_python.text(probe.hits)}, {traps} traps"

@@ -16,7 +16,7 @@ from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from tests.guests.linux import debian_kernel
 
@@ -101,8 +101,8 @@ def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], 
             engine.kprobes.register_kprobe(probe)
         if engine.kprobes.optimizer is not None:
             engine.kprobes.optimizer.work.flush()
-            heads = [probe.state.aggregator for probe in probes if not probe.is_ftrace]
-            assert all(isinstance(head, AggrKprobe) and head.is_patched for head in heads)
+            table = engine.kprobes.table
+            assert all(table.is_patched(probe) for probe in probes if not probe.is_ftrace)
     return probes, hits
 
 

@@ -332,8 +332,10 @@ class TestQuiescence:
         script(probed.kernel).quiescent_in = is_quiescent
         probe = probed.probe("gcd", GCD_HEAD)
         probed.settle()
-        assert probe.state.insn is not None
-        slot, size = probe.state.insn.slot, probed.kernel.arch.max_insn_size
+        head = probed.kernel.kprobes.table.valid(probe)
+        assert head is not None
+        assert head.insn is not None
+        slot, size = head.insn.slot, probed.kernel.arch.max_insn_size
         assert slot is not None
         assert set(asked[-1]) == {(probe.address + 1, probe.address + 6), (slot, slot + size)}
         assert (probed.kernel.kprobes.mode(probe), probed.optimizer.work.due is not None) == ("int3", True)
@@ -363,9 +365,11 @@ class TestQuiescence:
         assert probed.kernel.kprobes.mode(second) == "optimized"
         detour = probed.kernel.kprobes.detour(first)
         assert detour is not None
-        assert first.state.insn is not None
+        head = probed.kernel.kprobes.table.valid(first)
+        assert head is not None
+        assert head.insn is not None
         assert (detour.address, detour.address + detour.size) in asked
-        assert first.state.insn.slot in [start for start, _ in asked]
+        assert head.insn.slot in [start for start, _ in asked]
 
     def test_an_address_on_a_stack_delays(self, probed: Probed) -> None:
         """An interrupted task's registers lie on its stack."""

@@ -93,9 +93,11 @@ def test_boosting(boot: Callable[[str], Probed], profile: str, mode: str) -> Non
         kprobes.set_optimization(False)
     kprobes.enable_kprobe(probe)
     assert (kprobes.mode(probe), probed.gcd()) == (mode, [("gcd", GCD_HEAD)])
-    assert probe.state.insn is not None
-    assert probe.state.insn.slot is not None
-    end = probed.kernel.machine.text.current(probe.state.insn.slot + 3, 1)
+    head = kprobes.table.valid(probe)
+    assert head is not None
+    assert head.insn is not None
+    assert head.insn.slot is not None
+    end = probed.kernel.machine.text.current(head.insn.slot + 3, 1)
     assert end == (b"\xe9" if mode == "boosted" else b"\xcc")
 
 

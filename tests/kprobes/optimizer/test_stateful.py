@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.kprobe import AggrKprobe, Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
@@ -142,8 +143,7 @@ class Optimizing(OnKernel):
     @rule(allowed=MOSTLY)
     def set_optimization(self, allowed: bool) -> None:
         self.kprobes.set_optimization(allowed)
-        head = [h for p in self.probes if isinstance(h := self.kprobes.table.valid(p), AggrKprobe)]
-        assert allowed or not any(h.is_patched for h in head)
+        assert allowed or not any(self.kprobes.table.is_patched(probe) for probe in self.probes)
 
     @precondition(lambda self: self.probes)
     @rule(number=PICKS)
@@ -165,7 +165,7 @@ class Optimizing(OnKernel):
             return
         for probe in self.probes:
             head = self.kprobes.table.valid(probe)
-            if isinstance(head, AggrKprobe) and head.is_optimized:
+            if head is not None and head.is_optimized:
                 assert head.is_patched
 
     @rule()
@@ -206,29 +206,34 @@ class Optimizing(OnKernel):
         for head in [*heads, *queues]:
             expected = self.armed_by(head)
             size = arch.call_size if head.is_ftrace else len(expected)
-            if isinstance(head, AggrKprobe) and head.is_patched:
+            if head.is_patched:
                 assert head.detour is not None
                 size = head.detour.length
                 behind.update(range(head.address + 1, head.address + size))
                 # What is hit often enough has its handlers in guest code, to which the jump leads then.
                 jump = head.detour.jump
-                if head.state.compiled is not None:
-                    jump = arch.detour_jump(head.detour.region, head.state.compiled.entry)
+                if head.compiled is not None:
+                    jump = arch.detour_jump(head.detour.region, head.compiled.entry)
                 assert text.current(head.address, len(jump)) == jump
-            elif self.kprobes.table.is_armed(head):
+            elif self._is_armed(head):
                 assert text.current(head.address, len(expected)) == expected
             elif head not in queues:
                 continue
             patched.update(range(head.address, head.address + size))
-        assert not any(head.address in behind for head in heads if self.kprobes.table.is_armed(head))
+        assert not any(head.address in behind for head in heads if self._is_armed(head))
         assert text.ledger.keys() <= patched
 
-    def armed_by(self, head: Kprobe) -> bytes:
+    def _is_armed(self, head: AggrKprobe) -> bool:
+        """Whether text is patched for the probes of an address."""
+        table = self.kprobes.table
+        return table.get(head.address) is head and not head.is_disabled and not table.all_disarmed
+
+    def armed_by(self, head: AggrKprobe) -> bytes:
         """What an armed probe that isn't optimized begins with: its breakpoint, or a call to anywhere."""
         arch = self.kernel.arch
-        if head.state.insn is None:
+        if head.insn is None:
             return arch.relative_call(head.address, head.address)[:1]
-        return arch.breakpoint_for(head.state.insn.prepared.length)
+        return arch.breakpoint_for(head.insn.prepared.length)
 
     @invariant()
     def list_tells_what_stands_in_the_text(self) -> None:
@@ -240,7 +245,7 @@ class Optimizing(OnKernel):
         for probe in self.probes:
             head = self.kprobes.table.valid(probe)
             assert head is not None
-            jumps = isinstance(head, AggrKprobe) and (head.is_patched or head in optimizer.optimizing)
+            jumps = head.is_patched or head in optimizer.optimizing
             expected[head.address, probe.is_disabled, jumps] += 1
         assert listed == expected
 

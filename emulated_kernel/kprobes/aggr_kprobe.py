@@ -1,0 +1,393 @@
+"""AggrKprobe: the engine's object for one probed address, whose members are the users' probes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import field
+from inspect import Parameter, signature
+from typing import Any
+
+from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner, HandlerPoint
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, DetourBuffer, OutOfLine
+from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, PostHandler, PreHandler, Regs
+from emulated_kernel.util.abi import GuestAddr
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+
+MOST_HANDLERS = 400
+"""Limit of handlers that one request compiles, and so of handlers per address.
+
+Python calls thousands of handlers as fast as the emulator does.
+"""
+COSTS_KEPT = 63
+"""Number of latest hits whose cost is kept; an odd number has a median."""
+
+JPROBE = "j"
+KPROBE = "k"
+KRETPROBE = "r"
+"""Letters of the kinds of probes in kprobes/list."""
+
+FailureReport = Callable[[Kprobe, BaseException], None]
+"""Takes what a handler raised."""
+_PostCall = Callable[[Kprobe, Regs], object]
+
+# Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.
+_DISABLED_OR_GONE = (KprobeFlag.DISABLED | KprobeFlag.GONE).value
+_FTRACE = KprobeFlag.FTRACE.value
+_GONE = KprobeFlag.GONE.value
+_OPTIMIZED = KprobeFlag.OPTIMIZED.value
+
+
+class HitCost:
+    """Host time for handling hits: from the breakpoint to the instruction after the probed one."""
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: deque[int] | None = None
+        """Nanoseconds of the latest hits; created at the first hit, because most probes are never hit."""
+
+    def text(self, hits: int) -> str:
+        """Return the number of hits, and the median of the latest hits' nanoseconds."""
+        if not self.latest:
+            return f"hits {hits}"
+        from statistics import median
+
+        return f"hits {hits} median {round(median(self.latest))} ns of the last {len(self.latest)}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Member:
+    """What the engine knows about one registered probe, apart from the user's record."""
+
+    kind: str
+    """KPROBE, KRETPROBE or JPROBE."""
+    takes_flags: bool
+    """Whether the post_handler has a third argument."""
+    place: str
+    """Beginning of the line in kprobes/list; empty for a probe in a module, which may be unloaded."""
+
+
+@dataclass(eq=False, slots=True)
+class AggrKprobe(AssemblyOwner):
+    """The entry of one probed address in the table of probes.
+
+    Linux: the entry of an address with one probe that cannot be optimized is the user's struct kprobe itself.
+    Deviates: every address has this object, and `is_aggregated` says whether Linux's entry is an aggregator.
+
+    Mirrors: kernel/kprobes.c:init_aggr_kprobe, struct optimized_kprobe (v6.1).
+    """
+
+    address: GuestAddr = field(metadata=ADDRESS)
+    report: FailureReport = field(repr=False)
+    flags: KprobeFlag
+    """The flags of the address. Those of the members may differ."""
+    members: dict[Kprobe, Member] = field(default_factory=dict, init=False)
+    """The members, in the reverse order of their handlers' runs; a dict, to remove one of thousands quickly.
+    """
+    is_aggregated: bool = field(default=False, init=False)
+    """Whether Linux has an aggregator: a second probe was registered here, or there is a detour."""
+    enabled_members: int = field(default=0, init=False, repr=False)
+    insn: OutOfLine | None = field(default=None, init=False, repr=False)
+    """The out-of-line form of the probed instruction; None at an fentry site, and after the removal."""
+    cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
+    """Host time of the latest hits."""
+    rejection: Rejection | str = field(default="", init=False, repr=False)
+    """Reason why the probes cannot be optimized: address and rule; empty if they can be."""
+    stub: CompiledCode | None = field(default=None, init=False, repr=False)
+    """Handler to which a hit by a breakpoint is sent."""
+    compiled: CompiledCode | None = field(default=None, init=False, repr=False)
+    """Compiled handler that the jump or call in the text reaches; None: hits trap."""
+    sample: dict[str, int] | None = field(default=None, init=False, repr=False)
+    """Registers at the last hit before the handlers were compiled."""
+    is_python: bool = field(default=False, init=False, repr=False)
+    """Whether it was found that the present handlers cannot be guest code."""
+    has_assembly: bool = field(default=False, init=False, repr=False)
+    """Whether a member has `code`, disabled or not."""
+    has_post_assembly: bool = field(default=False, init=False, repr=False)
+    """Whether a member has `post_code`, disabled or not."""
+    has_post_handler: bool = field(default=False, init=False, repr=False)
+    """Whether a member has a post_handler or `post_code`, disabled or not. This prevents boosting."""
+    detour: DetourBuffer | None = field(default=None, init=False, repr=False)
+    has_used_detour: bool = field(default=False, init=False, repr=False)
+    """Whether CPUs have been led into the detour since it was made."""
+    is_patched: bool = field(default=False, init=False)
+    """Whether the text has a jump to the detour at its address."""
+    saved_tail: bytes = field(default=b"", init=False, repr=False)
+    """The text after the breakpoint, as it was before the jump overwrote it."""
+    is_held: bool = field(default=False, init=False)
+    """Whether the user wants the probes to stay unoptimized."""
+    jprobe: Kprobe | None = field(default=None, init=False, repr=False)
+    """The member that is a jprobe or has a break_handler; there is at most one."""
+    _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
+    """Member whose pre_handler ended the latest hit. Linux: kprobe_instance."""
+    _with_post_handler: int = field(default=0, init=False, repr=False)
+    _with_assembly: int = field(default=0, init=False, repr=False)
+    _with_post_assembly: int = field(default=0, init=False, repr=False)
+    _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
+    """Pre_handlers of enabled members.
+
+    None: collect them at the next hit, because thousands may change before.
+    """
+    _post_handlers: list[tuple[_PostCall, Kprobe]] = field(default_factory=list, init=False, repr=False)
+    """Post_handlers of enabled members."""
+
+    # State
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no probe of the address is to be hit."""
+        return self.flags._value_ & _DISABLED_OR_GONE != 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the probed code was freed."""
+        return self.flags._value_ & _GONE != 0
+
+    @property
+    def is_ftrace(self) -> bool:
+        """Whether hits come by a call from an fentry site."""
+        return self.flags._value_ & _FTRACE != 0
+
+    @property
+    def is_optimized(self) -> bool:
+        """Whether hits run the copies in the detour, reached by a jump or by a breakpoint."""
+        return self.flags._value_ & _OPTIMIZED != 0
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether the last member is gone and only the unoptimization is pending.
+
+        Mirrors: kprobe_unused (v6.1).
+        """
+        return not self.members and self.is_disabled
+
+    @property
+    def needs_breakpoint(self) -> bool:
+        """Whether handlers cannot be called from a detour.
+
+        This is the case if a handler runs after the instruction or instead of it.
+        """
+        return self.has_post_handler or self.jprobe is not None
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether the true result of the pre_handler that ended the latest hit leaves that hit open."""
+        return self._stopped_by is not None and self._stopped_by.break_handler is not None
+
+    def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
+        """Iterate over the code that runs in place of the probed text.
+
+        Each item has its entry, the code, and the number of bytes of text that it copies.
+        """
+        if self.stub is not None:
+            yield self.stub.entry, self.stub, 0
+        if self.detour is not None:
+            yield self.detour.address, self.detour, self.detour.length
+            if self.compiled is not None:
+                yield self.compiled.entry, self.compiled, self.detour.length
+
+    # Members
+
+    @property
+    def by_run(self) -> Iterator[Kprobe]:
+        """The members, newest first, as their handlers run; a jprobe is last."""
+        return reversed(self.members)
+
+    def add(self, kprobe: Kprobe, member: Member) -> None:
+        """Add a member, whose handlers run first.
+
+        A jprobe runs last, because it does not return to the others.
+        """
+        if is_jprobe(kprobe, member):
+            self.members = {kprobe: member, **self.members}
+            self.jprobe = kprobe
+        else:
+            self.members[kprobe] = member
+        self._count(kprobe, 1)
+
+    def remove(self, kprobe: Kprobe) -> None:
+        """Remove a member."""
+        del self.members[kprobe]
+        if kprobe is self.jprobe:
+            self.jprobe = None
+        self._count(kprobe, -1)
+
+    def _count(self, kprobe: Kprobe, change: int) -> None:
+        assembled = kprobe._assembled
+        self.enabled_members += change * (not kprobe.is_disabled)
+        self._with_post_handler += change * has_post_handler(kprobe)
+        if assembled is not None:
+            self._with_assembly += change * (HandlerPoint.PRE in assembled)
+            self._with_post_assembly += change * (HandlerPoint.POST in assembled)
+
+    def refresh_handlers(self) -> None:
+        """Update the handlers after a change of the members or their flags."""
+        self._pre_handlers = None
+        self.has_assembly = self._with_assembly > 0
+        self.has_post_assembly = self._with_post_assembly > 0
+        self.has_post_handler = self._with_post_handler > 0
+
+    def miss(self) -> None:
+        """Count a hit that is not handled. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
+        for kprobe in self.members:
+            kprobe.nmissed += 1
+
+    # Handlers in Python
+
+    def _enabled(self) -> list[Kprobe]:
+        """Return the enabled members, as their handlers run."""
+        return [kprobe for kprobe in self.by_run if not kprobe.is_disabled]
+
+    def _collected(self) -> list[tuple[PreHandler, Kprobe]]:
+        """Return the pre_handlers of enabled members; collect them, and the post_handlers, if necessary."""
+        pre_handlers = self._pre_handlers
+        if pre_handlers is None:
+            enabled = self._enabled()
+            self._pre_handlers = pre_handlers = [
+                (kprobe.pre_handler, kprobe) for kprobe in enabled if kprobe.pre_handler is not None
+            ]
+            self._post_handlers = [
+                (_post_call(kprobe.post_handler, self.members[kprobe].takes_flags), kprobe)
+                for kprobe in enabled
+                if kprobe.post_handler is not None
+            ]
+        return pre_handlers
+
+    def run_pre_handlers(self, regs: Regs) -> int | None:
+        """Call the pre_handlers; return 1 if one of them has ended the hit."""
+        self._stopped_by = None
+        pre_handlers = self._pre_handlers
+        for pre_handler, kprobe in self._collected() if pre_handlers is None else pre_handlers:
+            try:
+                if pre_handler(kprobe, regs):
+                    self._stopped_by = kprobe
+                    return 1
+            except BaseException as error:
+                self.report(kprobe, error)
+        return None
+
+    def run_all_pre_handlers(self, regs: Regs) -> None:
+        """Call all pre_handlers; none can change where a detour continues.
+
+        Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1).
+        """
+        pre_handlers = self._pre_handlers
+        for pre_handler, kprobe in self._collected() if pre_handlers is None else pre_handlers:
+            try:
+                pre_handler(kprobe, regs)
+            except BaseException as error:
+                self.report(kprobe, error)
+
+    def run_post_handlers(self, regs: Regs) -> None:
+        """Call the post_handlers."""
+        self._collected()
+        for post_handler, kprobe in self._post_handlers:
+            try:
+                post_handler(kprobe, regs)
+            except BaseException as error:
+                self.report(kprobe, error)
+
+    def run_break_handler(self, regs: Regs) -> int | None:
+        """Call the break_handler of the member that has left the hit open."""
+        kprobe = self._stopped_by
+        assert kprobe is not None
+        assert kprobe.break_handler is not None
+        return kprobe.break_handler(kprobe, regs)
+
+    def run_fault_handler(self, regs: Regs, vector: int) -> bool:
+        """Call the fault handlers for an exception of the step, until one has handled the exception."""
+        return any(
+            kprobe.fault_handler(kprobe, regs, vector)
+            for kprobe in self.by_run
+            if kprobe.fault_handler is not None
+        )
+
+    # Handlers as guest code
+
+    @property
+    def has_python_post_handler(self) -> bool:
+        """Whether a Python handler runs after the step."""
+        self._collected()
+        return bool(self._post_handlers)
+
+    @property
+    def nr_handlers(self) -> int:
+        """Number of enabled members with a handler before the instruction or in assembly."""
+        return sum(_has_handler(kprobe) for kprobe in self._enabled())
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether compiling the handlers may succeed."""
+        if self.is_python or not 0 < self.nr_handlers <= MOST_HANDLERS:
+            return False
+        return not any(_runs_python(kprobe) for kprobe in self._enabled())
+
+    def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
+        """Emit the handling of a hit as guest code; return False if it needs Python."""
+        if self.has_python_post_handler:
+            return False
+        for kprobe in self._enabled():
+            _emit_assembly(kprobe, builder, HandlerPoint.PRE)
+            if kprobe.pre_handler is not None and (
+                kprobe.program is None or not kprobe.program(builder, way)
+            ):
+                return False
+        if way is EntryKind.CALL:
+            # A call does not step an instruction, so the post_code runs at the end of the call.
+            self.emit_assembly(builder, HandlerPoint.POST)
+        return True
+
+    def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
+        """Emit only the assembly for `point`."""
+        for kprobe in self._enabled():
+            _emit_assembly(kprobe, builder, point)
+
+    def miss_assembly(self, point: HandlerPoint) -> None:
+        """Count a missed hit for each enabled member that has assembly for `point`."""
+        for kprobe in self._enabled():
+            if kprobe._assembled is not None and point in kprobe._assembled:
+                kprobe.nmissed += 1
+
+
+def is_jprobe(kprobe: Kprobe, member: Member) -> bool:
+    """Return True if a probe goes elsewhere from the breakpoint, so that an address has at most one."""
+    return member.kind == JPROBE or kprobe.break_handler is not None
+
+
+def has_post_handler(kprobe: Kprobe) -> bool:
+    """Return True if a registered probe has a handler that runs after the instruction."""
+    assembled = kprobe._assembled
+    return kprobe.post_handler is not None or (assembled is not None and HandlerPoint.POST in assembled)
+
+
+def takes_flags(handler: PostHandler[Any]) -> bool:
+    """Return True if a post_handler requires a third argument."""
+    try:
+        parameters = signature(handler).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(it.kind in positional and it.default is Parameter.empty for it in parameters) == 3
+
+
+def _post_call(post_handler: Any, takes_flags: bool) -> _PostCall:
+    if not takes_flags:
+        return post_handler  # type: ignore[no-any-return]
+    return lambda kprobe, regs: post_handler(kprobe, regs, 0)
+
+
+def _has_handler(kprobe: Kprobe) -> bool:
+    return kprobe.pre_handler is not None or kprobe._assembled is not None
+
+
+def _runs_python(kprobe: Kprobe) -> bool:
+    return kprobe.pre_handler is not None and kprobe.program is None
+
+
+def _emit_assembly(kprobe: Kprobe, builder: ProgramBuilder, point: HandlerPoint) -> None:
+    assembled: AssembledHandlers | None = kprobe._assembled
+    if assembled is not None:
+        assembled.emit(builder, point)
