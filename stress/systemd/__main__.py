@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
 DISTRIBUTIONS = {"bookworm": "Debian 12", "trixie": "Debian 13", "noble": "Ubuntu 24.04"}
 SIZE = "4G"
 """Size of the disk. The file has holes."""
@@ -26,7 +25,7 @@ def make_disk(suite: str, work: Path) -> Path:
     """Make the disk with a new root, and return its path. Kernel and initial file system lie beside it."""
     root = work / "root"
     root.mkdir()
-    made = [ROOT / "scripts/fresh-root", suite, "--", "sh", "stress/systemd/make_root.sh"]
+    made = [str(ROOT / "scripts/fresh-root"), suite, "--", "sh", "stress/systemd/make_root.sh"]
     with subprocess.Popen(made, stdout=subprocess.PIPE) as making:
         subprocess.run(["tar", "-x", "-p", "-C", root], stdin=making.stdout, check=True)
     if making.returncode:
@@ -44,11 +43,12 @@ def run(disk: Path) -> tuple[str, str]:
     console = disk.with_name("console")
     machine = ["-accel", "tcg,thread=multi", "-cpu", "max", "-m", "3072", "-smp", "2"]
     options = ["-nographic", "-no-reboot", "-nodefaults", "-serial", f"file:{console}"]
-    kernel = ["-kernel", disk.with_name("kernel"), "-initrd", disk.with_name("initrd"), "-append", APPEND]
+    files = [str(disk.with_name(name)) for name in ("kernel", "initrd")]
+    kernel = ["-kernel", files[0], "-initrd", files[1], "-append", APPEND]
     drive = f"file={disk},if=virtio,format=raw,cache=unsafe"
     command = ["qemu-system-x86_64", *machine, *options, *kernel, "-drive", drive]
-    subprocess.run(["nice", *command], timeout=LIMIT, check=True)
-    shown = ["debugfs", "-R", "cat /result", disk]
+    subprocess.run(command, timeout=LIMIT, check=True)
+    shown = ["debugfs", "-R", "cat /result", str(disk)]
     result = subprocess.run(shown, capture_output=True, text=True, check=True)
     return result.stdout, console.read_text(errors="replace")
 

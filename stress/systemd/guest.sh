@@ -20,23 +20,26 @@ main_pid() { systemctl show -p MainPID --value kprobefs; }
 
 # eventually COMMAND...: tries it for two minutes; the machine is emulated.
 eventually() {
-    for _ in $(seq 240); do
-        ! "$@" || return 0
+    { set +x; } 2>/dev/null
+    local end=$((SECONDS + 120))
+    until "$@"; do
+        [ "$SECONDS" -lt "$end" ] || return 1
         sleep 0.5
     done
-    return 1
+    set -x
 }
 
-has_new_daemon() { [ "$(systemctl is-active kprobefs)" = active ] && [ "$(main_pid)" != "$1" ]; }
+# The pid is asked for first: the state may be the former daemon's.
+has_new_daemon() { [ "$(main_pid)" != "$1" ] && [ "$(systemctl is-active kprobefs)" = active ]; }
 
-is_unmounted() { ! mountpoint -q "$1"; }
+is_unmounted() { ! findmnt -t fuse.kprobefs "$1" >/dev/null; }
 
 daemon_of() { kprobefs status --json "$1" | python3 -c 'import json, sys; print(json.load(sys.stdin)[0]["daemon"]["pid"])'; }
 
 service_at_boot() {
     systemctl is-active --quiet kprobefs
     [ "$(systemctl show -p NRestarts --value kprobefs)" = 0 ]
-    mountpoint -q "$mount"
+    findmnt -t fuse.kprobefs "$mount"
 }
 
 probes_and_records() {
@@ -155,7 +158,7 @@ user_unit() {
     su u -c "grep 'Linux version' /run/user/1000/kprobefs/mnt/machine/version"
     pid=$(su u -c "$as_user show -p MainPID --value kprobefs")
     kill -9 "$pid"
-    eventually su u -c "$as_user is-active kprobefs && ! [ \$($as_user show -p MainPID --value kprobefs) = $pid ]"
+    eventually su u -c "! [ \$($as_user show -p MainPID --value kprobefs) = $pid ] && $as_user is-active kprobefs"
     su u -c "grep 'Linux version' /run/user/1000/kprobefs/mnt/machine/version"
 }
 

@@ -38,7 +38,7 @@ cat >/etc/systemd/system/checks.service <<'END'
 After=multi-user.target
 [Service]
 Type=oneshot
-ExecStart=/bin/bash -c "bash /opt/guest.sh >/result 2>&1; sync; systemctl poweroff"
+ExecStart=/bin/bash -c "bash /opt/guest.sh 2>&1 | tee /result >/dev/ttyS0; sync; systemctl poweroff"
 TimeoutStartSec=1800
 END
 cat >/etc/systemd/system/checks.timer <<'END'
@@ -55,5 +55,7 @@ cat >/usr/lib/systemd/system-shutdown/left <<'END'
 echo "SHUTDOWN: mounts of kprobefs that are left: $(grep -c ' fuse.kprobefs ' /proc/mounts)" >/dev/ttyS0
 END
 chmod +x /usr/lib/systemd/system-shutdown/left
-tar -c -C / --one-file-system --exclude=./srv/* --exclude=./var/cache/* --exclude=./tmp/* --exclude=./var/lib/apt/* \
-    --exclude=./root/.cache --exclude=./proc/* --exclude=./sys/* --exclude=./dev/* . >&3
+# Without what scripts/fresh-root has mounted in it.
+awk '$5 != "/" { print "." $5 }' /proc/self/mountinfo >/tmp/mounted
+tar -c -C / --exclude-from=/tmp/mounted --exclude=./srv/* --exclude=./var/cache/* --exclude=./tmp/* \
+    --exclude=./var/lib/apt/* --exclude=./root/.cache . >&3
