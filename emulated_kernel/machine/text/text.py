@@ -255,6 +255,11 @@ class Text:
         """
         return self._slots.alloc(size)
 
+    @property
+    def generated(self) -> range:
+        """Addresses of the pages for generated code: slots, detours, trampolines and stubs."""
+        return self._slots.mapped
+
     def free_text(self, va: int) -> None:
         """Free memory from `alloc_text`; it is filled with breakpoints, so that a late jump to it traps.
 
