@@ -61,6 +61,7 @@ _MEMORY_LIMITS = (
 """Each limit, its option of ulimit, what a mount needs, the unit in bytes, and its name."""
 _NO_THREAD = "can't start new thread"
 """Message of Python's RuntimeError."""
+_TOO_MANY = "too many processes and threads; end some, or run ulimit -u with a larger number"
 
 
 def resource_hint(error: BaseException) -> str:
@@ -71,13 +72,21 @@ def resource_hint(error: BaseException) -> str:
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
         none = "the host has no memory left; free some"
         return _exceeded(os.strerror(errno.ENOMEM), _MEMORY_LIMITS) or f"{os.strerror(errno.ENOMEM)}: {none}"
-    if (isinstance(error, RuntimeError) and str(error) == _NO_THREAD) or number == errno.EAGAIN:
-        none = "too many processes; end some, or run ulimit -u with a larger number"
-        return _exceeded("no thread", _MEMORY_LIMITS) or f"no thread: {none}"
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return _exceeded("no thread", _MEMORY_LIMITS) or f"no thread: {_TOO_MANY}"
     if isinstance(error, (SystemError, ImportError)):
         # The interpreter and the loader of libraries may report a lack of memory in this way.
         return _exceeded(os.strerror(errno.ENOMEM), _MEMORY_LIMITS)
     return ""
+
+
+def fork() -> int:
+    """Fork, and return 0 in the child and its pid in the parent. Raises: CliError (the host lets no more)."""
+    try:
+        return os.fork()
+    except OSError as error:
+        hint = f"no process: {_TOO_MANY}" if error.errno == errno.EAGAIN else resource_hint(error)
+        raise CliError(hint or f"no process: {error.strerror}") from error
 
 
 def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> str:

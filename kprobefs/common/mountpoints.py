@@ -15,7 +15,7 @@ from select import POLLIN, poll
 from typing import NoReturn
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.errors import CliError, ExitStatus, fork
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
@@ -194,7 +194,7 @@ class _Question:
     def __init__(self, directory: str) -> None:
         self._pipe, writer = os.pipe()
         self._told = b""
-        self._child = os.fork()
+        self._child = fork()
         if self._child == 0:
             _ask(directory, writer)
         os.close(writer)

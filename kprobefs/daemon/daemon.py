@@ -16,7 +16,7 @@ from typing import NoReturn, TextIO
 
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import has_ended, log_path, start_time, sweep
-from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, fork, resource_hint
 from kprobefs.daemon.log_file import check_log, last_line, open_log
 from kprobefs.daemon.service import SIGNALS, Service
 from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
@@ -41,7 +41,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
     """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's message)."""
     start = DaemonStart(options, build, log_file)
-    child = os.fork()
+    child = fork()
     if child == 0:
         _forget_handlers()
         # The leader of a process group cannot make a session, but the child of another process can.
@@ -61,7 +61,7 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
     start = DaemonStart(options, build, None)
     parent = os.getpid()
     began = start_time(parent)
-    child = os.fork()
+    child = fork()
     if child == 0:
         _forget_handlers()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -97,9 +97,9 @@ class DaemonStart:
         """Check /proc and the log, and open the pipe, before the fork. Raises: CliError."""
         self._options = options
         self._build = build
+        mountpoints.check_proc()
         self._is_own_log = log_file is None
         self._log_file = log_file or log_path(options.directory)
-        mountpoints.check_proc()
         check_log(str(self._log_file), options.directory, is_given=not self._is_own_log)
         self._reader, self._writer = os.pipe()
         self._is_told = threading.Lock()

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import forget
-from kprobefs.common.errors import CliError
+from kprobefs.common.errors import CliError, fork
 
 MESSAGE_SIZE = 64
 """Bytes that are enough for a device number."""
@@ -27,10 +27,10 @@ class UnmountWatcher:
     """
 
     def __init__(self, directory: str, at_killed: Callable[[], None]) -> None:
-        """Fork the child. After the unmount it calls `at_killed`."""
+        """Fork the child, which calls `at_killed` after the unmount. Raises: CliError."""
         daemon = os.pidfd_open(os.getpid())
         reader, self._writer = os.pipe()
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             _watch(directory, reader, daemon, at_killed)
         os.close(reader)
