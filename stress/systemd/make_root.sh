@@ -49,6 +49,7 @@ WantedBy=timers.target
 END
 systemctl enable checks.timer
 systemctl mask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer dpkg-db-backup.timer
+mkdir -p /usr/lib/systemd/system-shutdown
 # Runs after all units have stopped and all file systems are unmounted or read-only.
 cat >/usr/lib/systemd/system-shutdown/left <<'END'
 #!/bin/sh
