@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.changes import ChangeWatcher
@@ -588,7 +588,7 @@ class ControlFs(FileSystem):
             super().close()
             for file in files:
                 # The release executes a line without a newline at its end.
-                with suppress(KernelError, GuestFault):
+                with suppress(KernelError, GuestFault, MemoryFault):
                     self.tree.release(file.inner)
             if self.watcher is not None:
                 self.watcher.closed()

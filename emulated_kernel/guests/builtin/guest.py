@@ -41,6 +41,7 @@ class Guest:
         self._argument_counts = load_argument_counts(image.path)
         """Name of a function -> least number of its arguments, if that is known."""
         self.runner = runner
+        kernel.damage.tell = runner.note
         self.processes = processes
         self.syscalls = syscalls
         self.buffers = kernel.buffers
@@ -262,12 +263,7 @@ class Guest:
 
     def messages(self) -> list[Message]:
         """Return the messages of the kernel log, as far as it is readable, followed by those of the host."""
-        try:
-            messages = self.kernel.messages()
-        except KernelError as error:
-            self.runner.note(str(error.strerror))
-            messages = []
-        return messages + self.runner.notes
+        return self.kernel.messages() + self.runner.notes
 
 
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:

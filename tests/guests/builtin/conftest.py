@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.guest_log import read_log
-from emulated_kernel.guests.builtin.readers.task_list import TaskInfo, read_tasks
+from emulated_kernel.guests.builtin.readers.task_list import TaskInfo
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
 from emulated_kernel.kernel.api import Kernel
@@ -69,10 +68,10 @@ def kernel(watch: ScriptedWatch) -> Iterator[Kernel]:
 
 def tasks(kernel: Kernel) -> dict[int, TaskInfo]:
     """The guest's tasks by pid."""
-    found = read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+    found = kernel.guest.kernel.tasks()
     return {task.pid: task for task in found}
 
 
 def dmesg(kernel: Kernel) -> str:
     """The kernel log, a message a line."""
-    return "\n".join(message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms))
+    return "\n".join(message.text for message in kernel.guest.kernel.messages())

@@ -238,6 +238,8 @@ class ProcessTracker(TaskObserver):
         if self._runner.syscall(parent, self._nr["clone"], FORK_FLAGS, 0, 0, 0, 0) != pid:
             return None
         found = self._kernel.find_task(pid)
+        if not found:
+            raise KernelError(errno.EIO, f"the task list lacks task {pid}, which was made just now")
         child = GuestTask(pid, found, parent.comm, parent.uid, parent.gid, parent.cpu)
         self._runner.add(child)
         self._by_pid[pid] = child

@@ -468,6 +468,9 @@ class GuestRunner:
             return -ERESTARTSYS
         except KernelError as error:
             return -(error.errno or errno.EIO)
+        except MemoryFault:
+            # An argument that leads nowhere is the guest's mistake.
+            return -errno.EFAULT
         except Exception as error:
             # The guest's call must end before the exception is raised to the caller.
             request.failure = error
