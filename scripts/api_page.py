@@ -73,7 +73,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "For front ends": (
         "RootLayout",
         "Owner",
-        "Mount",
         "NodeTree",
         "Node",
         "Client",
@@ -87,7 +86,6 @@ SHORT = {
     "ControlLock",
     "ElfMachine",
     "Jprobes",
-    "Mount",
     "Node",
     "NodeTree",
     "Owner",

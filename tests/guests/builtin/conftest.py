@@ -27,6 +27,9 @@ class ScriptedWatch(ProcessWatch):
     calls: dict[int, ClientCall] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
     free_fds: dict[int, int] = field(default_factory=dict)
+    programs: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Pid and name -> path of the program."""
+    restarted: set[int] = field(default_factory=set)
 
     def has_news(self) -> bool:
         return bool(self.pending_forks or self.pending_exits)
@@ -53,6 +56,14 @@ class ScriptedWatch(ProcessWatch):
 
     def next_fd(self, pid: int) -> int | None:
         return self.free_fds.get(pid)
+
+    def program(self, pid: int, comm: str) -> str | None:
+        return self.programs.get((pid, comm))
+
+    def has_ended(self, pid: int) -> bool:
+        is_new = pid in self.restarted
+        self.restarted.discard(pid)
+        return is_new
 
 
 @pytest.fixture

@@ -69,6 +69,8 @@ class GuestTask:
     gid: int
     cpu: int | None = None
     """CPU that the task is pinned to because its process is pinned; None if it is not."""
+    has_executed: bool = False
+    """Whether its process was renamed, and the execve is repeated at the process's next request."""
     request: Request | None = field(default=None, repr=False)
     """System call that the task is to make or has not finished."""
 

@@ -41,6 +41,10 @@ _REPLY = 8192
 """Bytes of the guest's buffer for replies. Mirrors: HOST_REPLY_SIZE of the guest's host_abi.h."""
 _SLOT = 2 * PATH_MAX
 """Bytes of a name's slot: first the name as the process passed it, then the path that the guest walks."""
+_MOST_PATHS = 2
+"""Paths that a system call has at most."""
+_WALKS_ONLY = 2
+"""Value of task_struct.host_names if names can't be read. Mirrors: HOST_NAMES_UNKNOWN of host_abi.h."""
 
 _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "access": ("faccessat", ()),
@@ -130,6 +134,8 @@ class Syscalls:
         self._nr = kernel.syscall_numbers
         self._path = image.abi["host_path"]
         self._reply = image.abi["host_reply"]
+        self._slots: int | None = None
+        """Address of the slots for paths that are unknown, see _unreadable_slots(); None until needed."""
         self._look_path = address_of(image.kallsyms, "host_look_path")
         self._look_fd = address_of(image.kallsyms, "host_look_fd")
         self._look_link = address_of(image.kallsyms, "host_look_link")
@@ -194,6 +200,8 @@ class Syscalls:
         `walks` are the paths from the guest's root that the guest walks instead of the call's paths. If the
         call takes or returns a descriptor, the caller must use a numbered() block.
         """
+        if call.is_hidden:
+            return self._of_hidden(task, call, walks, lookup, hostfs)
         with self._buffers.borrowed() as buffer:
             args = list(call.args)
             paths = iter(walks)
@@ -212,6 +220,39 @@ class Syscalls:
                 args[-1] = min(args[-1], BUFFER_SIZE - _OUTPUT)
             with self._set(task, host_names=1, host_lookup=lookup):
                 return self._by_any_name(task, call.name, args, hostfs)
+
+    def _of_hidden(
+        self,
+        task: GuestTask,
+        call: ClientCall,
+        walks: Sequence[str],
+        lookup: HostLookup,
+        hostfs: HostfsHandler | None,
+    ) -> int:
+        """Execute a system call whose paths could not be read, so that reads of its paths fault, too."""
+        slot = self._unreadable_slots()
+        args = list(call.args)
+        named = [at for at, kind in enumerate(ARGUMENTS[call.name]) if kind == "p"]
+        for at, walk in zip(named, walks, strict=True):
+            self._put_path(slot + PATH_MAX, walk)
+            args[at] = slot
+            slot += _SLOT
+        with (
+            self._buffers.borrowed() as buffer,
+            self._set(task, host_names=_WALKS_ONLY, host_lookup=lookup),
+        ):
+            for at, kind in enumerate(ARGUMENTS[call.name]):
+                if kind == "o":
+                    args[at] = buffer
+            return self._by_any_name(task, call.name, args, hostfs)
+
+    def _unreadable_slots(self) -> int:
+        """Return the address of slots of user memory whose first pages, for the names, are not mapped."""
+        if self._slots is None:
+            self._slots = self._buffers.get()
+            for number in range(_MOST_PATHS):
+                self._memory.unmap(self._slots + number * _SLOT, PATH_MAX)
+        return self._slots
 
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None

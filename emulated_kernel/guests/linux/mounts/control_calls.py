@@ -159,6 +159,10 @@ class LinuxControlCalls(GuestCalls):
         """True if a probe could notice a system call."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
+    def informed(self, client: Client) -> Client:
+        """See FileSystem."""
+        return self.guest.clients.informed(client)
+
     @contextmanager
     def request(self, client: Client) -> Iterator[LinuxTask | None]:
         """See GuestCalls.

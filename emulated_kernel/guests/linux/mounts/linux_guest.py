@@ -192,7 +192,7 @@ class LinuxGuest:
         """Deferred closes of the guest's own files."""
         self.control_closes = DeferredCloses[Closable](self._close_control)
         """Deferred closes of control files, which the guest has open, too."""
-        self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush)
+        self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush, self.lock)
         self._asleep: dict[int, int] = {}
         """pid of a client whose call sleeps in the guest -> `_requests` when the call was last run."""
         self._requests = 0
