@@ -73,6 +73,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "For front ends": (
         "RootLayout",
         "Owner",
+        "Mount",
         "NodeTree",
         "Node",
         "Client",
@@ -86,6 +87,7 @@ SHORT = {
     "ControlLock",
     "ElfMachine",
     "Jprobes",
+    "Mount",
     "Node",
     "NodeTree",
     "Owner",

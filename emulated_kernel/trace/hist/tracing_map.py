@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits
 
 DEFAULT_BITS = 11
 MIN_BITS = 7
@@ -16,8 +19,19 @@ KEYS_MAX = 3
 VALS_MAX = 3
 VARS_MAX = 16
 SORT_KEYS_MAX = 2
+SORT_STEP = 1024
+"""Elements that are sorted in one step of a read, which keeps others waiting."""
 U64 = (1 << 64) - 1
 
+HIST_SIZE = 16384
+"""Bytes of the host's memory that a histogram without elements occupies."""
+ELEMENT_SIZE = 300
+"""Bytes of an element without its key, sums and variables."""
+SUM_SIZE = 40
+VARIABLES_SIZE = 232
+VARIABLE_SIZE = 320
+"""Bytes of a variable, whose value may be a string of 256 characters."""
+T = TypeVar("T")
 Value = int | bytes
 """A number below 2**64, or a string without its NUL."""
 
@@ -48,12 +62,32 @@ Rank = Callable[[Element], int]
 """Function that returns the number by which an element is sorted."""
 
 
+class HistMemory:
+    """The budget of host memory for the elements of all histograms of a kernel."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.used = 0
+        """Bytes that are in use."""
+
+    def has_room(self, size: int) -> bool:
+        """Return True if `size` more bytes are within the limit."""
+        most = self._limits[Limit.HIST_BYTES]
+        return most is None or self.used + size <= most
+
+
 class TracingMap:
     """The table of a histogram. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
 
-    def __init__(self, bits: int, key_size: int, sums: int) -> None:
+    def __init__(self, bits: int, key_size: int, sums: int, memory: HistMemory | None = None) -> None:
+        """Create an empty map. `memory`: the budget that its elements are charged to."""
+        self._memory = memory or HistMemory(Limits())
+        self._charged = 0
+        """Bytes that the map is charged with."""
         self.bits = bits
         self.key_size = key_size
+        self._own_charge = 0
+        """Bytes of `_charged` that stay when the map is cleared."""
         self.hits = 0
         self.drops = 0
         self.variable_count = 0
@@ -70,11 +104,11 @@ class TracingMap:
     def insert(self, key: bytes, comm: bytes) -> Element | None:
         """Return the element of a key, and create it if necessary.
 
-        If the map is full, count a drop and return None.
+        If the map is full, or the memory of all maps, count a drop and return None.
         """
         element = self._elements.get(key)
         if element is None:
-            if len(self._elements) >= 1 << self.bits:
+            if len(self._elements) >= 1 << self.bits or not self._charge(self._element_size):
                 self.drops += 1
                 return None
             element = Element(key, self._sums, comm)
@@ -91,48 +125,94 @@ class TracingMap:
         self._elements.clear()
         self.hits = 0
         self.drops = 0
+        self._memory.used -= self._charged - self._own_charge
+        self._charged = self._own_charge
 
-    def sorted(self, primary: Rank, *secondary: Rank) -> list[Element]:
-        """Return all elements in order.
+    @property
+    def _element_size(self) -> int:
+        """Bytes that an element occupies at most."""
+        variables = VARIABLES_SIZE + self.variable_count * VARIABLE_SIZE if self.variable_count else 0
+        return ELEMENT_SIZE + self.key_size + self._sums * SUM_SIZE + variables
 
+    def _charge(self, size: int) -> bool:
+        """Charge the budget. Return False if it has no room."""
+        if not self._memory.has_room(size):
+            return False
+        self._memory.used += size
+        self._charged += size
+        return True
+
+    def allocate(self) -> None:
+        """Charge the budget with the histogram itself. Raises: KernelError ENOMEM."""
+        if not self._charge(HIST_SIZE):
+            raise KernelError(errno.ENOMEM, "histogram: the limit of hist_bytes is reached; remove others")
+        self._own_charge = HIST_SIZE
+
+    def release(self) -> None:
+        """Give everything back to the budget, because nobody counts into the map any more."""
+        self._memory.used -= self._charged
+        self._charged = 0
+        self._own_charge = 0
+
+    def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
+        """Return all elements in order, and yield after each SORT_STEP elements.
+
+        An element has the rank that it has at the start. Between two steps other elements may come.
         Linux: equal ones have the order that a heap sort gives to keys in byte order.
         """
-        elements = heap_sort(sorted(self._elements.values(), key=lambda each: each.key), primary)
+        elements = sorted(self._elements.values(), key=lambda each: each.key)
+        ranks = [primary(each) for each in elements]
+        elements, ranks = yield from heap_sort(elements, ranks)
         for rank in secondary:
-            runs = groupby(elements, primary)
-            elements = [each for _, run in runs for each in heap_sort(run, rank)]
+            runs = groupby(zip(ranks, elements, strict=True), itemgetter(0))
+            elements = []
+            for run in [[each for _, each in run] for _, run in runs]:
+                ordered, _ = yield from heap_sort(run, [rank(each) for each in run])
+                elements += ordered
         return elements
 
 
-def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
-    """Sort with a heap sort that orders equal elements as Linux's.
+def heap_sort(
+    elements: Sequence[T], ranks: Sequence[int]
+) -> Generator[None, None, tuple[list[T], list[int]]]:
+    """Return elements and their ranks, sorted by a heap sort that orders equal elements as Linux's.
 
-    Mirrors: lib/sort.c:sort (v6.1), in its order.
+    Yield after each SORT_STEP elements. Mirrors: lib/sort.c:sort (v6.1), in its order.
     """
-    heap = list(elements)
-    for start in reversed(range(len(heap) // 2)):
-        _sift_down(heap, start, len(heap), rank)
-    for end in reversed(range(1, len(heap))):
-        heap[0], heap[end] = heap[end], heap[0]
-        _sift_down(heap, 0, end, rank)
-    return heap
+    keys = [*ranks]
+    order = [*range(len(keys))]
+    for start in reversed(range(len(keys) // 2)):
+        _sift_down(keys, order, start, len(keys))
+        if not start % SORT_STEP:
+            yield
+    for end in reversed(range(1, len(keys))):
+        keys[0], keys[end] = keys[end], keys[0]
+        order[0], order[end] = order[end], order[0]
+        _sift_down(keys, order, 0, end)
+        if not end % SORT_STEP:
+            yield
+    return [elements[index] for index in order], keys
 
 
-def _sift_down(heap: list[Element], start: int, end: int, rank: Rank) -> None:
+def _sift_down(keys: list[int], order: list[int], start: int, end: int) -> None:
     """Follow the greater child to a leaf, then go back up to the position of the element."""
-    at = start
-    while 2 * at + 2 < end:
-        left = 2 * at + 1
-        at = left if rank(heap[left]) >= rank(heap[left + 1]) else left + 1
-    if 2 * at + 2 == end:
-        at = 2 * at + 1
-    while at != start and rank(heap[start]) >= rank(heap[at]):
-        at = (at - 1) // 2
-    moved = heap[start]
     path = []
-    while at != start:
+    at = start
+    last = end - 2
+    while (left := 2 * at + 1) < last + 1:
+        at = left if keys[left] >= keys[left + 1] else left + 1
         path.append(at)
-        at = (at - 1) // 2
-    for child in reversed(path):
-        heap[at], at = heap[child], child
-    heap[at] = moved
+    if left == last + 1:
+        at = left
+        path.append(at)
+    moved = keys[start]
+    number = order[start]
+    while path and moved >= keys[path[-1]]:
+        path.pop()
+    at = start
+    for child in path:
+        keys[at] = keys[child]
+        order[at] = order[child]
+        at = child
+    keys[at] = moved
+    order[at] = number
