@@ -329,10 +329,11 @@ def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
         for count_ in range(1, 60):
             fd = os.open(place / "scratch/acting/file", os.O_RDONLY)
             if count_ % 3 == 0:
-                child = subprocess.Popen(["sleep", "0.01"], stdin=fd)
+                # The child holds the file open until its input ends.
+                child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[fd])
                 os.close(fd)
                 assert (place / "scratch/closed/file").stat().st_size == count_ - 1
-                child.wait(20)
+                child.communicate(timeout=20)
             else:
                 os.close(fd)
             assert (place / "scratch/closed/file").stat().st_size == count_
