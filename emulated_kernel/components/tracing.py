@@ -176,7 +176,7 @@ def _build_services(
 
 
 def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
-    """Build the list of traceable functions, which arms their fentry sites."""
+    """Build the list of traceable functions, by which tracers attach to fentry sites."""
     kprobes = engine.kprobes
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
     return KernelFunctions(kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch)
