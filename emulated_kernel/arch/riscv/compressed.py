@@ -32,7 +32,7 @@ _DOUBLE = 3
 
 @cache
 def expand(half: int) -> int | None:
-    """Return the 32-bit instruction that 16 bits abbreviate; None if they are reserved or illegal."""
+    """Return the 32-bit instruction that the 16 bits of `half` abbreviate; None if reserved or illegal."""
     return _EXPANSIONS[half & 3, half >> 13](half)
 
 
@@ -49,7 +49,7 @@ def _signed(value: int, bits: int) -> int:
 
 
 def _rd(half: int) -> int:
-    """Return the full register field, which is the destination and also the first source."""
+    """Return the 5-bit register field in bits 7 to 11: the destination, and often also the first source."""
     return half >> 7 & 0x1F
 
 
