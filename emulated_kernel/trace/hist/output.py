@@ -1,4 +1,4 @@
-"""Texts of histograms: the line in the trigger file, and the hist file."""
+"""Texts of histograms: their line in the trigger file, and the hist file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BAR_SIZE = 20
 
 
 def command_text(data: HistData) -> str:
-    """Return the histogram's command without `hist:`, filter and state.
+    """Return the histogram's command as the trigger file shows it, without `hist:`, filter and state.
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_print (v6.1).
     """
@@ -38,7 +38,7 @@ def _sort_texts(data: HistData) -> list[str]:
 
 
 class HistPrinter:
-    """Prints one histogram."""
+    """Printer of one histogram for the hist file."""
 
     def __init__(self, data: HistData, symbols: KernelSymbols) -> None:
         self._data = data
@@ -51,7 +51,7 @@ class HistPrinter:
         ]
 
     def text(self, line: str) -> str:
-        """Return the whole text. `line` is the line of the histogram's trigger.
+        """Return the histogram's text in the hist file. `line` is the trigger's line in the trigger file.
 
         Mirrors: hist_trigger_show (v6.1).
         """
@@ -162,7 +162,7 @@ def _saved(value: Value, is_string: bool) -> str:
 
 
 def _padded(data: bytes, size: int) -> str:
-    """Return the bytes padded as `%-SIZEs` pads them."""
+    """Return bytes as text, padded with spaces to `size` bytes as by `%-SIZEs`."""
     return bytes_to_text(data.ljust(size))
 
 

@@ -1,4 +1,4 @@
-"""The table of a histogram: an element for each key, with sums and variables."""
+"""The map of a histogram: key -> element with sums and variables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ SORT_KEYS_MAX = 2
 U64 = (1 << 64) - 1
 
 Value = int | bytes
-"""A number below 2**64, or a string without its NUL."""
+"""Value of a field: a number below 2**64, or a string without its NUL."""
 
 
 class Element:
-    """An entry of the table. Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1)."""
+    """An entry of a histogram's map, for one key.
+
+    Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1).
+    """
 
     __slots__ = ("comm", "key", "sums", "variables")
 
@@ -31,14 +34,17 @@ class Element:
         self.key = key
         self.sums = [0] * sums
         self.variables: dict[int, Value] = {}
-        """Index -> value of the variables that are set."""
+        """Index of the variable (HistField.index) -> value, for the variables that are set."""
         self.comm = comm
         """Name of the task that created the element."""
 
 
 @dataclass(frozen=True)
 class SortKey:
-    """A sort criterion. `index` counts the sums first, and the keys after them."""
+    """A sort key: a field of the histogram, and the direction.
+
+    `index` is the field's index in HistData.sortable.
+    """
 
     index: int = 0
     descending: bool = False
@@ -49,7 +55,7 @@ Rank = Callable[[Element], int]
 
 
 class TracingMap:
-    """The table of a histogram. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
+    """The map of a histogram: key -> element. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
 
     def __init__(self, bits: int, key_size: int, sums: int) -> None:
         self.bits = bits
@@ -61,14 +67,14 @@ class TracingMap:
         self._elements: dict[bytes, Element] = {}
 
     def add_variable(self) -> int:
-        """Return the index of a new variable. Raises: KernelError EINVAL (there are already 16)."""
+        """Return the index of a new variable. Raises: KernelError EINVAL (there are 16 already)."""
         if self.variable_count == VARS_MAX:
             raise KernelError(errno.EINVAL, f"histogram: more than {VARS_MAX} variables")
         self.variable_count += 1
         return self.variable_count - 1
 
     def insert(self, key: bytes, comm: bytes) -> Element | None:
-        """Return the element of a key, and create it if necessary.
+        """Return the element of a key and count a hit; create the element if necessary.
 
         If the map is full, count a drop and return None.
         """
@@ -83,7 +89,10 @@ class TracingMap:
         return element
 
     def lookup(self, key: bytes) -> Element | None:
-        """Return the element of a key, or None. The key is truncated or padded to the map's key size."""
+        """Return the element of a key, or None if there is none.
+
+        The key is truncated, or padded with zeros, to the map's key size.
+        """
         return self._elements.get(key[: self.key_size].ljust(self.key_size, b"\0"))
 
     def clear(self) -> None:
@@ -93,9 +102,10 @@ class TracingMap:
         self.drops = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> list[Element]:
-        """Return all elements in order.
+        """Return all elements, sorted by `primary` and, where that is equal, by `secondary`.
 
-        Linux: equal ones have the order that a heap sort gives to keys in byte order.
+        Linux: equal elements have the order that a heap sort gives to elements in the byte order of their
+        keys.
         """
         elements = heap_sort(sorted(self._elements.values(), key=lambda each: each.key), primary)
         for rank in secondary:
@@ -105,9 +115,9 @@ class TracingMap:
 
 
 def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
-    """Sort with a heap sort that orders equal elements as Linux's.
+    """Sort elements by a heap sort that orders equal elements as Linux's sort() does.
 
-    Mirrors: lib/sort.c:sort (v6.1), in its order.
+    Mirrors: lib/sort.c:sort (v6.1)
     """
     heap = list(elements)
     for start in reversed(range(len(heap) // 2)):
@@ -119,7 +129,10 @@ def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
 
 
 def _sift_down(heap: list[Element], start: int, end: int, rank: Rank) -> None:
-    """Follow the greater child to a leaf, then go back up to the position of the element."""
+    """Move the element at `start` down in the heap to its position.
+
+    Follow the greater child to a leaf, and then go back up to the position.
+    """
     at = start
     while 2 * at + 2 < end:
         left = 2 * at + 1

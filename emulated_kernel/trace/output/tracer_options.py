@@ -1,4 +1,4 @@
-"""Options that tracers have in addition to those of every trace array."""
+"""Options of single tracers, which exist in addition to the trace options of all tracers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ON_AT_BOOT = frozenset(
 
 
 class TracerOptions:
-    """Values of the tracers' options, which all trace arrays share.
+    """Values of the tracers' options; all trace arrays share one object.
 
     Mirrors: kernel/trace/trace.h:tracer_flags (v6.1).
     """
@@ -70,11 +70,11 @@ class TracerOptions:
         return tuple(str(option) for tracer in tracers for option in _OPTIONS.get(tracer, ()))
 
     def is_on(self, name: str) -> bool:
-        """Return whether an option is on."""
+        """Return True if an option is on."""
         return name in self._on
 
     def switch(self, name: str, *, on: bool) -> None:
-        """Switch an option. Raises: KernelError EINVAL (the tracer refuses)."""
+        """Switch an option on or off. Raises: KernelError EINVAL (the tracer refuses)."""
         if name == NopOption.REFUSE:
             raise KernelError(errno.EINVAL, f"{name}: the nop tracer refuses this option")
         if on:

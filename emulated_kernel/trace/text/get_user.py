@@ -1,4 +1,4 @@
-"""Words of a write(2): splitting of writes to tracing files that accept lists."""
+"""Splitting of writes to tracing files that accept lists: take_word()."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.util.errors import KernelError
 
 WORD_MAX = 127
-"""Bytes of the longest word. Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1)."""
+"""Maximum length of a word in bytes.
+
+Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1).
+"""
 FUNCTION_WORD_MAX = 670
-"""Bytes of the longest word in lists of functions. Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1)."""
+"""Maximum length in bytes of a word in a list of functions.
+
+Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1).
+"""
 _WORD = re.compile(rb"[%b]*([^\0%b]*)" % (SPACES.encode("latin-1"), SPACES.encode("latin-1")))
 
 
 def take_word(data: bytes, longest: int = WORD_MAX) -> tuple[bytes, int]:
-    """Return the first word of `data`, and the bytes that it takes.
+    """Return the first word of `data`, and the number of bytes that it takes.
 
-    These include the blanks before the word and one blank after it. The word ends at a blank or NUL, and is
-    empty if there are only blanks.
+    The bytes include the blanks before the word and one blank after it. The word ends at a blank or NUL, and
+    is empty if there are only blanks.
     Raises: KernelError EINVAL (more than `longest` bytes).
     Mirrors: kernel/trace/trace.c:trace_get_user (v6.1).
     """
