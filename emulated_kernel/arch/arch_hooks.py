@@ -143,7 +143,7 @@ class ReturnCode(ABC):
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
         """Return the code of a return handler that a `dispatch` with the same `saves_all` can jump to.
 
-        If the dispatch has a `finish`, the caller must append a jump to it to the handler.
+        If the dispatch has a `finish`, the caller must append a jump to `finish` to the handler.
         """
 
 

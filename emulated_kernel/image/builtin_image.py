@@ -100,7 +100,10 @@ class KernelImage:
         return self._bytes.read(va, size)
 
     def string(self, va: int, limit: int = 512) -> str:
-        """Return the zero-terminated string at an address. Raises: KernelError ENOEXEC."""
+        """Return the zero-terminated string at an address, of at most `limit` bytes.
+
+        Raises: KernelError ENOEXEC (the address is below all segments).
+        """
         return self._bytes.string(va, limit)
 
     @cached_property

@@ -32,10 +32,9 @@ def build_id(elf: Any) -> str:
 def find_debug_file(elf: Any, path: Path) -> Path:
     """Return the path of the debug file for the open ELF file `elf`, whose own path is `path`.
 
-    `path` may be a compressed kernel that contains the ELF file.
-
-    Search by build id below /usr/lib/debug, by .gnu_debuglink, and by the names that kernel packages use.
-    Files of another build are skipped: the build id, or else the checksum of .gnu_debuglink, must match.
+    `path` may be a compressed kernel that contains the ELF file. Search by build id below /usr/lib/debug, by
+    .gnu_debuglink, and by the names that kernel packages use. Files of another build are skipped: the build
+    id, or else the checksum of .gnu_debuglink, must match.
     Raises: KernelError ENOENT (no debug file is found), OSError.
     """
     identity = build_id(elf)

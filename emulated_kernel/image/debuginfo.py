@@ -152,9 +152,7 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
     """Open the debug information of an ELF file.
 
     It is in `debug_path` if that is given, in the ELF file, or in a separate debug file, which is searched
-    for.
-
-    `path` is the path of the ELF file or of the compressed kernel that contains it.
+    for. `path` is the path of the ELF file or of the compressed kernel that contains it.
     Raises: OSError, KernelError EINVAL (no ELF file for x86), ENOENT (no debug information is found).
     """
     from elftools.common.exceptions import ELFError

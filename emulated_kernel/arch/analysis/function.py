@@ -52,7 +52,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class TextLayout:
-    """Address ranges of the kernel that the probe checks refer to."""
+    """Address ranges of the kernel to which probe checks refer."""
 
     text: range = _EMPTY_RANGE
     """Kernel text, from _stext to _etext."""

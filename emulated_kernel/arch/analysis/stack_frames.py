@@ -51,7 +51,7 @@ class Frame:
         return Frame(self.regs, self.slots)
 
     def meet(self, other: Frame) -> bool:
-        """Keep only the contents that both frames share; return True if this frame lost any of its own."""
+        """Keep only the contents that both frames share; return True if this frame lost anything."""
         regs = dict(self.regs.items() & other.regs.items())
         slots = dict(self.slots.items() & other.slots.items())
         changed = len(regs) != len(self.regs) or len(slots) != len(self.slots)
@@ -154,7 +154,7 @@ def forget_registers(names: Sequence[str]) -> Effect:
 
 @dataclass(frozen=True, slots=True)
 class FrameInsn:
-    """Effect of one instruction on the stack frame."""
+    """An instruction's effect on the stack frame, and where control goes after the instruction."""
 
     length: int
     """Length of the instruction in bytes."""
@@ -167,7 +167,7 @@ class FrameInsn:
 class FunctionFrames:
     """Stack frames of a function, by instruction address.
 
-    They are stored as shared tuples, because a kernel has thousands of functions.
+    The frames are stored as shared tuples, because a kernel has thousands of functions.
     """
 
     def __init__(self, frames: Mapping[int, Frame], by_interrupt: bool, exits: Mapping[int, Frame]) -> None:
@@ -218,7 +218,6 @@ def find_frames(
     """Compute the stack frames before all instructions of a function.
 
     `entries`: address at which the function is entered -> known frame there.
-
     `ways`: instruction address -> its further targets, such as a fixup or a jump label.
 
     A call or trap may never return, so it determines the frame after it only if no other path leads there. If

@@ -83,7 +83,7 @@ class Lowering(ABC):
         """Registers that assembly handlers write, and so may no longer contain the probed code's value."""
         self._start(Block())
         self.labels: dict[int, int] = {}
-        """Label number -> block index."""
+        """Label number -> index of the block that begins at the label."""
 
     @property
     def used(self) -> frozenset[int]:
@@ -153,8 +153,8 @@ def lay_out(
     """Return the final code: `before`, the reachable blocks of `body`, `after`.
 
     Blocks that the first block reaches neither by falling through nor by an unconditional jump are placed
-    before the entry. `slots`: slot number -> offset from the stack pointer, or RISC-V instruction. `leave` is
-    appended to blocks that leave the program.
+    before the entry. `slots`: slot number -> value for Encoding.patch_slot, such as an offset from the stack
+    pointer. `leave` is appended to blocks that leave the program.
     """
     layout = Layout(body.blocks, body.labels, body.encoding, leave)
     straight, behind = layout.chain(0)

@@ -1,4 +1,4 @@
-"""Layout of generated code: blocks of the main path follow each other, and all others are before them."""
+"""Layout of generated code: the blocks of the main path fall through; all other blocks precede them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Patch = Callable[[bytearray, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encodings of an instruction set that the layout needs; sizes are in bytes."""
+    """Encodings that Layout needs of an instruction set. Offsets are in bytes."""
 
     jump: bytes
     """Machine code of a jump without its target."""
@@ -24,7 +24,7 @@ class Encoding:
     patch_jump: Patch
     """Function that fills in the target of a jump or branch; the value is the target's offset in the code."""
     patch_slot: Patch
-    """Fill in where a saved value is; the value depends on the architecture, such as an offset from sp."""
+    """Function that fills in the place of a saved value, such as an offset from sp."""
 
 
 class Block:

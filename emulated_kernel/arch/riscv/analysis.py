@@ -147,9 +147,8 @@ class RiscvFunctionAnalysis:
     def _definitions(self, addr: int, register: int) -> set[int | None] | None:
         """Return the addresses of the instructions that may define a register's value at `addr`.
 
-        None as an element means that the caller defines the value.
-
-        If a call may have overwritten the register, return None instead of a set.
+        None as an element means that the caller defines the value. If a call may have overwritten the
+        register, return None instead of a set.
         """
         found: set[int | None] = set()
         seen = {addr}
@@ -184,10 +183,9 @@ class RiscvFunctionAnalysis:
     def live_mask(self, addr: int) -> int:
         """Return the mask of the registers that may still be read from `addr` on.
 
-        All registers count as live if no instruction begins at `addr`.
-
         All registers are live where control leaves the function, because kernel assembly follows no reliable
-        calling convention. But a temporary register that no instruction of the function names is always free.
+        calling convention. They also count as live if no instruction begins at `addr`. But a temporary
+        register that no instruction of the function names is always free.
         Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023).
         Deviates: all paths are followed, not only the straight one, and arguments that the function doesn't
         name count as live, since it may pass them on.

@@ -115,7 +115,7 @@ _FACTS_BITS = {
     for opcode, form in _FORMS.items()
     if opcode not in (RiscvOpcode.BRANCH, RiscvOpcode.JAL)
 }
-"""Opcode -> mask of the bits that determine RiscvInsnAttributes: without immediates that it doesn't use."""
+"""Opcode -> mask of the bits that determine RiscvInsnAttributes; other immediates are masked out."""
 
 
 LENGTH = 7
@@ -313,9 +313,8 @@ def insn_of(bits: int) -> RiscvInsn:
 def relative_target(bits: int) -> int | None:
     """Return the distance in bytes from a branch or jal to its target; None for other instructions.
 
-    `bits` are four bytes, of which a compressed instruction uses two.
-
-    The bytes may begin in the middle of an instruction.
+    `bits` are four bytes, of which a compressed instruction uses two. The bytes may begin in the middle of an
+    instruction.
     """
     word = bits if bits & 3 == 3 else expand(bits & 0xFFFF) or 0
     opcode = word & 0x7F

@@ -103,7 +103,7 @@ def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
 
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
-    """Replace the placeholder at `at` by the load or move `word`, keeping the placeholder's rd."""
+    """Replace the placeholder at `at` by `word`, a load or move without rd, with the placeholder's rd."""
     rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
     code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
 

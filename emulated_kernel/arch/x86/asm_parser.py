@@ -1,4 +1,4 @@
-"""Assembler of assembly handlers on x86, in Intel syntax.
+"""Assembler for x86 handlers that are written in assembly, in Intel syntax.
 
 Keystone assembles each instruction, iced-x86 decodes it to find its effects, and iced joins all into one
 block. Keystone reads numbers without a prefix as hexadecimal, ignores a number added to a symbol, and
@@ -261,7 +261,7 @@ def _memory_size(insn: Any) -> int:
 
 
 def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]]:
-    """Return an instruction's mask of registers that it may write, and its item for needed().
+    """Return the mask of registers that an instruction may write, and the instruction's item for needed().
 
     Raises: KernelError EINVAL (the instruction isn't allowed in handlers).
     """

@@ -332,7 +332,7 @@ class _Decoder:
             self.operand_size = 8
 
     def _read_displacement(self, modrm: int | None) -> tuple[int, int, int]:
-        """Return the displacement's offset and value, and the size of the instruction before it.
+        """Return the displacement's offset and value, and the size of prefixes, opcode, ModRM and SIB.
 
         Offset and value are 0 if there is no displacement.
         """

@@ -76,7 +76,10 @@ _ORDER = {
 }
 """Order in which equally cheap registers are used. bp is the last one, because unwinders follow it."""
 _MAX_PINNED = {64: 7, 32: 0}
-"""Maximum number of pinned registers (Assignment.pinned), by bits: the program needs some registers."""
+"""Word size in bits -> maximum number of pinned registers (Assignment.pinned).
+
+More pinned registers would leave too few for the program.
+"""
 
 _CONDITIONS = {
     Condition.EQ: asm.EQUAL,
@@ -153,10 +156,8 @@ def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
 def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_flags: bool) -> tuple[int, ...]:
     """Return the registers that a program may use, cheapest first.
 
-    The cheapest are dead registers that the program doesn't read.
-
-    Saving the flags needs ax. If ax is live or read, it is pushed and then free for use. Otherwise the flags
-    stay in ax as long as no op needs ax.
+    The cheapest are dead registers that the program doesn't read. Saving the flags needs ax. If ax is live or
+    read, it is pushed and then free for use. Otherwise the flags stay in ax as long as no op needs ax.
     """
 
     def of(number: int) -> int:

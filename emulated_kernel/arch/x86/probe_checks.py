@@ -113,7 +113,9 @@ def _asked(
 
 
 def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
-    """Return the rejection by the function's first instruction that makes a jump at `addr` unsafe, or None.
+    """Return the rejection of a jump at `addr`, or None if no instruction of the function makes it unsafe.
+
+    The rejection names the first of these instructions in address order.
 
     Linux: the byte after the five replaced ones also counts as a jump target.
     """
@@ -127,7 +129,7 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | No
 def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """Return the region of whole instructions that a jump at `addr` replaces, or a rejection.
 
-    All of them must be copyable into a detour buffer.
+    All instructions of the region must be copyable into a detour buffer.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1).
     """

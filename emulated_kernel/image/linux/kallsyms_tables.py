@@ -178,9 +178,8 @@ def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Bud
 def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
     """Return the symbols' addresses, which are before num_syms (up to v6.3) or after the token index.
 
-    Return None if neither place contains addresses.
-
-    The right layout is the one that gives ascending addresses.
+    Return None if neither place contains addresses. The right layout is the one that gives ascending
+    addresses.
     """
     count = len(names.names)
     offsets_size = _aligned(4 * count)

@@ -89,10 +89,9 @@ def _until_nul(data: bytes) -> bytes:
 def _compiled(pattern: bytes) -> re.Pattern[bytes]:
     """Compile a glob to a regular expression.
 
-    A glob may contain `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte.
-
-    It is enough to backtrack to the last `*`. Therefore the part between two `*` is an atomic group, which
-    limits the time to the product of both lengths.
+    A glob may contain `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte. It is enough to backtrack
+    to the last `*`. Therefore the part between two `*` is an atomic group, which limits the time to the
+    product of both lengths.
     Mirrors: lib/glob.c:glob_match (v6.1).
     """
     parts = [b""]

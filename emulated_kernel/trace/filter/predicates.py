@@ -139,9 +139,7 @@ REJECT = -2
 class FilterStep:
     """Step of a filter program: it tests a predicate, and branches on the result.
 
-    `on_true` and `on_false` are the index of a step, ACCEPT or REJECT.
-
-    The index is that of a later step.
+    `on_true` and `on_false` are ACCEPT, REJECT or the index of a later step.
     """
 
     predicate: Predicate

@@ -256,9 +256,7 @@ class HistData(Histogram):
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
         """Store in `values` the referenced variables of this histogram (`own`) or of other histograms.
 
-        `key` selects the element whose variables are read.
-
-        Return False if a variable is not set.
+        `key` selects the element whose variables are read. Return False if a variable is not set.
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):

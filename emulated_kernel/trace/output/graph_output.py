@@ -107,9 +107,8 @@ class GraphPrinter:
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
         """Return the lines of a record.
 
-        They are "" for a return that the line of its call contains, because the call was a leaf.
-
-        `following` is the next record of the same CPU. `formatter` has the other options.
+        They are "" for a return that the line of its call contains, because the call was a leaf. `following`
+        is the next record of the same CPU. `formatter` has the other options.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
@@ -121,7 +120,7 @@ class GraphPrinter:
 
 
 class _GraphLine:
-    """One record that is being printed."""
+    """Printer of one record in a call graph."""
 
     def __init__(self, entry: TimedRecord, printer: GraphPrinter, formatter: LineFormatter) -> None:
         _, self._context_flags, self._preempt_count, self._pid = TRACE_ENTRY.unpack_from(entry.record)

@@ -88,9 +88,9 @@ def _columns(tgid: bool, *, irqs: bool) -> str:
 
 
 def _latency_header(facts: TraceHeader) -> str:
-    """Return the header's lines about the latency with option latency-format.
+    """Return the header lines that the option latency-format adds.
 
-    M is the name of the preemption model.
+    The text after M: is the name of the preemption model.
     """
     rule = "#    -----------------\n"
     return (

@@ -41,9 +41,7 @@ class TaskNames(ABC):
 class SavedCmdlines(TaskNames):
     """Cache of task names: pid -> name, for a fixed number of tasks.
 
-    A new entry replaces the oldest one.
-
-    Pids with the same low 15 bits share an entry.
+    A new entry replaces the oldest one. Pids with the same low 15 bits share an entry.
     Mirrors: kernel/trace/trace.c:trace_save_cmdline, trace_find_cmdline (v6.1)
     """
 
