@@ -66,6 +66,18 @@ class FileSystem(ABC):
         """
         return self.lock
 
+    @property
+    def sees_lookups(self) -> bool:
+        """True if getattr() uses its client at present. Lock: leaves."""
+        return False
+
+    def informed(self, client: Client) -> Client:
+        """Return the client with the facts about its process that a request needs. Lock: leaves.
+
+        The mount calls it before each request. It can take 0.2 s if the process's memory does not answer.
+        """
+        return client
+
     # Names
 
     @abstractmethod
@@ -263,6 +275,11 @@ class FileDescription:
     @property
     def stream(self) -> bool:
         """True if lseek(2) is ESPIPE. Lock: leaves."""
+        return False
+
+    @property
+    def acts_on_close(self) -> bool:
+        """True if other files show an effect of its release. Lock: leaves; it is evaluated after the open."""
         return False
 
     @property

@@ -12,13 +12,13 @@ from emulated_kernel.guests.builtin.processes.process_tracker import INIT_PID, P
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler, Request
 from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.guests.builtin.runner.syscalls import Syscalls, check
-from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.machine.guest_calls import MAX_ARGUMENTS
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
+from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 
@@ -40,6 +40,7 @@ class Guest:
         self._argument_counts = load_argument_counts(image.path)
         """Name of a function -> least number of its arguments, if that is known."""
         self.runner = runner
+        kernel.damage.tell = runner.note
         self.processes = processes
         self.syscalls = syscalls
         self.buffers = kernel.buffers
@@ -56,13 +57,6 @@ class Guest:
     def is_watched(self) -> bool:
         """Whether a probe or tracer could notice a system call, since some of the guest's text is patched."""
         return bool(self.patched) and not self.runner.is_dead
-
-    def client_call(self, pid: int, uid: int) -> ClientCall | None:
-        """Return the system call in which a process waits, for the guest to execute it.
-
-        Return None if no probe could notice the call, or if it is unknown.
-        """
-        return self.processes.call_of(pid, uid) if self.patched else None
 
     @property
     def is_dead(self) -> bool:
@@ -154,10 +148,15 @@ class Guest:
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
-    def open_file(self, path: str, flags: int) -> int:
-        """Open a control file in the guest that the host has opened already; return the descriptor."""
+    def open_file(self, path: str, flags: int, writer: HostfsWriter = HostfsWriter.GENERAL) -> int:
+        """Open a control file in the guest that the host has opened already; return the descriptor.
+
+        `writer`: the function of the guest's kernel that writes to the file.
+        """
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-        return self.syscalls.open(self.processes.init, path, flags, hostfs=lambda _op, _buffer, _count: 0)
+        return self.syscalls.open(
+            self.processes.init, path, flags, hostfs=lambda _op, _buffer, _count: writer
+        )
 
     def close_file(self, fd: int, number: int | None = None) -> None:
         """Close a file in the task that ran last.
@@ -256,12 +255,7 @@ class Guest:
 
     def messages(self) -> list[Message]:
         """Return the messages of the kernel log, as far as it is readable, followed by those of the host."""
-        try:
-            messages = self.kernel.messages()
-        except KernelError as error:
-            self.runner.note(str(error.strerror))
-            messages = []
-        return messages + self.runner.notes
+        return self.kernel.messages() + self.runner.notes
 
 
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:

@@ -162,6 +162,11 @@ class GuestPool:
         """Number of allocated bytes."""
         return self._pool.used
 
+    @property
+    def mapped(self) -> range:
+        """Addresses of the window that are mapped."""
+        return range(self._pool.base, self._mapped)
+
     def _extend(self, missing: int) -> None:
         size = -(-missing // _CHUNK) * _CHUNK
         pa = self._memory.host_pages.alloc(size)

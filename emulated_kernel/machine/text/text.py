@@ -113,7 +113,7 @@ class Text:
         )
         self.ledger = OriginalBytes()
         """The ledger; only this class changes it."""
-        self.before_first_change: list[Callable[[], None]] = []
+        self.before_first_change: list[Callable[[], object]] = []
         """Functions to call before the first change of unmodified original text; they may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus
@@ -254,6 +254,11 @@ class Text:
         Raises: HardwareError (none left).
         """
         return self._slots.alloc(size)
+
+    @property
+    def generated(self) -> range:
+        """Addresses of the pages for generated code: slots, detours, trampolines and stubs."""
+        return self._slots.mapped
 
     def free_text(self, va: int) -> None:
         """Free memory from `alloc_text`; it is filled with breakpoints, so that a late jump to it traps.

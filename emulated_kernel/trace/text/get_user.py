@@ -1,4 +1,4 @@
-"""Splitting of writes to tracing files that accept lists: take_word()."""
+"""Splitting of writes to tracing files that accept lists of words."""
 
 from __future__ import annotations
 
@@ -18,19 +18,60 @@ FUNCTION_WORD_MAX = 670
 
 Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1).
 """
-_WORD = re.compile(rb"[%b]*([^\0%b]*)" % (SPACES.encode("latin-1"), SPACES.encode("latin-1")))
+_BLANKS = SPACES.encode("latin-1")
+_WORD = re.compile(rb"[%b]*([^\0%b]*)" % (_BLANKS, _BLANKS))
+_REST = re.compile(rb"([^\0%b]*)" % _BLANKS)
 
 
-def take_word(data: bytes, longest: int = WORD_MAX) -> tuple[bytes, int]:
+class WordParser:
+    """Parser of the words that are written to one open file.
+
+    A word may be divided among several writes.
+
+    Mirrors: kernel/trace/trace.h:struct trace_parser (v6.1).
+    """
+
+    def __init__(self, longest: int) -> None:
+        """Start without a word. `longest` is the maximum length of a word in bytes."""
+        self._longest = longest
+        self._has_failed = False
+        self.rest = b""
+        """The start of a word that no blank has ended yet; b"" if there is none."""
+
+    def take(self, data: bytes, *, is_at_start: bool = False) -> tuple[bytes, int]:
+        """Return the first word that ends in `data`, and the number of bytes taken.
+
+        The word is b"" if `data` has only blanks. It is also b"" if `data` ends within the word, whose start
+        is then in `rest`. The bytes taken include the blanks before the word and one blank or NUL after it. A
+        write with `is_at_start`, at file position 0, begins a new word. After a word that is too long, all
+        words are dropped.
+        Raises: KernelError EINVAL (more than `longest` bytes).
+        Mirrors: kernel/trace/trace.c:trace_get_user (v6.1.176).
+        """
+        before = b"" if is_at_start else self.rest
+        self.rest = b""
+        found = (_REST if before else _WORD).match(data)
+        assert found is not None, "the patterns also match the empty string"
+        word = before + found[1]
+        if len(word) > self._longest:
+            self._has_failed = True
+            raise KernelError(errno.EINVAL, f"write: a word has more than {self._longest} bytes")
+        size = min(found.end() + 1, len(data))
+        if self._has_failed:
+            return b"", size
+        if found.end() == len(data):
+            self.rest = word
+            return b"", size
+        return word, size
+
+
+def take_word(data: bytes) -> tuple[bytes, int]:
     """Return the first word of `data`, and the number of bytes that it takes.
 
-    The bytes include the blanks before the word and one blank after it. The word ends at a blank or NUL, and
-    is empty if there are only blanks.
-    Raises: KernelError EINVAL (more than `longest` bytes).
-    Mirrors: kernel/trace/trace.c:trace_get_user (v6.1).
+    The function is for files that do not join words of several writes.
+
+    Raises: KernelError EINVAL (more than WORD_MAX bytes).
     """
-    found = _WORD.match(data)
-    assert found is not None, "the pattern also matches the empty string"
-    if len(found[1]) > longest:
-        raise KernelError(errno.EINVAL, f"write: a word has {len(found[1])} bytes; at most {longest} fit")
-    return found[1], min(found.end() + 1, len(data))
+    parser = WordParser(WORD_MAX)
+    word, size = parser.take(data)
+    return word or parser.rest, size

@@ -15,6 +15,9 @@
 #define HYPERCALL_KPROBES 9
 
 #define HOSTFS_OPEN 0
+/* Answers to HOSTFS_OPEN: the function that writes to the file; 0 stands for the general one. */
+#define HOSTFS_TRACING_MARK 1
+#define HOSTFS_TRACING_MARK_RAW 2
 #define HOSTFS_READ 1
 #define HOSTFS_WRITE 2
 #define HOSTFS_MKDIR 3
@@ -23,6 +26,8 @@
 #define HOST_LOOKUP_DEFAULT 0 /* there, except where it is about to be made */
 #define HOST_LOOKUP_MISSING 1
 #define HOST_LOOKUP_EXISTS 2
+
+#define HOST_NAMES_UNKNOWN 2 /* of task_struct.host_names */
 #define HOST_REPLY_SIZE 8192
 
 #define MODULE_OP_ALLOC 0
