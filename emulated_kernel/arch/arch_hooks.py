@@ -216,7 +216,10 @@ class Arch(ABC):
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
-        """Import the library that decodes instructions. Raises: ImportError, OSError, MemoryError."""
+        """Import the library that decodes instructions, so that no later call opens files.
+
+        Raises: ImportError, OSError, MemoryError.
+        """
 
     @abstractmethod
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:

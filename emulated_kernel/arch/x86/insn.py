@@ -103,7 +103,7 @@ def _decode(code: bytes, bits: int) -> X86Insn:
 
 
 def load_decoder() -> None:
-    """Import iced-x86, which opens files. Raises: ImportError, OSError, MemoryError."""
+    """Import iced-x86, which opens files, before it is needed. Raises: ImportError, OSError, MemoryError."""
     import iced_x86  # noqa: F401
 
 

@@ -116,7 +116,7 @@ class TraceOptions:
         return (*own, *self.of_tracers.names(self._tracers()), *others)
 
     def get(self, name: str) -> bool:
-        """Return whether an option is on. Raises: KernelError EINVAL (an unknown name)."""
+        """Return True if an option is on. Raises: KernelError EINVAL (an unknown name)."""
         if option := OPTION_NAMES.get(name):
             return option in self.flags
         if name not in (*self.of_tracers.names(self._tracers()), *self.of_tracers.others):

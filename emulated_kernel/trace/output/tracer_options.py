@@ -42,7 +42,7 @@ class GraphOption(StrEnum):
 
 
 BLK_CLASSIC = "blk_classic"
-"""Option of the blk tracer that also switches context-info.
+"""Name of the option of the blk tracer that also switches the trace option context-info.
 
 Mirrors: kernel/trace/blktrace.c:blk_tracer_set_flag (v6.1).
 """
@@ -54,7 +54,7 @@ _OPTIONS: Mapping[str, tuple[TracerOption, ...]] = {
     "function_graph": tuple(GraphOption),
 }
 TRACERS = tuple(_OPTIONS)
-"""Names of the tracers with options."""
+"""Names of the tracers that have options and can be selected."""
 _ON_AT_BOOT = frozenset(
     set(GraphOption) - {GraphOption.OVERRUN, GraphOption.PROC, GraphOption.ABSTIME, GraphOption.TAIL}
 )
@@ -67,10 +67,13 @@ class TracerOptions:
     """
 
     def __init__(self, others: Mapping[str, Mapping[str, bool]] | None = None) -> None:
-        """Set the values at boot. `others`: tracers that only have options: name -> option -> value."""
+        """Start with the values at boot.
+
+        `others`: tracers that have options but can't be selected: name -> option -> value at boot.
+        """
         self._on: set[str] = set(_ON_AT_BOOT)
         self.others: tuple[str, ...] = ()
-        """Names of the options of tracers that cannot be selected."""
+        """Names of the options of tracers that can't be selected."""
         for options in (others or {}).values():
             self.others += tuple(options)
             self._on.update(name for name, on in options.items() if on)
