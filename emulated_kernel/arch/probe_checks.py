@@ -47,7 +47,7 @@ class OptimizationPolicy(Generic[Analysis]):
     by_data: bool = False
     """Whether exception fixups and pointers in data also count as branches from outside."""
     by_commit: bool = False
-    """Whether the user's commit writes the jumps, for probes that request one by `length`.
+    """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.
 
     Otherwise the optimizer writes jumps for all probes without a request.
     """

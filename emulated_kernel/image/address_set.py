@@ -17,7 +17,7 @@ class AddressSet(Set[int]):
         self.in_order: Sequence[int] = (
             addresses.in_order if isinstance(addresses, AddressSet) else array("Q", sorted(set(addresses)))
         )
-        """The addresses in ascending order."""
+        """The addresses of the set in ascending order."""
 
     @classmethod
     def of_part(cls, part: memoryview) -> Self:

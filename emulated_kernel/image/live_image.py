@@ -198,7 +198,7 @@ class LiveImage(Generic[Core]):
         self.put_all((module,))
 
     def put_all(self, modules: Iterable[Module]) -> None:
-        """Add modules, or replace modules of their names; `modules` is in the order of loading."""
+        """Add modules, in the order of loading. A module replaces the module with its name."""
         self._modules |= {module.name: module for module in modules}
         self.kallsyms.set_modules(reversed(self._modules.values()))
 

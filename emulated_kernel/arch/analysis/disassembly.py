@@ -1,4 +1,4 @@
-"""Disassembly for messages and listings."""
+"""Disassembly of machine code, for messages and listings."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """A parsed handler text."""
+    """The parsed text of a handler that is written in assembly."""
 
     statements: tuple[Statement, ...]
     labels: Mapping[str, int]
@@ -136,7 +136,7 @@ class Assembler(ABC):
 
     @abstractmethod
     def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:
-        """Assemble the text. Raises: KernelError EINVAL.
+        """Assemble the parsed text of a handler. Raises: KernelError EINVAL.
 
         `cells`: name -> offset from the base of the per-CPU data.
         """

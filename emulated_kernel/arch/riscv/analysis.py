@@ -41,7 +41,7 @@ _ON = Control(falls_through=True)
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
-"""funct3 of ld."""
+"""Value of the field funct3 in ld, which loads a pointer."""
 _KIND = attrgetter("kind")
 _MENTIONED = attrgetter("mentioned")
 _LEADING = bytes(kind & LEADS_ELSEWHERE for kind in range(256))

@@ -23,11 +23,11 @@ _EBREAK = 0x00100073
 _RA = 1
 _SP = 2
 _SUB = 0x20
-"""funct7 of sub, subw and srai."""
+"""Value of the field funct7 in sub, subw and srai."""
 _WORD = 2
-"""funct3 of loads and stores of a word."""
+"""Value of the field funct3 in loads and stores of a word."""
 _DOUBLE = 3
-"""funct3 of loads and stores of a doubleword."""
+"""Value of the field funct3 in loads and stores of a doubleword."""
 
 
 @cache
@@ -68,7 +68,7 @@ def _rs1_low(half: int) -> int:
 
 
 def _immediate(half: int) -> int:
-    """Return the signed six-bit immediate."""
+    """Return the signed immediate of six bits in an instruction."""
     return _signed(_shift_amount(half), 6)
 
 

@@ -32,9 +32,9 @@ _SUB = 0x20
 _SRA = 0x20
 _MUL = 0x01
 _LR = 0b00010 << 2
-"""funct7 of lr, without ordering."""
+"""Value of the field funct7 in lr, without ordering."""
 _SC = 0b00011 << 2
-"""funct7 of sc, without ordering."""
+"""Value of the field funct7 in sc, without ordering."""
 _SIGNED_12 = range(-0x800, 0x800)
 
 

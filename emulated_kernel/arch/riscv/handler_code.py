@@ -51,7 +51,7 @@ def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakp
 
 
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
-    """Return the code made with short branches if they reach their targets, else with far branches.
+    """Return the code with short branches if they reach their targets, else with far branches.
 
     `make` takes whether branches are far.
     """

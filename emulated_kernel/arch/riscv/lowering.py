@@ -134,7 +134,7 @@ class RiscvLowering(Lowering):
         before_host: bytes = b"",
         far: bool = False,
     ) -> None:
-        """Lower the whole program.
+        """Lower all ops of a program to code.
 
         `live` is None if all registers are already saved. `far`: branches may lead farther than 4 KiB.
         """

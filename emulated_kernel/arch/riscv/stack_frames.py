@@ -32,7 +32,7 @@ EXCEPTION_PC = "sepc"
 _SEPC = 0x141
 _WORD = 8
 _DOUBLE = 3
-"""funct3 of ld and sd."""
+"""Value of the field funct3 in ld and sd."""
 _SRET = 0x10200073
 _SCRATCH = (EXCEPTION_PC, "ra", *(f"t{n}" for n in range(7)), *(f"a{n}" for n in range(8)))
 """Registers that a called function may change."""

@@ -21,7 +21,7 @@ _NOWHERE = TextLayout()
 
 
 class RelativeBranch(NamedTuple):
-    """A relative jump or call."""
+    """A relative jump or call: its target address, and its own address."""
 
     target: int
     source: int

@@ -77,7 +77,7 @@ def relocated(region: Region, to: int, bits: int) -> bytes:
 
 
 def relative_call(source: int, target: int) -> bytes:
-    """Encode a `call rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
+    """Encode a `call rel32` from `source` to `target`. Raises: KernelError ERANGE (32 bits don't reach)."""
     jump = relative_jump(source, target)
     assert len(jump) == JMP32_SIZE
     return b"\xe8" + jump[1:]

@@ -80,7 +80,7 @@ class SavedRegisters:
 
 
 def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
-    """Return code that saves ax, which holds the flags, code that restores it, and the words pushed."""
+    """Return code that saves ax (the flags), code that restores it, and the number of words pushed."""
     if AX not in body.used:
         return b"", b"", 0
     for number in range(len(REGISTER_NAMES) if encoder.bits == 64 else 8):

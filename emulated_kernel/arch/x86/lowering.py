@@ -192,7 +192,7 @@ class X86Lowering(Lowering):
         *,
         overwritten: bool = False,
     ) -> None:
-        """Lower the whole program.
+        """Lower all ops of a program to code.
 
         `live` is None if all registers are already saved. `overwritten`: no register contains the probed
         code's value any more, so only the saved values are valid.

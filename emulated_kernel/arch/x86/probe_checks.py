@@ -43,7 +43,7 @@ def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
     Invariant, when the pass is at `addr`: `nearest_target_after` is the lowest jump target above `addr`, and
     `targets` contains the jump targets up to `addr`. `first_unsafe_addr` is the lowest address from `addr` on
     of an instruction that cannot be copied, for `unsafe_reason`. So a jump at `addr` is entered in its middle
-    if `nearest_target_after <= addr + JMP32_SIZE`, and replaces an unsafe instruction if `first_unsafe_addr <
+    if `nearest_target_after <= addr + JMP32_SIZE`. It replaces an unsafe instruction if `first_unsafe_addr <
     addr + JMP32_SIZE`.
     """
     analysis = known.analysis

@@ -39,7 +39,7 @@ class RegsFrame:
         self.offsets = {name: index * encoder.word for index, name in enumerate(pt_regs)}
         """Register name -> offset in bytes from sp within the frame."""
         self.size = encoder.word * len(pt_regs)
-        """Size in bytes of the frame."""
+        """Size of the frame in bytes."""
         general = [REGISTER_NAMES.index(name) for name in pt_regs if name in REGISTER_NAMES and name != "sp"]
         self.above_general = len(general) * encoder.word
         """Size in bytes of the general registers, which are the lowest fields."""

@@ -48,7 +48,7 @@ class ReturnThunks(Enum):
 
     PLAIN = "plain returns"
     ITS = "return thunks in the first half of cache lines"
-    """Mitigation of Indirect Target Selection."""
+    """Only returns in the first half of a cache line use the thunk (Indirect Target Selection)."""
     THUNKS = "return thunks"
 
     def has_thunk(self, site: int) -> bool:

@@ -68,7 +68,7 @@ class LastCommandLog:
 
     @contextmanager
     def instead(self, error: Enum, culprit: str = "") -> Iterator[None]:
-        """Log `error` if the `with` block raises a KernelError, and raise `error` with its errno."""
+        """If the `with` block raises a KernelError, log and raise `error` instead, with its errno."""
         try:
             yield
         except KernelError as failure:
