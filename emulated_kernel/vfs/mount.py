@@ -36,6 +36,10 @@ class Mount:
     Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno.
     FileSystem and FileDescription document the methods of the same names.
 
+    A program opens a file with open(client, path, flags) or create(client, path, mode, flags), which return a
+    handle for read(client, handle, size, offset) and write(client, handle, data, offset). release(handle)
+    closes the file, and close() ends the mount.
+
     The two tables need no lock: single operations on a dictionary are atomic, and iterations go over copies.
     """
 
