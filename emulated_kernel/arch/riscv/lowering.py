@@ -120,7 +120,7 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 
 class RiscvLowering(Lowering):
-    """Lowers ops to RISC-V instructions. Filling in its branches may raise BranchOutOfReachError."""
+    """Lowers ops to RISC-V instructions. lay_out() of the code may raise BranchOutOfReachError."""
 
     encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)
 

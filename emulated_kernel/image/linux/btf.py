@@ -59,7 +59,7 @@ _TAIL_EACH = {
 }  # fmt: skip
 """Kind -> size in bytes of each member's entry after the fixed part of a type."""
 _TAILS = [(_FIXED_TAIL.get(kind, 0), _TAIL_EACH.get(kind, 0)) for kind in Kind]
-"""By kind: size in bytes of the data after a type's three words, and of each member's entry after that."""
+"""Kind -> size in bytes of the fixed data after a type's three words, and of each member's entry."""
 _MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
 _ENUMS = (Kind.ENUM, Kind.ENUM64)
 
