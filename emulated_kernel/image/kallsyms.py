@@ -285,14 +285,25 @@ class Kallsyms:
         return None
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the text of /proc/kallsyms. `zero_addresses`: the reader has no CAP_SYSLOG.
+        """Return the whole text of /proc/kallsyms: all lines of kallsyms_lines()."""
+        return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
-        Mirrors: kernel/kallsyms.c:s_show (v6.1)
+    @property
+    def line_count(self) -> int:
+        """Number of lines of /proc/kallsyms."""
+        return len(self)
+
+    def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
+        """Yield the lines of /proc/kallsyms, from the line with index `start` on.
+
+        `zero_addresses`: the reader has no CAP_SYSLOG.
+        Mirrors: kernel/kallsyms.c:s_show (v6.1).
         """
-        return "".join(
-            f"{0 if zero_addresses else symbol.address:0{self.digits}x} {symbol.type} {symbol.name}\n"
-            for symbol in self._each()
-        )
+        table = self._table
+        for index in range(start, len(table.addresses)):
+            address = 0 if zero_addresses else table.addresses[index]
+            name = table.name(index).decode("utf-8", "replace")
+            yield f"{address:0{self.digits}x} {chr(table.types[index])} {name}\n"
 
 
 def elf_symbols(elf: ElfFile) -> Iterator[Symbol]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Generic, Protocol, Self, TypeVar
 
 from emulated_kernel.image.address_set import AddressSet
@@ -164,11 +164,16 @@ class LiveKallsyms(Kallsyms):
                 return where
         return None
 
-    def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        lines = [
+    @property
+    def line_count(self) -> int:
+        return len(self) + sum(len(symbols.module.symbols) for symbols in self._modules)
+
+    def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
+        yield from super().kallsyms_lines(start, zero_addresses=zero_addresses)
+        lines = (
             line for symbols in self._modules for line in symbols.kallsyms_lines(zero_addresses, self.digits)
-        ]
-        return super().kallsyms_text(zero_addresses) + "".join(lines)
+        )
+        yield from islice(lines, max(start - len(self), 0), None)
 
 
 class VmlinuxTables(ProbedTables, Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Generator
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile
@@ -95,7 +96,8 @@ class HistData(Histogram):
         self.variables.definitions = []
         self._build_sort_keys()
         sums = len(self.sortable) - len(self.keys)
-        self.map = TracingMap(self.attrs.bits or DEFAULT_BITS, self.key_size, sums)
+        bits = self.attrs.bits or DEFAULT_BITS
+        self.map = TracingMap(bits, self.key_size, sums, self.system.memory)
         for each in self.fields:
             if each.flags & Flag.VAR:
                 each.owner = self
@@ -209,10 +211,9 @@ class HistData(Histogram):
         """Fields by which elements may be sorted: the hit count, other values, and keys."""
         return [each for each in self.fields if not each.flags & Flag.VAR]
 
-    def elements(self) -> list[Element]:
-        """Return all elements of the map, sorted by the sort keys."""
-        rankings = [self._ranking(key) for key in self.sort_keys]
-        return self.map.sorted(*rankings)
+    def elements(self) -> Generator[None, None, list[Element]]:
+        """Return all elements of the map, sorted by the sort keys; see TracingMap.sorted()."""
+        return self.map.sorted(*(self._ranking(key) for key in self.sort_keys))
 
     def _ranking(self, key: SortKey) -> Rank:
         part = self.sortable[key.index]

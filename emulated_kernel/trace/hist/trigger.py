@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from dataclasses import field
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
@@ -78,8 +79,8 @@ class HistCommand(TriggerCommand):
 
     system: HistServices
     name: str = "hist"
-    named: list[HistTrigger] = field(default_factory=list, compare=False)
-    """Histogram triggers with a name, of all trace arrays, the newest first."""
+    owners: dict[str, HistTrigger] = field(default_factory=dict, compare=False)
+    """Name -> trigger that owns the data with this name, for all trace arrays."""
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Add, change or remove a histogram, as a command in a trigger file says.
@@ -152,6 +153,8 @@ class HistCommand(TriggerCommand):
             raise log.error(HistError.TRIGGER_EEXIST, code=errno.EEXIST)
         if attrs.resume or attrs.clear:
             raise log.error(HistError.TRIGGER_ENOENT_CLEAR, code=errno.ENOENT)
+        if shared is None:
+            data.map.allocate()
         trigger.paused = attrs.pause
         if data.uses_time:
             with log.instead(HistError.SET_CLOCK_FAIL, attrs.clock):
@@ -163,15 +166,13 @@ class HistCommand(TriggerCommand):
 
         Mirrors: find_named_trigger (v6.1).
         """
-        if name is None:
-            return None
-        return next((each for each in self.named if each.shared is None and each.name == name), None)
+        return None if name is None else self.owners.get(name)
 
     def _take_name(self, trigger: HistTrigger, shared: HistTrigger | None) -> None:
         trigger.name = trigger.data.attrs.name
         trigger.users = 1
         if trigger.name is not None:
-            self.named.insert(0, trigger)
+            self.owners.setdefault(trigger.name, trigger)
         if shared is not None:
             own = trigger.data
             trigger.shared = shared
@@ -242,14 +243,15 @@ class HistCommand(TriggerCommand):
             self.release(trigger.shared)
         if trigger.users:
             return
-        if trigger in self.named:
-            self.named.remove(trigger)
         if trigger.shared is None:
+            if trigger.name is not None:
+                del self.owners[trigger.name]
             self._discard(trigger.data)
 
     def _discard(self, data: HistData) -> None:
         """Release a histogram's actions and variables, and the histograms created for it on other events."""
         self.system.remove_variables(data)
+        data.map.release()
         for action in data.actions:
             action.destroy()
         made = data.made_hists
@@ -277,7 +279,7 @@ class HistCommand(TriggerCommand):
     ) -> bool:
         """Return True if two triggers have equivalent histograms. Mirrors: hist_trigger_match (v6.1)."""
         if shared is None:
-            if other in self.named:
+            if other.name is not None:
                 return False
         elif shared is not other and shared is not other.shared:
             return False
@@ -299,11 +301,13 @@ def _identity(each: HistField) -> tuple[object, ...]:
     return (each.flags, field, each.offset, each.size, each.is_signed, each.variable)
 
 
-def hist_text(triggers: EventTriggers, event: TraceEvent) -> str:
-    """Return the text of an event's hist file.
+def hist_records(triggers: EventTriggers, event: TraceEvent) -> Iterator[str]:
+    """Yield the text of an event's hist file in parts; see HistPrinter.records().
 
     Mirrors: kernel/trace/trace_events_hist.c:hist_show (v6.1).
     """
     found = [trigger for trigger in triggers.file(event).triggers if isinstance(trigger, HistTrigger)]
-    texts = [HistPrinter(trigger.data, triggers.symbols).text(trigger.show()) for trigger in found]
-    return "\n\n".join(texts)
+    for number, trigger in enumerate(found):
+        if number:
+            yield "\n\n"
+        yield from HistPrinter(trigger.data, triggers.symbols).records(trigger.show())

@@ -52,6 +52,8 @@ class TimedRecord(NamedTuple):
     time_stamp: int
     cpu: int
     record: bytes
+    follows_lost: bool = False
+    """Whether records of the CPU directly before this record were lost while the file was read."""
 
 
 def encode_text(text: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
@@ -83,16 +83,17 @@ class EventTriggers:
         file = self.find_file(group, name)
         return file if file is not None and file.event.is_switchable else None
 
-    def records(self, event: TraceEvent) -> list[str]:
-        """Return the lines of an event's trigger file.
+    def records(self, event: TraceEvent, start: int = 0) -> Iterator[str]:
+        """Yield the lines of an event's trigger file, from the line with index `start` on.
 
         Hidden triggers are not listed. If no trigger is listed, a comment lists the commands.
         """
-        shown = self.file(event).triggers
-        if all(trigger.is_hidden for trigger in shown):
+        shown = [trigger for trigger in self.file(event).triggers if not trigger.is_hidden]
+        if not shown and not start:
             names = "".join(f" {name}" for name in self._commands)
-            return [f"# Available triggers:\n#{names}\n"]
-        return [to_text(f"{trigger.show()}\n") for trigger in shown if not trigger.is_hidden]
+            yield f"# Available triggers:\n#{names}\n"
+        for trigger in shown[start:]:
+            yield to_text(f"{trigger.show()}\n")
 
     def write(self, event: TraceEvent, data: bytes) -> int:
         """Execute one write to an event's trigger file, and return the number of bytes taken, which is all.
