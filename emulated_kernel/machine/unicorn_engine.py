@@ -204,12 +204,15 @@ class Engine(CodeCache):
         *,
         at: int | range | None = None,
         instruction: int | None = None,
+        data: int | None = None,
+        keep: tuple[object, ...] = (),
     ) -> ctypes.c_void_p:
         """Register a ctypes callback for an address, a range or all, and keep it as long as the engine.
 
-        `instruction` is Unicorn's number of an instruction, for HOOK_INSN.
+        `instruction` is Unicorn's number of an instruction, for HOOK_INSN. The callback can also be the
+        address of host code. It gets the address `data`; `keep` contains objects that it uses.
         """
-        self._keep.append(callback)
+        self._keep += (callback, *keep)
         hook = ctypes.c_void_p()
         if at is None:
             # All addresses.
@@ -224,7 +227,7 @@ class Engine(CodeCache):
             ctypes.byref(hook),
             kind,
             callback,
-            None,
+            ctypes.c_void_p(data),
             ctypes.c_uint64(begin),
             ctypes.c_uint64(end),
             *more,
