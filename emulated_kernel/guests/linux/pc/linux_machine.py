@@ -98,7 +98,7 @@ class LinuxMachine:
         self._blocks: int | None = None
         """Number of counted blocks since the last tick; None: blocks are not counted now."""
         self._has_ticked = False
-        self._watchdog = Watchdog(engine.stop, handler_time, budget)
+        self._watchdog = Watchdog(engine.stop, handler_time, budget, engine.is_interrupted_again)
         self._is_reset = False
         self.last_exception: Trap | None = None
         """The latest exception that was delivered to the guest."""
@@ -266,8 +266,12 @@ class LinuxMachine:
                         self._has_ticked = False
                         self.timer()
                         error = self.engine.start(self.regs.ip)
-                finally:
-                    expired = self._watchdog.disarm()
+                except BaseException:
+                    # The handler of a SIGINT raised it.
+                    if self._watchdog.disarm():
+                        self.death = str(self._fault(0, expired=True))
+                    raise
+                expired = self._watchdog.disarm()
                 if self.engine.parked is not None:
                     self.hooks.check()
                 if expired or error or self._is_reset:
@@ -294,7 +298,11 @@ class LinuxMachine:
         ip = self.regs.ip
         if expired:
             # Unicorn: a store in flight at an asynchronous stop is done twice, so the guest cannot continue.
-            why = "its client was killed" if self._watchdog.was_unwanted else "it ran for too long"
+            why = "it ran for too long"
+            if self._watchdog.was_unwanted:
+                why = "its client was killed"
+            elif self._watchdog.was_interrupted:
+                why = "it was interrupted"
             return GuestFault(Trap(TrapKind.BUDGET, ip), f"{why}, and was given up at {ip:#x}")
         if error:
             message = f"the emulator stopped at {ip:#x}: {self.engine.strerror(error)}"
