@@ -9,6 +9,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
@@ -83,7 +84,9 @@ class HandlerCosts:
             entry = code.entry
             if way is EntryKind.BREAKPOINT:
                 text.poke(trap, self._arch.breakpoint)
-                self._machine.breakpoints[trap] = lambda regs: setattr(regs, "ip", code.entry)
+                self._machine.breakpoints[trap] = Redirect(
+                    code.entry, lambda regs: setattr(regs, "ip", code.entry)
+                )
                 entry = trap
             for at, called in ((empty, ret), (loop, entry)):
                 text.poke(at, self._arch.repetition(at, called, self._at + _TURNS))
