@@ -97,7 +97,7 @@ class Compiler:
 
     def contains(self, address: int) -> bool:
         """Return True if an address lies in a handler, where a record may be half written."""
-        return any(code.contains(address) for code in self.codes)
+        return self._text.may_be_allocated(address) and any(code.contains(address) for code in self.codes)
 
     def keep_sample(self, head: AggrKprobe, regs: Any) -> None:
         """Keep the registers of a hit. Benchmarks run the compiled handler on them."""
@@ -162,6 +162,10 @@ class Compiler:
     def behind(self, owner: AggrKprobe, emit: EmitAll, target: int) -> CompiledCode | None:
         """Compile handlers in assembly that continue at `target`; None if there is no room for the code."""
         return self._kept_aside((owner, target), emit, self._arch.jump_size, self._going_on_at(target))
+
+    def made_behind(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
+        """Return the result of `behind` if the code still exists."""
+        return self.asm_thunks.get((owner, target))
 
     def _kept_aside(
         self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
@@ -312,10 +316,12 @@ class Compiler:
 
     # Freeing
 
-    def drop_asm_thunks(self, owner: object) -> None:
-        """Drop the compiled assembly of an owner, because its handlers have changed."""
-        for key in [key for key in self.asm_thunks if any(each is owner for each in key)]:
+    def drop_asm_thunks(self, owner: object) -> bool:
+        """Drop the assembly of an owner whose handlers have changed; return True if there was any."""
+        dropped = [key for key in self.asm_thunks if any(each is owner for each in key)]
+        for key in dropped:
             self.retire(self.asm_thunks.pop(key))
+        return bool(dropped)
 
     def retire(self, code: CompiledCode) -> None:
         """Free code to which nothing jumps any more, after CPUs have left it.

@@ -31,10 +31,13 @@ class KprobeCtlblk:
 
     Handlers of hits can keep a reference to it: one object serves all CPUs, and `switch_to` exchanges its
     contents.
+    A hit whose handlers and step are guest code has no state here.
     Mirrors: struct kprobe_ctlblk, current_kprobe.
     """
 
-    running: AggrKprobe | None = None
+    python: memoryview
+    """TrapHooks.python, which follows `running`: meanwhile all traps come to Python."""
+    _running: AggrKprobe | None = None
     status: HitStatus = HitStatus.STEP_DONE
     interrupted: list[tuple[AggrKprobe, HitStatus]] = field(default_factory=list)
     by_breakpoint: bool = False
@@ -47,8 +50,18 @@ class KprobeCtlblk:
     _others: dict[int, _State] = field(default_factory=dict)
 
     @property
+    def running(self) -> AggrKprobe | None:
+        """The probe whose hit Python handles on the current CPU."""
+        return self._running
+
+    @running.setter
+    def running(self, head: AggrKprobe | None) -> None:
+        self._running = head
+        self.python[0] = head is not None
+
+    @property
     def is_underway(self) -> bool:
-        """Return True if any CPU is handling a hit."""
+        """Return True if Python is handling a hit of any CPU."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
     def set_current(self, head: AggrKprobe, by_breakpoint: bool, status: HitStatus) -> None:

@@ -162,6 +162,10 @@ class GuestPool:
         """Number of allocated bytes."""
         return self._pool.used
 
+    def __contains__(self, va: int) -> bool:
+        """Return True if an address is in a mapped page of the window."""
+        return self._pool.base <= va < self._mapped
+
     def _extend(self, missing: int) -> None:
         size = -(-missing // _CHUNK) * _CHUNK
         pa = self._memory.host_pages.alloc(size)
