@@ -288,7 +288,7 @@ class HitHandling:
         by_python = self.by_breakpoint(head)
         entry = stub.entry
         status = _ACTIVE if stub.target is None else _SINGLE_STEP
-        ends_in_python = self._ends_in_python(head, stub)
+        ends_in_python = self.ends_in_python(head, stub)
 
         def hit(regs: Regs) -> None:
             if head.stub is not stub or ctlblk.running is not None:
@@ -301,7 +301,8 @@ class HitHandling:
 
         return hit if ends_in_python else Redirect(entry, hit)
 
-    def _ends_in_python(self, head: AggrKprobe, stub: CompiledCode) -> bool:
+    def ends_in_python(self, head: AggrKprobe, stub: CompiledCode) -> bool:
+        """Return True if Python handles the instruction or its end at hits that go to a stub."""
         insn = head.insn
         assert insn is not None
         if stub.target is None or stub_traps(head, stub) == 1:
