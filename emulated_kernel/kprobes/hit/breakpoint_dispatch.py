@@ -92,13 +92,14 @@ class BreakpointDispatch:
         hits.steps.add(head, insn)
         next_ip = head.address + insn.prepared.length
         target = hits.after_step(head, next_ip)
-        ended: Callable[[Regs], object] = partial(
-            hits.on_debug_trap if insn.lead else hits.on_step_end, head, next_ip
-        )
+        on_end = hits.on_debug_trap if insn.lead else hits.on_step_end
+        ended: Callable[[Regs], object]
         if self._in_clock_loop(head.address):
-            ended = self._clock.holding(ended)
-        elif target is not None:
-            ended = Redirect(target, ended)
+            ended = self._clock.holding(partial(on_end, head, next_ip))
+        elif target is None:
+            ended = partial(on_end, head, next_ip)
+        else:
+            ended = Redirect(target, on_end, head, next_ip)
         if insn.lead:
             self._debug_traps[step_end] = ended
             # A repeated string instruction traps after each round.
@@ -206,7 +207,7 @@ class BreakpointDispatch:
         head.stub = None
         route = self.breakpoints.get(head.address)
         if isinstance(route, Redirect) and route.target == stub.entry:
-            self.breakpoints[head.address] = route.in_python
+            self.breakpoints[head.address] = route.func
         self._compiler.retire(stub)
 
     # Removal

@@ -142,7 +142,7 @@ class HitHandling:
             regs.ip = head.address + self._seen_at
         if head.run_pre_handlers(regs):
             if not head.is_left_open:
-                self.ctlblk.running = None
+                self.ctlblk.set_running(None)
             return
         self.singlestep(head, insn, regs, False)
 
@@ -278,7 +278,7 @@ class HitHandling:
             assert head.insn is not None
             self.singlestep(head, head.insn, regs, False)
 
-    def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], None]:
+    def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], object]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
 
         It is a Redirect if no part of the hit needs Python. It calls a closure over known values, because

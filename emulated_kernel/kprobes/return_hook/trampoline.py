@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -122,8 +121,7 @@ class Trampoline:
             for trap in code.traps:
                 self._machine.breakpoints[trap] = self._on_saved
             if self.native != code.entry:
-                go_on = Redirect(code.entry, partial(_go_to, code.entry))
-                self._machine.breakpoints[self.native] = go_on
+                self._machine.breakpoints[self.native] = Redirect(code.entry, _go_to, code.entry)
         self._tell_native()
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:

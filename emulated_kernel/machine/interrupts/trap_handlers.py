@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import field
+from functools import partial
+from typing import Self
 
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.native.trap_words import TrapTable
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 TrapHandler = Callable[[Regs], object]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Redirect:
+class Redirect(partial[object]):
     """Handler of a trap after which the guest continues at `target`, without Python where the host can.
 
-    `in_python` is called on other hosts, and while Python has the CPU.
+    `in_python` is called, with `given` and the registers, on other hosts and while Python has the CPU.
     A redirected debug trap also clears the trap flag, except if `target` is the trap's own address.
     """
 
-    target: int = field(metadata=ADDRESS)
-    in_python: TrapHandler
+    __slots__ = ("target",)
+    target: int
 
-    def __call__(self, regs: Regs) -> None:
-        self.in_python(regs)
+    def __new__(cls, target: int, in_python: Callable[..., object], *given: object) -> Self:
+        self = super().__new__(cls, in_python, *given)
+        self.target = target
+        return self
 
 
 class TrapHandlers(MutableMapping[int, TrapHandler]):
