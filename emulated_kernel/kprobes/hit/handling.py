@@ -226,10 +226,10 @@ class HitHandling:
     def _continues_behind(self, head: AggrKprobe) -> bool:
         """Return True if the guest can go from the post_code to the next instruction by itself.
 
-        Otherwise a Python handler follows, or no jump leads there, or not always to the same address.
+        Otherwise a Python handler follows, or the instruction is emulated and may lead anywhere.
         """
         insn = head.insn
-        return insn is not None and insn.prepared.boostable and not head.has_python_post_handler
+        return insn is not None and insn.slot is not None and not head.has_python_post_handler
 
     def code_behind(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
         """Return the probe's post_code as guest code that continues at `next_ip`, or None.
