@@ -738,7 +738,9 @@ class Kernel:
         Raises: KernelError ENODEV (closed).
         """
         with self._locked():
-            return self._mounts.add(files)
+            mount = self._mounts.add(files)
+        mount.has_native_traps = self.machine.hooks.is_native
+        return mount
 
     def replace_kernel(self, old: Kernel, define: Callable[[], None]) -> None:
         """Continue where `old` ended, a kernel of the same lock and configuration; it is unusable afterwards.

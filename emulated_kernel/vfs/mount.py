@@ -53,6 +53,8 @@ class Mount:
         `limits`: how many files may be open. Two opens at the same time may both get the last place.
         `lasting`: directories of the root that exist as long as the mount, whichever kernel it shows.
         """
+        self.has_native_traps = False
+        """Whether hits of handlers in guest code need no Python; set by the builder, for reports."""
         self._table = dict(table)
         self._root = self._table["/"]
         self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))

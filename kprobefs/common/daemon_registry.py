@@ -59,6 +59,8 @@ class Daemon:
     version: str
     started: str
     """Time of its start: ISO 8601, with the offset from UTC."""
+    traps: str = ""
+    """`native` if hits of handlers in guest code need no Python, else `python`; empty before the boot."""
 
 
 def process_of(pid: int) -> Process:
@@ -88,10 +90,17 @@ class Registration:
     def __init__(self, daemon: Daemon) -> None:
         """Write the record. Raises: CliError (another daemon serves the directory)."""
         sweep()
+        self.daemon = daemon
         self._path = _record_path(daemon.directory)
         self._file = self._locked(daemon.directory)
-        self._file.truncate(0)
-        json.dump({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))}, self._file)
+        self.write(daemon)
+
+    def write(self, daemon: Daemon) -> None:
+        """Write the record, or replace it."""
+        text = json.dumps({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))})
+        self._file.seek(0)
+        self._file.write(text)
+        self._file.truncate()
         self._file.flush()
 
     def _locked(self, directory: str) -> TextIO:

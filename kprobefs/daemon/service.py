@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -160,19 +161,24 @@ class Service:
                     watchdog = ServiceWatchdog(self._options.directory, interval)
                     self._companions.add(watchdog.pid)
                 on_prepared()
-                self._serve(watchdog, on_ready)
+                self._serve(watchdog, registration, on_ready)
         finally:
             if watchdog is not None:
                 watchdog.end()
             registration.close()
 
-    def _serve(self, watchdog: ServiceWatchdog | None, on_ready: Callable[[], object]) -> None:
+    def _serve(
+        self, watchdog: ServiceWatchdog | None, registration: Registration, on_ready: Callable[[], object]
+    ) -> None:
         from kprobefs.fuse.operations import FuseOptions, Server
 
         share_heap()
         # The kernel's objects live as long as the mount. Frozen, they do not slow down full collections.
         gc.disable()
         served = self._build(self._options)
+        traps = "native" if served.has_native_traps else "python"
+        registration.write(replace(registration.daemon, traps=traps))
+        log.info("hits of handlers in guest code: traps are %s", traps)
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
         gc.enable()
