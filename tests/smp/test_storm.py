@@ -77,6 +77,7 @@ class Storm:
         self.probes: list[Kprobe] = []
         self.kretprobes: list[Kretprobe] = []
         self.fprobes: list[Fprobe] = []
+        self._ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
         self._hits = 0
         self._is_busy = False
         find = kernel.tracing.kprobe_events.registry.find
@@ -85,6 +86,8 @@ class Storm:
         self._acts: list[Callable[[], object]] = [
             self._register,
             self._register,
+            self._register_compiled,
+            self._register_compiled,
             lambda: self._take_back(self.probes, kernel.unregister_kprobe),
             self._register_kretprobe,
             lambda: self._take_back(self.kretprobes, kernel.unregister_kretprobe),
@@ -157,6 +160,17 @@ class Storm:
         )
         self.kernel.register_kprobe(probe)
         self.probes.append(probe)
+
+    def _register_compiled(self) -> None:
+        """With a handler in guest code from the first hit on, so that no int3 hit enters Python."""
+        kernel = self.kernel
+        function = self.dice.choice(FUNCTIONS)
+        probe = self._ring.probe(symbol_name=function, offset=self.dice.choice(self._places[function]))
+        kernel.register_kprobe(probe)
+        self.probes.append(probe)
+        head = kernel.kprobes.table.valid(probe)
+        if head is not None and head.insn is not None:
+            kernel.kprobes.routes.compile_stub(head)
 
     def _register_kretprobe(self) -> None:
         rp = Kretprobe(
@@ -246,3 +260,5 @@ def test_a_storm(boot: Boot, arch: str, profile: str) -> None:
         with between_turns(storm.kernel, storm.act):
             work(kernel, tasks)
         assert storm.end() > 0
+        native = kernel.machine.hooks.native_traps
+        assert native > 10 or not kernel.machine.hooks.is_native

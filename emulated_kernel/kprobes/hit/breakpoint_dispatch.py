@@ -121,9 +121,6 @@ class BreakpointDispatch:
 
     def _first_by_breakpoint(self, head: AggrKprobe, regs: Regs) -> None:
         hits = self.hits
-        insn = head.insn
-        leads_to = self._leads_to(head)
-        assert insn is not None
         breakpoints = self.breakpoints
         address = head.address
         may_compile = not head.is_disabled and head.may_compile
@@ -135,21 +132,38 @@ class BreakpointDispatch:
         if not may_compile:
             route(regs)
             return
+        leads_to = self._leads_to(head)
         self._compiler.keep_sample(head, regs)
         route(regs)
-        if breakpoints.get(address) is not route:
-            # A handler changed or removed the probe, so that its breakpoint has another route.
-            return
+        # Otherwise a handler changed or removed the probe, so that its breakpoint has another route.
+        if breakpoints.get(address) is route:
+            self._make_stub(head, leads_to)
+
+    def compile_stub(self, head: AggrKprobe) -> bool:
+        """Compile the handlers for hits by the breakpoint before the first hit; return True if there is code.
+
+        Without a hit there is no sample of registers, so that the cost cannot be measured.
+        """
+        if head.stub is None and not head.is_disabled and head.may_compile:
+            self._make_stub(head, self._leads_to(head))
+        return head.stub is not None
+
+    def _make_stub(self, head: AggrKprobe, leads_to: int | None) -> None:
+        """Compile the handlers into a stub that continues at `leads_to`, and route breakpoint hits to it."""
+        hits = self.hits
+        insn = head.insn
+        assert insn is not None
         stub = self._compiler.stub(head, leads_to)
         head.stub = stub
         head.is_python = stub is None
-        if stub is not None:
-            if head.has_post_assembly:
-                hits.code_behind(head, address + insn.prepared.length)
-                self._install_step_end(head, insn)
-            breakpoints[address] = hits.by_stub(head, stub)
-            if leads_to is None:
-                breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)
+        if stub is None:
+            return
+        if head.has_post_assembly:
+            hits.code_behind(head, head.address + insn.prepared.length)
+            self._install_step_end(head, insn)
+        self.breakpoints[head.address] = hits.by_stub(head, stub)
+        if leads_to is None:
+            self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)
 
     def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:
         if not head.may_compile:
