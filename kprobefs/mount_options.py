@@ -119,7 +119,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
         known = " or ".join(LINUX_PROFILES)
         raise CliError(f"--profile: not possible with a distribution's kernel; use {known}", ExitStatus.USAGE)
     if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
-        why = "not possible with a distribution's kernel; leave these out"
+        why = "not possible with kprobefs's kprobes over a distribution's kernel; leave these out"
         raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)
 
 

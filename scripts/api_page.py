@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
 
+WIDTH = 108
+"""Columns of a signature's lines."""
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "emulated_kernel"
 PAGE = ROOT / "docs" / "reference" / "api.md"
@@ -23,30 +25,88 @@ INTRODUCTION = """\
     from emulated_kernel import Kernel, Kprobe
 
 All names below are imported from `emulated_kernel`. [A first probe](../guide/first-probe.md) has an example.
+[The library in a script](../guide/library.md) shows how they are used together.
 [Handlers in assembly](../guide/assembly.md) describes `code`, `post_code` and `return_code`. Addresses are
-virtual, sizes are in bytes. `Mirrors:` names the function of Linux that a method follows.
+virtual, sizes are in bytes. `Mirrors:` names the function of Linux that a method follows. In signatures,
+`RegsT` is the type of the registers that handlers get, `Regs` is any such type, and `GuestAddr` is an int.
 
 This page is generated from the docstrings by `scripts/api_page.py`.
 """
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "The kernel": ("Kernel", "MachineConfig", "ARCHITECTURES", "Profile", "PROFILES"),
-    "Probes": ("Kprobe", "Kretprobe", "KretprobeInstance", "Fprobe", "FprobeRegs", "Jprobe"),
+    "The kernel": (
+        "Kernel",
+        "MachineConfig",
+        "ARCHITECTURES",
+        "ElfMachine",
+        "Limits",
+        "Limit",
+        "Profile",
+        "PROFILES",
+        "Stepper",
+        "RegisterSaving",
+        "TrampolineForm",
+        "QuiesceMethod",
+    ),
+    "Probes": (
+        "Kprobe",
+        "Kretprobe",
+        "KretprobeInstance",
+        "Fprobe",
+        "FprobeRegs",
+        "Jprobe",
+        "Jprobes",
+        "KprobeFlag",
+        "PerCpuVars",
+    ),
+    "Types of handlers": (
+        "PreHandler",
+        "PostHandler",
+        "FaultHandler",
+        "BreakHandler",
+        "KretprobeHandler",
+        "FprobeHandler",
+        "JprobeHandler",
+    ),
     "Registers of handlers": ("X86Regs", "I386Regs", "RiscvRegs"),
     "Results": ("HitRing", "RingEntry", "Message", "ModuleInfo"),
     "Errors": ("KernelError", "MemoryFault"),
+    "For front ends": (
+        "RootLayout",
+        "Owner",
+        "Mount",
+        "NodeTree",
+        "Node",
+        "Client",
+        "ProcessWatch",
+        "ControlLock",
+    ),
 }
 """Title -> public names, in their order on the page."""
-RESULTS = {
-    "Kprobe": ("address", "cells", "failures", "nmissed"),
-    "Kretprobe": ("instances_missed", "returns"),
-    "KretprobeInstance": ("data", "rp"),
-    "Fprobe": ("cells", "failures", "functions", "nmissed"),
-    "Jprobe": ("kp",),
-    "MemoryFault": (),
+SHORT = {
+    "Client",
+    "ControlLock",
+    "ElfMachine",
+    "Jprobes",
+    "Mount",
+    "Node",
+    "NodeTree",
+    "Owner",
+    "ProcessWatch",
 }
-"""Class -> attributes that users read. Other attributes that no argument sets belong to the engine."""
-INTERNAL = {"program", "return_program", "entry_program", "exit_program", "hook", "node"}
-"""Arguments that only kprobefs's own tracing passes."""
+"""Classes of which the page has only the docstring, because most users only pass them on."""
+NO_CONSTRUCTOR = {
+    "HitRing",
+    "KretprobeInstance",
+    "MemoryFault",
+    "Message",
+    "ModuleInfo",
+    "PerCpuVars",
+    "RingEntry",
+}
+"""Classes whose objects only the kernel creates."""
+INTERNAL = {"program", "return_program", "entry_program", "exit_program", "hook", "node", "raised"}
+"""Fields that only kprobefs itself uses."""
+KNOWN_BASES = ("ABC", "Enum", "Exception", "Flag", "IntEnum", "OSError", "Protocol")
 _GROUP = re.compile(r"^    # (?P<title>[^#]+)$")
 
 
@@ -118,6 +178,45 @@ def is_argument(node: ast.AnnAssign) -> bool:
     return not name.startswith("_") and name not in INTERNAL and "init=False" not in default(node)
 
 
+def is_public_field(node: ast.AnnAssign) -> bool:
+    """Return True if users may read a field."""
+    name = ast.unparse(node.target)
+    return not name.startswith("_") and name not in INTERNAL
+
+
+def constructor(name: str, source: Source, found: ast.ClassDef) -> str:
+    """Return the call that creates an object of a class, as a code block; empty if users create none."""
+    made = next((each for each in found.body if getattr(each, "name", "") == "__init__"), None)
+    if isinstance(made, ast.FunctionDef):
+        given = signature(made).removeprefix("__init__").removesuffix(" -> None")[1:-1]
+        parts = re.split(r", (?=\w+:|\*)", given)
+    elif any("dataclass" in ast.unparse(each) for each in found.decorator_list):
+        parts = [
+            f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}{shown_default(node)}"
+            for node in arguments(source, found)
+        ]
+    else:
+        return ""
+    lines = [f"    {name}("]
+    for part in parts:
+        if len(lines[-1]) + len(part) > WIDTH:
+            lines.append("        ")
+        lines[-1] += f"{part}, "
+    return "\n".join(line.rstrip() for line in lines).rstrip(",") + ")"
+
+
+def arguments(source: Source, found: ast.ClassDef) -> Iterator[ast.AnnAssign]:
+    """Yield the fields of a dataclass that its constructor takes; those of its base class are first."""
+    for base in found.bases:
+        if ast.unparse(base).partition("[")[0] == "Kprobe":
+            parent = source.imported("Kprobe")
+            assert isinstance(parent, ast.ClassDef)
+            yield from arguments(source, parent)
+    for node, _ in fields(found):
+        if is_argument(node):
+            yield node
+
+
 def default(node: ast.AnnAssign) -> str:
     """Return the source of a field's default value, or an empty string."""
     return "" if node.value is None else ast.unparse(node.value)
@@ -160,7 +259,7 @@ def is_setter(node: ast.FunctionDef) -> bool:
     return any(ast.unparse(each).endswith(".setter") for each in node.decorator_list)
 
 
-def methods(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]:
+def methods(source: Source, found: ast.ClassDef) -> Iterator[str]:
     """Yield headings and items of the public methods and properties."""
     after = found.lineno
     for node in found.body:
@@ -170,7 +269,7 @@ def methods(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]:
         if heading is not None and any(public(each) for each in members_of_group(source, found, node)):
             yield f"**{heading}**"
         after = node.end_lineno or after
-        if public(node) and node.name in RESULTS.get(name, (node.name,)):
+        if public(node):
             text = ast.get_docstring(node) or ""
             if is_property(node):
                 result = "" if node.returns is None else f": {ast.unparse(node.returns)}"
@@ -202,44 +301,48 @@ def class_entry(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]
     """Yield the parts of a class: heading, docstring, fields, methods."""
     bases = [ast.unparse(each) for each in found.bases]
     is_registers = "Protocol" in bases
-    shown = [each for each in bases if each.partition("[")[0] in ("Kprobe", "OSError", "Exception", "Enum")]
+    is_enum = "Enum" in bases or "Flag" in bases
+    shown = [
+        each for each in bases if each.partition("[")[0] in ("Kprobe", "OSError", "Exception", "Enum", "Flag")
+    ]
     yield f"### {name}" + (f" ({', '.join(shown)})" if shown else "")
+    if name not in SHORT | NO_CONSTRUCTOR and not is_enum and not is_registers:
+        yield constructor(name, source, found)
     yield ast.get_docstring(found) or ""
+    if name in SHORT:
+        return
     if is_registers:
         yield "Attributes: " + ", ".join(f"`{ast.unparse(node.target)}`" for node, _ in fields(found)) + "."
         return
-    if "Enum" in bases:
+    if is_enum:
         for number, node in enumerate(found.body):
             if isinstance(node, ast.Assign):
                 yield item(ast.unparse(node.targets[0]), document(found.body, number))
         return
-    arguments = [(node, text) for node, text in fields(found) if is_argument(node)]
-    if any("dataclass" in ast.unparse(each) for each in found.decorator_list) and name != "KretprobeInstance":
-        for node, text in arguments:
+    if any("dataclass" in ast.unparse(each) for each in found.decorator_list) and name not in NO_CONSTRUCTOR:
+        for node, text in fields(found):
+            if not is_argument(node):
+                continue
             yield item(
                 f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}{shown_default(node)}", text
             )
     for node, text in fields(found):
-        if ast.unparse(node.target) in RESULTS.get(name, ()):
+        if is_public_field(node) and (name in NO_CONSTRUCTOR or not is_argument(node)):
             yield item(f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}", text)
-    yield from methods(name, source, found)
-    if name in RESULTS:
-        yield from inherited(name, source, found)
+    yield from methods(source, found)
+    yield from inherited(source, found)
 
 
-def inherited(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]:
-    """Yield the named results that a base class defines."""
-    own = {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
-    missing = [each for each in RESULTS[name] if each not in own]
+def inherited(source: Source, found: ast.ClassDef) -> Iterator[str]:
+    """Yield the properties that base classes without an entry of their own define."""
     for base in found.bases:
-        if missing and isinstance(base, ast.Name) and base.id != "Exception":
+        if isinstance(base, ast.Name) and base.id not in (*KNOWN_BASES, *public_modules()):
             parent = source.imported(base.id)
             assert isinstance(parent, ast.ClassDef)
             for node in parent.body:
-                if isinstance(node, ast.FunctionDef) and node.name in missing and is_property(node):
-                    yield item(
-                        f"{node.name}: {ast.unparse(node.returns or base)}", ast.get_docstring(node) or ""
-                    )
+                if isinstance(node, ast.FunctionDef) and public(node) and is_property(node):
+                    result = "" if node.returns is None else f": {ast.unparse(node.returns)}"
+                    yield item(f"{node.name}{result}", ast.get_docstring(node) or "")
 
 
 def entry(name: str, module: str) -> Iterator[str]:
@@ -250,7 +353,10 @@ def entry(name: str, module: str) -> Iterator[str]:
         yield from class_entry(name, source, found)
         return
     yield f"### {name}"
-    yield item(f"{name}: {ast.unparse(found.annotation)}", document(source.body, source.body.index(found)))
+    shown = f"{name}: {ast.unparse(found.annotation)}"
+    if found.value is not None and ast.unparse(found.annotation) == "TypeAlias":
+        shown = f"{name} = {ast.unparse(found.value)}".replace("'", "")
+    yield item(shown, document(source.body, source.body.index(found)))
 
 
 def page() -> str:

@@ -223,7 +223,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
         Returns None if `addr` is neither the function's start nor the address after its landing pad.
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
-        start = body = addr - where.offset
+        body = addr - where.offset
+        start = body
         size = len(self.landing_pad)
         # A function whose first instruction is an fentry site has no landing pad. Linux replaces unneeded
         # pads by nops.
@@ -427,7 +428,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
         if known is None:
             if len(self._known) == MAX_KNOWN:
                 self._known.popitem(last=False)
-            known = self._known[start] = AnalyzedFunction(symbol, self._read(symbol), self.analyse)
+            known = AnalyzedFunction(symbol, self._read(symbol), self.analyse)
+            self._known[start] = known
         else:
             self._known.move_to_end(start)
         return known

@@ -24,6 +24,7 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
 from emulated_kernel.trace.probes.eprobe import EventProbes
 from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
@@ -31,6 +32,8 @@ from emulated_kernel.trace.probes.handler_cost import HandlerCosts
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
 from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
+from emulated_kernel.trace.ring.trace_clock import ClockSource
+from emulated_kernel.trace.ring.trace_entry import MARKER_SYMBOL
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.synth.synthetic_events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
@@ -74,6 +77,10 @@ class TracedKernel:
     """Returns the lines of the file printk_formats."""
     has_graph: bool = True
     """Whether calls can be followed to their returns, for function_graph and the profiler."""
+    other_tracers: Mapping[str, Mapping[str, bool]] | None = None
+    """Tracers that the kernel has and kprobefs does not run: name -> option -> whether it is on."""
+    marker_ip: int | None = None
+    """Address of the code that writes markers; None stands for the start of MARKER_SYMBOL."""
     measured: Machine | None = None
     """The machine, if handlers can run beside the kernel to measure their cost."""
 
@@ -84,7 +91,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     cmdlines = SavedCmdlines()
     records = GuestRecords(kernel.machine.records, kernel.tasks, cmdlines, kernel.machine.clock)
     # Before anything that looks up tracepoints, which exist when the events have been iterated.
-    markers = _register_static_events(registry, kernel.events, arch)
+    markers = _register_static_events(registry, kernel, arch)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines)
     functions = _build_functions(kernel, engine, arch)
     arrays = _build_arrays(kernel, engine, system, functions)
@@ -120,11 +127,12 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
 
 
-def _register_static_events(registry: EventRegistry, events: Iterable[TraceEvent], arch: Arch) -> PrintEvent:
+def _register_static_events(registry: EventRegistry, kernel: TracedKernel, arch: Arch) -> PrintEvent:
     """Register the kernel's events and those of ftrace; return the event of markers."""
-    for event in events:
+    for event in kernel.events:
         registry.add(event)
-    markers = PrintEvent(arch.word_size)
+    marker_ip = kernel.marker_ip or kernel.symbols.lookup_name(MARKER_SYMBOL)
+    markers = PrintEvent(arch.word_size, marker_ip or 0)
     for own in (markers, *ftrace_entry_events(arch.word_size)):
         registry.add_own(own)
     return markers
@@ -158,6 +166,8 @@ def _build_services(
         markers=markers,
         cmdlines=cmdlines,
         printk=kernel.log,
+        clocks=ClockSource(machine.clock),
+        tracer_options=TracerOptions(kernel.other_tracers),
         release=kernel.release,
     )
 

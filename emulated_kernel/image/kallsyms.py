@@ -135,7 +135,8 @@ class SymbolTable:
     def named(self, name: str) -> Sequence[int]:
         """Return the indices of all symbols with this name, in order of address."""
         wanted = name.encode("utf-8", "replace")
-        first = last = bisect_left(self.by_name, wanted, key=self.name)
+        last = bisect_left(self.by_name, wanted, key=self.name)
+        first = last
         while last < len(self.by_name) and self.name(self.by_name[last]) == wanted:
             last += 1
         return self.by_name[first:last]
@@ -192,7 +193,8 @@ class Kallsyms:
         if found is None:
             if len(self._met) == _REMEMBERED:
                 self._met.clear()
-            found = self._met[index] = self._make(index)
+            found = self._make(index)
+            self._met[index] = found
         return found
 
     def _named(self, name: str) -> Sequence[int]:
@@ -243,6 +245,13 @@ class Kallsyms:
         """Return all symbols with this name: first the kernel's in order of address, then the modules'."""
         own = [self._symbol(index) for index in self._named(name)]
         return (*own, *self._of_modules(name))
+
+    def names_at(self, address: int) -> list[str]:
+        """Return the names of the kernel's symbols at an address, in the order of the table."""
+        addresses = self._table.addresses
+        first = bisect_left(addresses, address)
+        found = range(first, bisect_right(addresses, address, first))
+        return [self._table.name(index).decode("utf-8", "replace") for index in found]
 
     def lookup(self, address: int) -> Location | None:
         """Return the symbol that contains an address; of several at one address, the first in the table.

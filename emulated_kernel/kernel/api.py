@@ -33,6 +33,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from emulated_kernel.vfs.mount import Mount
 
 _ROOT = Client(pid=0, uid=0, gid=0)
@@ -68,7 +69,8 @@ class Kernel:
         lock: ControlLock | None = None,
     ) -> None:
         """Boot the kernel to its first system call."""
-        self.components = parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
+        parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
+        self.components = parts
         self.config = parts.config
         self.lock = parts.lock
         self.arch = parts.arch
@@ -402,8 +404,7 @@ class Kernel:
 
         `registers` are names as in pt_regs. `capacity` is the number of hits kept for each CPU.
 
-        Raises: ValueError (an unknown register, or a capacity that is no power of 2), HardwareError (no
-        memory).
+        Raises: ValueError (an unknown register, or a capacity that is no power of 2), KernelError ENOMEM.
         """
         with self._control():
             return HitRing(self.machine, self.arch, registers, capacity)
@@ -702,13 +703,28 @@ class Kernel:
 
         Deviates: no task of the guest opens the file, so that probes do not see the calls.
 
-        Raises: KernelError ENOENT (no such file), EISDIR, the errno of the file; see tracing/error_log.
+        Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (the file takes no data now), ENOSPC (it
+        takes only a part of the text), the errno of the file; see tracing/error_log.
         """
         left = text.encode("utf-8", "surrogateescape")
+        # Without the lock: this process itself may have to serve the host's files that the text names.
+        prepared = self._prepared(path, left)
         with self._request(), self._opened(path, os.O_WRONLY | os.O_APPEND) as opened:
             # Some files take one word at a time.
-            while left and (taken := opened.write(left, 0)):
+            while left:
+                try:
+                    taken = opened.write(left, 0, prepared)
+                except WouldBlock:
+                    raise KernelError(errno.EAGAIN, f"{path}: it takes no data now; try again") from None
+                if not taken:
+                    raise KernelError(errno.ENOSPC, f"{path}: the file does not take {len(left)} bytes")
                 left = left[taken:]
+
+    def _prepared(self, path: str, data: bytes) -> Callable[[], int] | None:
+        """Return the write of `data` to a file that reads host files, which are read now; None for others."""
+        with self._control():
+            node = self._control_files.lookup(path)
+        return node.prepare(_ROOT, data) if isinstance(node, HostReadingFile) else None
 
     def filesystem(
         self,

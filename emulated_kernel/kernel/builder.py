@@ -172,7 +172,9 @@ def _traced_kernel(
         machine=machine,
         live=live,
         abi=image.abi,
-        symbols=KernelSymbols(live.kallsyms, engine.hook_sets, kprobes.sites),
+        symbols=KernelSymbols(
+            live.kallsyms, engine.hook_sets, kprobes.sites, lambda: (machine.text.generated,)
+        ),
         tasks=tasks,
         context=context,
         events=sorted(points.events(), key=lambda event: link_rank(event.group, event.name)),

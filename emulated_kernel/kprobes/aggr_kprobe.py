@@ -246,9 +246,10 @@ class AggrKprobe(AssemblyOwner):
         pre_handlers = self._pre_handlers
         if pre_handlers is None:
             enabled = self._enabled()
-            self._pre_handlers = pre_handlers = [
+            pre_handlers = [
                 (kprobe.pre_handler, kprobe) for kprobe in enabled if kprobe.pre_handler is not None
             ]
+            self._pre_handlers = pre_handlers
             self._post_handlers = [
                 (_post_call(kprobe.post_handler, self.members[kprobe].takes_flags), kprobe)
                 for kprobe in enabled

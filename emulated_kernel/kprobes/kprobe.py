@@ -29,15 +29,23 @@ else:
 """The registers that a probe's handlers get: X86Regs, I386Regs or RiscvRegs of kprobes.regs."""
 
 PreHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
+"""Takes the probe and the registers. A true result means that it has set regs.ip itself."""
 PostHandler: TypeAlias = (
     Callable[["Kprobe[RegsT]", RegsT], object] | Callable[["Kprobe[RegsT]", RegsT, int], object]
 )
-"""The optional third argument is Linux's flags, which are always 0."""
+"""Takes the probe, the registers and optionally Linux's flags, which are always 0."""
 CompileHandler = Callable[[ProgramBuilder, EntryKind], bool]
 """Adds what the pre_handler does to a program; False, with nothing added, where it must run itself."""
 FaultHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT, int], int | None]
-"""Takes the exception's vector; a true result means that it has dealt with it."""
+"""Takes the probe, the registers and the exception's vector.
+
+A true result means that it has handled the exception.
+"""
 BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
+"""Takes the probe and the registers.
+
+A true result lets the probed instruction run, which ends the hit.
+"""
 
 
 class KprobeFlag(Flag):

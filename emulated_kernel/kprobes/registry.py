@@ -71,28 +71,35 @@ class Kprobes:
         self._symbols = image.kallsyms
         self._log = log
         self._bits = arch.bits
-        self.table = table = ProbeTable(arch.bits)
+        table = ProbeTable(arch.bits)
+        self.table = table
         """The probes by address, and whether they are armed."""
         self._assembler = arch.assembler
         self._records = machine.records
         self._slot_size = arch.max_insn_size
         strategy = arch.strategy(profile.strategies) if profile.optimizer else None
-        self.probe_checker = verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace)
+        verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace)
+        self.probe_checker = verdict
         text = machine.text
-        self.poker = poker = TextPoker(text, arch.breakpoint, lock)
-        self.garbage = garbage = DeferredFree(scheduler)
-        self.compiler = compiler = Compiler(machine, arch, profile, verdict, garbage, lock)
-        self.split_jumps = split_jumps = PartialJumpDetector(machine, verdict, arch, table, poker)
-        self.hits = hits = HitHandling(machine, arch, compiler, split_jumps)
+        poker = TextPoker(text, arch.breakpoint, lock)
+        self.poker = poker
+        garbage = DeferredFree(scheduler)
+        self.garbage = garbage
+        compiler = Compiler(machine, arch, profile, verdict, garbage, lock)
+        self.compiler = compiler
+        split_jumps = PartialJumpDetector(machine, verdict, arch, table, poker)
+        self.split_jumps = split_jumps
+        hits = HitHandling(machine, arch, compiler, split_jumps)
+        self.hits = hits
         self.sites: FtraceSites | None = None
         if profile.ftrace:
             self.sites = FtraceSites(machine, arch, hits, compiler, poker, split_jumps, lock)
-        self.routes = routes = BreakpointDispatch(
-            machine, arch, table, hits, compiler, poker, split_jumps, self.sites
-        )
+        routes = BreakpointDispatch(machine, arch, table, hits, compiler, poker, split_jumps, self.sites)
+        self.routes = routes
         self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
         """Address and size in bytes of the code that armed fentry sites call."""
-        self._copies = copies = InsnCopier(text, image, verdict, arch, routes, profile, garbage)
+        copies = InsnCopier(text, image, verdict, arch, routes, profile, garbage)
+        self._copies = copies
         self.slots = copies.slots
         breakpoints = Breakpoints(text, arch, poker)
         self.optimizer: Optimizer | None = None
@@ -160,7 +167,8 @@ class Kprobes:
         try:
             texts = handler_texts(kprobe)
             if texts:
-                kprobe._assembled = assembled = self.assemble(texts, kprobe.cells)
+                assembled = self.assemble(texts, kprobe.cells)
+                kprobe._assembled = assembled
                 on_assembled(assembled)
             self._insert(kprobe, member)
         except KernelError:

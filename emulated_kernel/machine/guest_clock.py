@@ -80,7 +80,8 @@ class RealClock:
         return max(monotonic_ns() - self._boot, self._cells[_NOW])
 
     def read_ns(self) -> int:
-        self._cells[_NOW] = now = max(monotonic_ns() - self._boot, self._cells[_NOW] + self._cells[_STEP])
+        now = max(monotonic_ns() - self._boot, self._cells[_NOW] + self._cells[_STEP])
+        self._cells[_NOW] = now
         return now
 
     def advance(self, ns: int) -> None:

@@ -55,7 +55,8 @@ class HandlerTime:
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
         """Call a callback and add its CPU time; nested callbacks aren't measured again."""
-        self.is_measured, self.since = False, thread_time()
+        self.is_measured = False
+        self.since = thread_time()
         try:
             return callback(*args)
         finally:

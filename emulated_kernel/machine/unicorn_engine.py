@@ -100,7 +100,8 @@ class Engine(CodeCache):
         """Open an engine; `cpu_model` is Unicorn's number of a CPU other than its default."""
         path = _library_path()
         try:
-            self._held = held = ctypes.PyDLL(path)
+            held = ctypes.PyDLL(path)
+            self._held = held
             self._released = ctypes.CDLL(path)
         except OSError as error:
             raise HardwareError(f"no unicorn library: {error}") from error
@@ -218,11 +219,14 @@ class Engine(CodeCache):
         hook = ctypes.c_void_p()
         if at is None:
             # All addresses.
-            begin, end = 1, 0
+            begin = 1
+            end = 0
         elif isinstance(at, int):
-            begin, end = at, at
+            begin = at
+            end = at
         else:
-            begin, end = at[0], at[-1]
+            begin = at[0]
+            end = at[-1]
         more = () if instruction is None else (ctypes.c_int(instruction),)
         error = self._held.uc_hook_add(
             self.handle,

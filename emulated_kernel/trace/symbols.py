@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE, RETHOOK_TRAMPOLINE, HookSets
+from emulated_kernel.util.abi import PAGE_SIZE
 
 FTRACE_TRAMPOLINE = "ftrace_regs_caller"
 """Name of the code that armed fentry sites call."""
@@ -17,11 +18,29 @@ _REMEMBERED = 8192
 """Number of addresses whose symbols are cached; texts print the same few addresses again and again."""
 
 
+GENERATED_SYMBOL = "kprobe_insn_page"
+"""Name of each page of generated code. Mirrors: include/linux/kprobes.h:KPROBE_INSN_PAGE_SYM (v6.1)."""
+GENERATED_MODULE = "__builtin__kprobes"
+"""Module of GENERATED_SYMBOL. Mirrors: kernel/kprobes.c:kprobe_cache_get_kallsym (v6.1)."""
+
+
+def _page_symbol(page: int) -> Symbol:
+    return Symbol(GENERATED_SYMBOL, page, "t", PAGE_SIZE)
+
+
 class KernelSymbols:
     """Lookup of symbols by address and by name."""
 
-    def __init__(self, kallsyms: Kallsyms, hook_sets: HookSets, sites: FtraceSites | None) -> None:
+    def __init__(
+        self,
+        kallsyms: Kallsyms,
+        hook_sets: HookSets,
+        sites: FtraceSites | None,
+        generated: Callable[[], Iterable[range]],
+    ) -> None:
+        """Make the lookup. `generated` returns the ranges of code that kprobefs has generated."""
         self._kallsyms = kallsyms
+        self._generated = generated
         self.lookup_name = kallsyms.lookup_name
         """Returns the address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
         self.count_name = kallsyms.count_name
@@ -52,7 +71,11 @@ class KernelSymbols:
         """
         found = self._found.get(address) or self._kallsyms.lookup(address)
         if found is None:
-            return self._lookup_trampoline(address) or self._lookup_freed(address)
+            return (
+                self._lookup_trampoline(address)
+                or self._lookup_freed(address)
+                or self._lookup_generated(address)
+            )
         if len(self._found) == _REMEMBERED:
             self._found.clear()
         self._found[address] = found
@@ -68,6 +91,27 @@ class KernelSymbols:
             symbol = Symbol(FTRACE_TRAMPOLINE, sites.trampoline, "t", sites.trampoline_size)
             return Location(symbol, address - sites.trampoline)
         return None
+
+    def _lookup_generated(self, address: int) -> Location | None:
+        """Return the page of generated code that contains an address.
+
+        Mirrors: kernel/kallsyms.c:kallsyms_lookup_buildid (v6.1), for BPF programs and ftrace trampolines.
+        """
+        if not any(address in code for code in self._generated()):
+            return None
+        return Location(_page_symbol(address & -PAGE_SIZE), address % PAGE_SIZE, GENERATED_MODULE)
+
+    def kallsyms_text(self, zero_addresses: bool = False) -> str:
+        """Return the text of /proc/kallsyms, with a symbol for each page of generated code.
+
+        Mirrors: kernel/kallsyms.c:get_ksymbol_kprobe (v6.1).
+        """
+        digits = self._kallsyms.digits
+        pages = (page for code in self._generated() for page in range(code.start, code.stop, PAGE_SIZE))
+        return self._kallsyms.kallsyms_text(zero_addresses) + "".join(
+            f"{0 if zero_addresses else page:0{digits}x} t {GENERATED_SYMBOL}\t[{GENERATED_MODULE}]\n"
+            for page in pages
+        )
 
     def remember(self, module: str, functions: Iterable[Location]) -> None:
         """Keep the names of functions in a module's init text, which was traced and is about to be freed.

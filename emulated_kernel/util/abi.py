@@ -51,6 +51,14 @@ class Hypercall(IntEnum):
     """Guest code uses the kprobes API; arguments: KprobeOp, 0, address of its struct kprobe or kretprobe."""
 
 
+class HostfsWriter(IntEnum):
+    """Answer to HostfsOp.OPEN: the function of the guest's kernel that write(2) calls for the file."""
+
+    GENERAL = 0
+    TRACING_MARK = 1
+    TRACING_MARK_RAW = 2
+
+
 class HostfsOp(IntEnum):
     """First argument of Hypercall.HOSTFS."""
 

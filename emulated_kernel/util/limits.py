@@ -17,6 +17,7 @@ class Limit(Enum):
     PROBES = "probes"
     """Dynamic events of all kinds."""
     INSTANCES = "instances"
+    """Instances of tracing."""
     OPEN_FILES = "open_files"
     """Open files and directories of a mount; files of machine/ can be opened beyond the limit."""
     SCRATCH_BYTES = "scratch_bytes"

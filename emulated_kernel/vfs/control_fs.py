@@ -63,6 +63,11 @@ class ControlFile(FileDescription):
         return self.inner.stream
 
     @property
+    def acts_on_close(self) -> bool:
+        """See FileDescription."""
+        return self.inner.acts_on_close
+
+    @property
     def reads_host(self) -> bool:
         """See FileDescription."""
         return self.inner.node.reads_host and self.inner.writable

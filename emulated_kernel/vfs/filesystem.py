@@ -266,6 +266,11 @@ class FileDescription:
         return False
 
     @property
+    def acts_on_close(self) -> bool:
+        """True if other files show an effect of its release. Lock: leaves; it is evaluated after the open."""
+        return False
+
+    @property
     def reads_host(self) -> bool:
         """True if a write reads files of the host, which can take long. Lock: leaves."""
         return False

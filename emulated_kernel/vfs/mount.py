@@ -73,6 +73,8 @@ class Mount:
         self._roots: dict[str, DirEntry] = {}
         """Prefix -> its entry in the parent directory. The entries remain usable after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
+        self.acting: set[int] = set()
+        """Handles whose release has an effect that other files show. A front end orders requests after it."""
         self._numbers = count(1)
         self._pollers: dict[int, Callable[[], None]] = {}
         """Handle -> function that announces the next change of the file's poll mask."""
@@ -245,8 +247,11 @@ class Mount:
         if self._closed:
             opened.release()
             raise KernelError(errno.EIO, "the mount has ended")
-        handle = opened.handle = next(self._numbers)
+        handle = next(self._numbers)
+        opened.handle = handle
         self._handles[handle] = opened
+        if opened.acts_on_close:
+            self.acting.add(handle)
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
         return handle
@@ -346,7 +351,10 @@ class Mount:
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
         if opened is not None:
-            opened.release()
+            try:
+                opened.release()
+            finally:
+                self.acting.discard(handle)
 
     # For the daemon. The caller holds the lock, except for is_dead and close.
 

@@ -217,7 +217,8 @@ class View:
         self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
         self._choose(self.chosen)
         if self.opened and all(probe.event != self.opened for probe in self.probes):
-            self.opened, self.message = "", f"{self.opened} has gone"
+            self.message = f"{self.opened} has gone"
+            self.opened = ""
 
     def _choose(self, number: int) -> None:
         self.chosen = max(0, min(number, len(self.probes) - 1))
@@ -278,7 +279,8 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
     reason = wrap_lines(
         f"reason  {escape_for_terminal(why)}" if why else "", width, min(REASON_LINES, max(1, height // 6))
     )
-    rows = view.page = max(1, height - 3 - len(reason))
+    rows = max(1, height - 3 - len(reason))
+    view.page = rows
     first = max(0, view.chosen - rows + 1)
     grid = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
     grid.add_column("EVENT", no_wrap=True)

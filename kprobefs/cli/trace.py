@@ -49,7 +49,8 @@ def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
         probe = PROBE.match(text)
         if probe is None:
             raise CliError(f"{escape_for_terminal(text)!r} is not a probe; use {USAGE}", ExitStatus.USAGE)
-        name = base = re.sub(r"\W", "_", probe["place"].rpartition(":")[2])[:40]
+        base = re.sub(r"\W", "_", probe["place"].rpartition(":")[2])[:40]
+        name = base
         while f"{group}/{name}" in events:
             name = f"{base}_{len(events)}"
         events.append(f"{group}/{name}")

@@ -11,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
-from kprobefs.mount_options import KERNEL_KPROBES, MountOptions, check_image, runs_linux
+from kprobefs.mount_options import CLOCKS, KERNEL_KPROBES, MountOptions, check_image, runs_linux
 
 if TYPE_CHECKING:
     from emulated_kernel.vfs.core.node import Owner
@@ -102,7 +102,14 @@ def _native_mount(options: MountOptions) -> Mount:
     with explained(image):
         tasks = started(image, options.machine.seed)
         modules = ModuleFiles(kernel_file(image), tasks.release)
-    return native_mount(tasks, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+    return native_mount(
+        tasks,
+        HostProcesses(),
+        _owner(),
+        modules,
+        is_tracefs=options.layout == "tracefs",
+        is_clock_real=options.machine.clock != CLOCKS[0],
+    )
 
 
 def _probed_mount(options: MountOptions) -> Mount:

@@ -98,7 +98,8 @@ class Loader:
             return
         known = self._known
         if known is None or known.is_unsure(definition):
-            known = self._known = _ExistingDefinitions(self._read("dynamic_events").splitlines())
+            known = _ExistingDefinitions(self._read("dynamic_events").splitlines())
+            self._known = known
         if not known.has(definition):
             if definition.event in known.events and definition.event not in self._defined:
                 self._remove(definition.event)

@@ -155,7 +155,7 @@ class TreeFiles(Files):
     def write(self, name: str, text: str) -> None:
         """Write to a file without O_TRUNC."""
         with self._opened(name, os.O_WRONLY) as opened:
-            write_all(lambda data: opened.write(data, 0), text)
+            write_all(lambda data: opened.write(data, opened.next_offset), text)
 
     def names(self, name: str) -> list[str]:
         """Return the names of all entries of a directory."""

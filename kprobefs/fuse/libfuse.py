@@ -45,6 +45,8 @@ from kprobefs.fuse.protocol import (
     HANDLE_FLAGS,
     IN_HEADER,
     MAX_ERRNO,
+    OPCODE,
+    OPCODE_OFFSET,
     OUT_HEADER,
     READ_IN,
     RELEASE_IN,
@@ -82,6 +84,8 @@ VALIDITY = 3600
 """Seconds for which the host's kernel may use a name that lasts without asking again."""
 RENAME_WINDOW = 1.0
 """Seconds after a rename(2) in which the host's kernel may still ask for the file that was replaced."""
+RELEASE_PAUSE = 0.0001
+"""Seconds between two checks whether other threads have answered their RELEASEs."""
 RETRY_DELAY = 0.01
 """Seconds until a reply for which there was no memory is tried again."""
 
@@ -530,14 +534,60 @@ def _look_up_again(reply: bytearray) -> None:
         OUT_HEADER.pack_into(reply, 0, size, -errno.ESTALE, unique)
 
 
+class _LoopState:
+    """The request that a thread of a SessionLoop has read last, as other threads see it."""
+
+    def __init__(self, request: bytearray) -> None:
+        self._request = request
+        self._stat = f"/proc/self/task/{threading.get_native_id()}/stat"
+
+    @property
+    def _opcode(self) -> int:
+        """Opcode of the request, or 0 if the thread has read none since clear()."""
+        opcode: int = OPCODE.unpack_from(self._request, OPCODE_OFFSET)[0]
+        return opcode
+
+    def clear(self) -> None:
+        """Forget the request, which has been answered."""
+        OPCODE.pack_into(self._request, OPCODE_OFFSET, 0)
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether the request is a RELEASE."""
+        return self._opcode == FUSE_RELEASE
+
+    def may_be_releasing(self) -> bool:
+        """Return False if the thread has no RELEASE that the host's kernel passed on before this call.
+
+        Hazard: the host's kernel takes a request out of its queue before it copies the request. Therefore a
+        thread without a request has none for sure only if it sleeps.
+        """
+        if not self._opcode and self._is_running():
+            return True
+        return self.is_releasing
+
+    def _is_running(self) -> bool:
+        try:
+            with open(self._stat, "rb") as stat_file:
+                return stat_file.read().rpartition(b")")[2].split()[:1] != [b"S"]
+        # The thread has ended.
+        except OSError:
+            return False
+
+
 class SessionLoop:
     """The loop that reads requests from /dev/fuse; any number of threads run it.
 
     It answers READ and RELEASE itself and passes all other requests to libfuse.
 
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. Therefore
+    a thread that has read a request waits for the RELEASEs that other threads have read before, if an open
+    file acts when it is closed.
+
     Replaces: fuse_session_loop().
-    Needed for: ReplyChannels, and a reply where the host has no memory, without which a client cannot even
-    be killed (test_session_loop.py:test_who_asks_where_there_is_no_memory_is_answered).
+    Needed for: ReplyChannels, a reply where the host has no memory, without which a client cannot even be
+    killed (test_session_loop.py:test_who_asks_where_there_is_no_memory_is_answered), and the effect of a
+    close(2) (test_session_loop.py:test_a_request_after_a_close_sees_its_effect).
     Gains: by READ a fifth of a small pread(2), and a quarter of one of 128 KiB, which libfuse copies again;
     by RELEASE 4 % of a round of open, read and close.
     """
@@ -548,17 +598,21 @@ class SessionLoop:
         replies: ReplyChannels,
         read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None],
         release: Callable[[int], object],
+        acting: Collection[int] = (),
     ) -> None:
         """Make a loop over a struct fuse_session.
 
         `read` takes uid, gid, pid, fh, offset, size, lock owner and flags. It returns the data, -errno, or
-        None if the read has to wait. `release` takes fh. Neither raises.
+        None if the read has to wait. `release` takes fh. Neither raises. `acting` has the fh of each open
+        file that acts when it is closed, until `release` has returned.
         """
         self._session = session
         self._replies = replies
         self._device = replies.device
         self._read = read
         self._release = release
+        self._acting = acting
+        self._states: list[_LoopState] = []
 
     def run(self) -> int:
         """Answer requests until the mount is gone, then return 0.
@@ -569,16 +623,29 @@ class SessionLoop:
             buffer = bytearray(self._replies.request_size)
             address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             refusal = _NO_MEMORY, memoryview(buffer)[UNIQUE]
+            state = _LoopState(buffer)
+            self._states.append(state)
         except MemoryError:
             return FAILED
+        try:
+            return self._answer(buffer, address, refusal, state)
+        finally:
+            self._states.remove(state)
+
+    def _answer(
+        self, buffer: bytearray, address: int, refusal: tuple[bytes, memoryview], state: _LoopState
+    ) -> int:
         while True:
             try:
+                state.clear()
                 try:
                     size = os.readv(self._device, (buffer,))
                 except OSError as error:
                     if error.errno in _INTERRUPTED:
                         continue
                     return 0 if error.errno == errno.ENODEV else FAILED
+                if self._acting:
+                    self._await_releases(state)
                 if not self._process(buffer, address, size):
                     self._refuse(refusal)
             # ctypes raises ArgumentError if there is no memory for an argument.
@@ -607,6 +674,14 @@ class SessionLoop:
         except OSError:
             pass
         return True
+
+    def _await_releases(self, own: _LoopState) -> None:
+        """Wait until no other thread has a RELEASE that it read before this call, except for a RELEASE."""
+        if own.is_releasing:
+            return
+        for state in self._states.copy():
+            while state is not own and state.may_be_releasing():
+                sleep(RELEASE_PAUSE)
 
     def _refuse(self, refusal: tuple[bytes, memoryview]) -> None:
         """Answer the latest request with ENOMEM, unless it is answered: its client cannot be killed."""

@@ -35,6 +35,8 @@ ATTRIBUTES_VALIDITY = 0.01
 PAGED_SIZE = 1 << 40
 """st_size of files that have pages. The host's kernel ends a splice(2) there without a request."""
 CACHED_CLIENTS = 500
+MAX_BACKGROUND = (1 << 16) - 1
+"""Number of requests without a waiting client that the host's kernel queues at once."""
 NAME_MAX = 255
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
@@ -107,12 +109,14 @@ class Server:
         # entry_timeout: the directory of a deleted event has to be gone at the next lookup.
         # attr_timeout: only the permission check that follows a lookup may use the lookup's attributes.
         # atomic_o_trunc: the effect of O_TRUNC, and its errno, belong to open(2).
+        # max_background: a RELEASE beyond it would enter the queue after later requests.
         # max_readahead: the reads after a splice(2) would miss a page that it has read ahead.
         options: dict[str, Any] = {
             "direct_io": True,
             "entry_timeout": 0,
             "attr_timeout": 0 if self._options.is_ordered else ATTRIBUTES_VALIDITY,
             "atomic_o_trunc": True,
+            "max_background": MAX_BACKGROUND,
             "max_readahead": 0,
             "use_ino": True,
             "hard_remove": True,
@@ -144,7 +148,9 @@ class Server:
             walks = operations.attributes.skip_client
             replies = libfuse.ReplyChannels(session, walks, operations.lasting, operations.clients_own)
             free_loops = FREE_LOOPS
-        workers = WorkerThreads(libfuse.SessionLoop(session, replies, read, close).run, free_loops)
+        workers = WorkerThreads(
+            libfuse.SessionLoop(session, replies, read, close, operations.acting).run, free_loops
+        )
         operations.blocking = workers.blocking
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
@@ -205,6 +211,7 @@ class _Operations:
         self.attributes = _AttributesFor()
         self.lasting = mount.lasting
         self.clients_own = mount.clients_own
+        self.acting = mount.acting
         self._status: dict[int, int] = {}
         """Handle -> its STATUS_FLAGS as set in the mount, unless these are 0."""
 

@@ -27,6 +27,9 @@ MAX_ERRNO = 511
 
 IN_HEADER = struct.Struct("=4xIQQIII4x")
 """struct fuse_in_header: opcode, unique, nodeid, uid, gid, pid."""
+OPCODE = struct.Struct("=I")
+OPCODE_OFFSET = 4
+"""Offset of the opcode in struct fuse_in_header."""
 READ_IN = struct.Struct("=QQI4xQI4x")
 """struct fuse_read_in: fh, offset, size, lock_owner, flags."""
 RELEASE_IN = struct.Struct("=Q")

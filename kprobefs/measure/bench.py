@@ -271,7 +271,8 @@ def _loop(kernel: Kernel, hits: int) -> Loop:
     """Make a loop of calls. The result is the next argument, and that of 0 is 0 again."""
     machine = kernel.machine
     arch = kernel.arch
-    turns, code = machine.alloc_pages(1), machine.text.alloc_text(arch.max_repetition)
+    turns = machine.alloc_pages(1)
+    code = machine.text.alloc_text(arch.max_repetition)
     machine.text.poke(code, arch.repetition(code, _target(kernel), turns))
     return code, lambda: machine.memory.write(turns, hits.to_bytes(8, "little"))
 

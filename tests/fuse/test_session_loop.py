@@ -50,6 +50,8 @@ for _ in range(50):
 _STRANGE = {511: 511, 512: errno.EIO, 524: errno.EOPNOTSUPP, 4095: errno.EIO}
 """What files of a kernel may answer, and what their clients get."""
 _TOO_MUCH = 1 << 20
+_ACTING = 8
+"""Handle of a file that acts when it is closed, which takes a while."""
 _COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
 """What it may say that it has written, of four bytes."""
 
@@ -60,6 +62,8 @@ class _Recorded:
     def __init__(self, says: int, clients_own: Collection[str]) -> None:
         self.lasting = ("kprobes", "machine", "scratch", "tracing")
         self.clients_own = clients_own
+        self.acting: set[int] = set()
+        self._closed_acting = 0
         self.lock = ControlLock()
         self._says = says
         self._removed: set[str] = set()
@@ -77,6 +81,8 @@ class _Recorded:
             raise KernelError(524)
         if path == "/kprobes":
             self._starve(3 * self._starves)
+        if path.endswith("/closed/file"):
+            return Stat(3, stat.S_IFREG | 0o644, 1, 0, 0, self._closed_acting)
         if path.endswith("/file"):
             return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
         return Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
@@ -88,6 +94,9 @@ class _Recorded:
         self._asked("open", path)
         if path.endswith("/gone/file"):
             self._removed.add(path)
+        if path.endswith("/acting/file"):
+            self.acting.add(_ACTING)
+            return _ACTING
         return 7
 
     def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
@@ -146,6 +155,10 @@ class _Recorded:
 
     def release(self, handle: int) -> None:
         self._asked("release", handle)
+        if handle == _ACTING:
+            sleep(0.005)
+            self._closed_acting += 1
+            self.acting.discard(handle)
         raise KernelError(errno.EIO)
 
     def statfs(self, _path: str) -> StatFs:
@@ -297,6 +310,21 @@ def test_reads_and_closes(place: Path) -> None:
         fd = os.open(place / "scratch/file", os.O_RDONLY)
         assert os.read(fd, 100) == _CONTENT
         os.close(fd)
+
+
+def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
+    """Of the last descriptor, whoever closes it: nobody waits for a RELEASE."""
+    with _served(place):
+        for count_ in range(1, 60):
+            fd = os.open(place / "scratch/acting/file", os.O_RDONLY)
+            if count_ % 3 == 0:
+                child = subprocess.Popen(["sleep", "0.01"], stdin=fd)
+                os.close(fd)
+                assert (place / "scratch/closed/file").stat().st_size == count_ - 1
+                child.wait(20)
+            else:
+                os.close(fd)
+            assert (place / "scratch/closed/file").stat().st_size == count_
 
 
 def _header(opcode: int, node: int, body: bytes) -> bytearray:

@@ -30,6 +30,12 @@ def test_the_first_alias_is_shown() -> None:
     assert str(aliases.lookup(0x2004)) == "append+0x4/0x7000"
 
 
+def test_all_names_at_an_address_are_found() -> None:
+    symbols = [Symbol("b", 8, "T"), Symbol("a", 8, "T"), Symbol("c", 16, "T"), Symbol("d", 0, "T")]
+    table = Kallsyms(symbols)
+    assert [table.names_at(address) for address in (0, 8, 9, 16, 17)] == [["d"], ["a", "b"], [], ["c"], []]
+
+
 def test_sizes_go_to_the_next_higher_address() -> None:
     symbols = table((0x2000, "T", "a"), (0x2000, "T", "b"), (0x2010, "T", "c"), (0x8000, "D", "d"))
     assert [symbol.size for symbol in symbols.symbols] == [0x10, 0x10, 0x5FF0, 0x1000]

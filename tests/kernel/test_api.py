@@ -26,6 +26,8 @@ from emulated_kernel import (
     MemoryFault,
     X86Regs,
 )
+from emulated_kernel.util.errors import WouldBlock
+from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [name for name in vars(Kernel) if not name.startswith("_")]
@@ -300,6 +302,52 @@ def test_control_files_without_a_mount(kernel: Kernel) -> None:
     with pytest.raises(KernelError) as raised:
         kernel.read_file("tracing/events")
     assert raised.value.errno == errno.EISDIR
+
+
+def test_modules_are_loaded_by_their_file(kernel: Kernel) -> None:
+    kernel.write_file("machine/modules", "load ktgt\n")
+    assert [module.name for module in kernel.loaded_modules()] == ["ktgt"]
+    kernel.write_file("machine/modules", "unload ktgt\n")
+    assert kernel.loaded_modules() == []
+    for text, name in (("reload ktgt\n", "EINVAL"), ("load nothing\n", "ENOENT")):
+        with pytest.raises(KernelError) as raised:
+            kernel.write_file("machine/modules", text)
+        assert raised.value.name == name
+
+
+class Full(OpenFile):
+    """A file that takes three bytes, and then none."""
+
+    def _write(self, data: bytes) -> int:
+        return len(data) if len(data) < 4 else 3 if data.startswith(b"some") else 0
+
+
+class Busy(OpenFile):
+    """A file that has no room now."""
+
+    def _write(self, data: bytes) -> int:
+        del data
+        raise WouldBlock("no room")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Full, "ENOSPC"), (Busy, "EAGAIN")])
+def test_text_that_a_file_does_not_take_is_an_error(
+    kernel: Kernel, kind: type[OpenFile], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Special(File):
+        opened_as = kind
+
+    tree = kernel.filesystem(further={"special": Special(0o600)})
+    monkeypatch.setattr(kernel, "filesystem", lambda: tree)
+    with pytest.raises(KernelError, match="machine/special: ") as raised:
+        kernel.write_file("machine/special", "some text")
+    assert raised.value.name == name
+
+
+def test_a_ring_that_is_too_large_is_an_error(kernel: Kernel) -> None:
+    with pytest.raises(KernelError, match="capacity") as raised:
+        kernel.hit_ring("di", capacity=1 << 40)
+    assert raised.value.name == "ENOMEM"
 
 
 def test_a_handler_may_read_and_write_but_not_sleep(kernel: Kernel) -> None:

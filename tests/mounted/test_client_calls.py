@@ -87,6 +87,53 @@ os.fsync(f)
     ]
 
 
+def test_a_marker_is_written_by_the_function_that_its_record_names(files: Files) -> None:
+    files.write("tracing/kprobe_events", "p:text tracing_mark_write\np:binary tracing_mark_raw_write\n")
+    files.write("tracing/events/kprobes/enable", "1")
+    script = "echo now > tracing/trace_marker; printf abcde > tracing/trace_marker_raw"
+    assert subprocess.run(["sh", "-c", script], cwd=files.root, timeout=TIMEOUT, check=False).returncode == 0
+    seen = [line.split(": ", 1)[1] for line in files.records()]
+    assert [each.split(":")[0].split()[0] for each in seen] == ["text", "tracing_mark_write", "binary", "#"]
+
+
+def test_a_list_of_functions_comes_through_a_pipe(files: Files) -> None:
+    """awk writes blocks, which end within names. The next command sees the list at once."""
+    script = "awk '{print $1}' tracing/available_filter_functions > tracing/%s; wc -l < tracing/%s"
+    expected = files.read("tracing/available_filter_functions").count("\n")
+    for name in ("set_ftrace_filter", "set_ftrace_notrace", "set_graph_function", "stack_trace_filter"):
+        done = subprocess.run(
+            ["sh", "-c", script % (name, name)],
+            cwd=files.root,
+            timeout=TIMEOUT,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        # "cat" and "wc" see the commands of set_ftrace_filter after its functions: there are none.
+        assert (done.stdout.strip(), done.stderr) == (str(expected), "")
+
+
+def test_a_word_goes_on_in_another_program(files: Files) -> None:
+    """The end of the first program closes a descriptor, but not the last one."""
+    name = "tracing/set_ftrace_filter"
+    script = f"{{ env printf vfs_re; env printf 'ad\\n'; }} > {name}; cat {name}"
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=files.root, timeout=TIMEOUT, check=False, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("vfs_read\n", "")
+    for number in range(20):
+        word = ("vfs_read", "vfs_open")[number % 2]
+        done = subprocess.run(
+            ["sh", "-c", f"printf {word} > {name}; cat {name}"],
+            cwd=files.root,
+            timeout=TIMEOUT,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.stdout, done.stderr) == (f"{word}\n", "")
+
+
 def test_the_umask_of_a_client(traced: Files) -> None:
     calls_of(
         traced,

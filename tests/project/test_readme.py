@@ -16,7 +16,7 @@ from tests.guests.linux import debian_kernel
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING = (
+EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY = (
     README.parent / "docs/guide" / name
     for name in (
         "examples.md",
@@ -25,6 +25,7 @@ EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING = (
         "assembly.md",
         "real-linux.md",
         "testing.md",
+        "library.md",
     )
 )
 SESSIONS = [
@@ -135,7 +136,7 @@ def test_it_begins_with_a_quick_start_and_the_readers_jobs() -> None:
         assert anchor in {each.lower().replace(" ", "-") for each in titles}, title
 
 
-@pytest.mark.parametrize(("page", "count"), [(README, 1), (FIRST, 2), (ASSEMBLY, 2)])
+@pytest.mark.parametrize(("page", "count"), [(README, 1), (FIRST, 2), (ASSEMBLY, 2), (LIBRARY, 8)])
 def test_the_python_examples_run(page: Path, count: int) -> None:
     examples = blocks("python", page)
     assert len(examples) == count

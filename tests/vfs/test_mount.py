@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import posixpath
 import signal
 import stat
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
@@ -22,6 +24,7 @@ from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.guests.linux.vmcore.vmcore_files import VmcoreFiles
 from emulated_kernel.guests.linux.vmcore.vmcore_fs import VmcoreFs
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
@@ -184,6 +187,10 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 DEFAULTS = dict.fromkeys(CHANGES, errno.EPERM) | {"truncate": errno.EINVAL, "create": errno.EACCES}
 
 
+def _no_guest(_client: Client | None) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("kind", ["default", "read only", "control", "scratch", "vmcore"])
 def test_no_change_is_enosys(kind: str, name: str, kernel: Kernel) -> None:
@@ -194,7 +201,7 @@ def test_no_change_is_enosys(kind: str, name: str, kernel: Kernel) -> None:
         "read only": ReadOnly,
         "control": control_fs,
         "scratch": lambda: scratch_fs(kernel),
-        "vmcore": lambda: VmcoreFs(nothing, lambda _client: nullcontext(), Owner(), ControlLock()),
+        "vmcore": lambda: VmcoreFs(nothing, _no_guest, _no_guest, Owner(), ControlLock()),
     }[kind]()
     try:
         getattr(fs, name)(CLIENT, *CHANGES[name])
@@ -207,6 +214,55 @@ def test_no_change_is_enosys(kind: str, name: str, kernel: Kernel) -> None:
     elif kind == "default":
         assert found == DEFAULTS[name]
     assert found != errno.ENOSYS
+
+
+def test_lookups_in_a_dump_begin_no_request() -> None:
+    """The host looks names up as often as it likes, so lookups must not let the guest's clock advance."""
+    entered: list[str] = []
+
+    @contextmanager
+    def request(_client: Client | None) -> Iterator[None]:
+        entered.append("request")
+        yield
+
+    @contextmanager
+    def look_up(_client: Client | None) -> Iterator[None]:
+        entered.append("lookup")
+        yield
+
+    class Files:
+        """Files of a dump that has one directory with a link."""
+
+        def lstat(self, _path: str) -> Stat:
+            return Stat(ino=1, mode=stat.S_IFDIR | 0o755, nlink=2, size=0, uid=0, gid=0)
+
+        def readdir(self, _path: str) -> list[DirEntry]:
+            return []
+
+        def readlink(self, _path: str) -> str:
+            return "target"
+
+        def read(self, _path: str, _size: int, _offset: int) -> bytes:
+            return b"text"
+
+    fs = VmcoreFs(cast("VmcoreFiles", Files()), request, look_up, Owner(), ControlLock())
+    fs.getattr("/files")
+    fs.readdir("/files", CLIENT)
+    fs.readlink(CLIENT, "/files/link")
+    assert entered == ["lookup"] * 3
+    assert fs.open(CLIENT, "/files/file", os.O_RDONLY).read(CLIENT, 4, 0) == b"text"
+    assert entered[3:] == ["request"] * 2
+
+
+def test_a_kernel_forgets_a_mount_that_nobody_uses(kernel: Kernel) -> None:
+    mount = kernel.mount()
+    mount.open(CLIENT, "/kprobe_events", os.O_RDONLY)
+    mount.close()
+    forgotten = weakref.ref(mount)
+    del mount
+    gc.collect()
+    assert forgotten() is None
+    kernel.register_kprobe(Kprobe("strlen"))
 
 
 @pytest.mark.parametrize("name", ["rename", "link"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import posixpath
 import stat
 
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.kstrtox import cpumask
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile
@@ -196,6 +198,167 @@ def test_lists(tree: NodeTree, name: str, line: str, empty: str) -> None:
     assert read(tree, name) == line
     files.truncate(tree, f"/tracing/{name}")
     assert read(tree, name) == empty
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "moved"),
+    [
+        ("tracing_on", "0\n", 1),
+        ("buffer_percent", "50\n", 1),
+        ("buffer_size_kb", "1408", 4),
+        ("per_cpu/cpu0/buffer_size_kb", "1408", 4),
+        ("trace_options", "markers", 7),
+        ("options/markers", "1", 1),
+        ("current_tracer", "nop", 3),
+        ("trace_clock", "local", 5),
+        ("tracing_cpumask", "1", 0),
+        ("saved_cmdlines_size", "128", 3),
+        ("tracing_thresh", "0", 0),
+        ("tracing_max_latency", "0", 0),
+        ("max_graph_depth", "0", 1),
+        ("stack_max_size", "0", 0),
+        ("snapshot", "0", 1),
+        ("trace", "ignored", 0),
+        ("set_event", "!kprobes:a\n", 11),
+        ("set_event_pid", "7 ", 2),
+        ("set_event_notrace_pid", "7 ", 2),
+        ("set_ftrace_pid", "7 ", 2),
+        ("set_ftrace_filter", "vfs_read ", 9),
+        ("set_ftrace_notrace", "vfs_read ", 9),
+        ("set_graph_function", "vfs_read ", 9),
+        ("set_graph_notrace", "vfs_read ", 9),
+        ("stack_trace_filter", "vfs_read ", 9),
+        ("events/enable", "0", 1),
+        ("events/kprobes/enable", "0", 1),
+        ("events/kprobes/a/enable", "0", 1),
+        ("events/kprobes/a/trigger", "traceoff\n", 9),
+        ("kprobe_events", "p:b vfs_read\n", 0),
+        ("dynamic_events", "p:b vfs_read\n", 0),
+        ("synthetic_events", "b int i\n", 0),
+        ("../kprobes/enabled", "1", 0),
+    ],
+)
+def test_a_read_after_a_write_begins_where_linux_has_the_position(
+    tree: NodeTree, name: str, data: str, moved: int
+) -> None:
+    """The answers are those of Debian's 6.1.176."""
+    path = posixpath.normpath(f"/tracing/{name}")
+    file = files.opened(tree, path, os.O_RDWR)
+    taken = file.write(data.encode(), 0)
+    assert taken == len(data)
+    after = file.read(1 << 16, taken)
+    assert after == file.read(1 << 16, 0)[moved:]
+
+
+def test_a_value_is_read_anew_after_a_write(tree: NodeTree) -> None:
+    file = opened(tree, "current_tracer", os.O_RDWR)
+    assert file.read(1, 0) == b"n"
+    assert file.write(b"function", 1) == 8
+    assert file.read(100, 1) == b"unction\n"
+
+
+def test_a_sysctl_is_read_and_written_at_its_start_only(tree: NodeTree) -> None:
+    file = files.opened(tree, "/sysctl/kernel/stack_tracer_enabled", os.O_RDWR)
+    assert [file.write(data, file.next_offset) for data in (b"0", b"1", b"nonsense")] == [1, 1, 8]
+    assert file.read(100, file.next_offset) == b""
+    assert file.read(100, 0) == b"0\n"
+    assert file.read(100, 1) == b""
+
+
+_FILTERS = (
+    ("set_ftrace_filter", "#### all functions enabled ####\n"),
+    ("set_ftrace_notrace", "#### no functions disabled ####\n"),
+    ("set_graph_function", "#### all functions enabled ####\n"),
+    ("set_graph_notrace", "#### no functions disabled ####\n"),
+    ("stack_trace_filter", "#### all functions enabled ####\n"),
+)
+
+
+@pytest.mark.parametrize(("name", "none"), _FILTERS)
+@pytest.mark.parametrize(
+    ("writes", "answers", "chosen"),
+    [
+        (["vfs_re", "ad\n"], [6, 3], "vfs_read"),
+        (["vfs_re", "ad"], [6, 2], "vfs_read"),
+        (["vfs_re", " ", "ad"], [6, "EINVAL", 2], ""),
+        (["nonsense"], [8], ""),
+        (["nonsense ", "vfs_write"], ["EINVAL", 9], "vfs_write"),
+        (["vfs_read:", "nonsense\n"], [9, "EINVAL"], ""),
+        (["vfs_read:nonsense"], [17], ""),
+        (["a" * 700, "vfs_write "], ["EINVAL", 10], ""),
+        (["a" * 660, "b" * 20, " ", "vfs_write"], [660, "EINVAL", 1, 9], ""),
+        (["vfs_write vfs_read", " vfs_open ", "  "], [10, 10, 2], "vfs_open vfs_write"),
+        (["vfs_write\0vfs_read", "\t", "\0"], [10, 1, 1], "vfs_write"),
+        (["vfs_write ", "vfs_open ", "!vfs_", "write"], [10, 9, 5, 5], "vfs_open"),
+    ],
+)
+def test_a_word_ends_at_a_blank_or_at_the_close(
+    tree: NodeTree, name: str, none: str, writes: list[str], answers: list[int | str], chosen: str
+) -> None:
+    """The answers are those of Debian's 6.1.176. The set changes at the close."""
+    file = opened(tree, name, os.O_RDWR | os.O_TRUNC)
+    found: list[int | str] = []
+    for data in writes:
+        try:
+            found.append(file.write(data.encode(), file.next_offset))
+        except KernelError as error:
+            found.append(error.name)
+    assert found == answers
+    assert read(tree, name) == none
+    tree.release(file)
+    assert sorted(read(tree, name).split("\n")[:-1]) == (chosen.split() or [none[:-1]])
+
+
+def test_a_write_at_position_0_begins_a_new_word(tree: NodeTree) -> None:
+    file = opened(tree, "set_ftrace_filter", os.O_WRONLY)
+    assert file.write(b"nonsense", 0) == 8
+    assert file.write(b"vfs_read", 0) == 8
+    tree.release(file)
+    assert read(tree, "set_ftrace_filter") == "vfs_read\n"
+
+
+def test_the_last_of_two_writers_decides(tree: NodeTree) -> None:
+    first = opened(tree, "set_ftrace_filter", os.O_WRONLY)
+    write(tree, "set_ftrace_filter", "vfs_open\n")
+    first.write(b"vfs_read\n", 0)
+    assert read(tree, "set_ftrace_filter") == "vfs_open\n"
+    tree.release(first)
+    assert read(tree, "set_ftrace_filter") == "vfs_read\n"
+
+
+def test_commands_take_effect_before_the_close(tree: NodeTree) -> None:
+    file = opened(tree, "set_ftrace_filter", os.O_RDWR | os.O_TRUNC)
+    assert [file.write(data, file.next_offset) for data in (b"vfs_read:trace", b"off:3\n")] == [14, 6]
+    command = "#### all functions enabled ####\nvfs_read:traceoff:count=3\n"
+    assert "".join(list(_lines(tree, "set_ftrace_filter"))) == command
+    file.write(b"vfs_open\n", file.next_offset)
+    assert "".join(list(_lines(tree, "set_ftrace_filter"))) == command
+    tree.release(file)
+    assert "".join(list(_lines(tree, "set_ftrace_filter"))) == command.replace(
+        "#### all functions enabled ####", "vfs_open"
+    )
+
+
+def test_a_list_of_all_functions_can_be_written_in_pieces(tree: NodeTree) -> None:
+    """As awk, head and dd write one: the pieces end within words."""
+    names_ = [line.split()[0] for line in _lines(tree, "available_filter_functions")]
+    data = "".join(f"{name}\n" for name in names_).encode()
+    file = opened(tree, "set_ftrace_filter", os.O_WRONLY | os.O_TRUNC)
+    for start in range(0, len(data), 509):
+        piece = data[start : start + 509]
+        while piece:
+            piece = piece[file.write(piece, file.next_offset) :]
+    tree.release(file)
+    assert _lines(tree, "set_ftrace_filter") == [f"{name}\n" for name in names_]
+
+
+def _lines(tree: NodeTree, name: str) -> list[str]:
+    file = opened(tree, name)
+    data = b""
+    while part := file.read(1 << 16, len(data)):
+        data += part
+    tree.release(file)
+    return data.decode().splitlines(keepends=True)
 
 
 def test_the_trace_stands_still_for_its_readers(kernel: Kernel, tree: NodeTree) -> None:

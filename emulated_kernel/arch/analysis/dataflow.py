@@ -50,6 +50,7 @@ def solve(effects: dict[int, Effect], everything: int) -> dict[int, int]:
                     if distance <= 0:
                         loops.append((addr + distance, seen))
                 behind = out
-            live[addr] = behind = reads | behind & keeps
+            behind = reads | behind & keeps
+            live[addr] = behind
         if all(known(head, everything) == seen for head, seen in loops):
             return live

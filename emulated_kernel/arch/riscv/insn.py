@@ -292,7 +292,8 @@ class _DecodeCache(dict[int, RiscvInsnAttributes]):
         key = length, word & _FACTS_BITS.get(word & 0x7F, 0xFFFFFFFF)
         facts = self._by_key.get(key)
         if facts is None:
-            facts = self._by_key[key] = RiscvInsnAttributes(*key)
+            facts = RiscvInsnAttributes(*key)
+            self._by_key[key] = facts
         self[bits] = facts
         return facts
 

@@ -312,7 +312,8 @@ class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]
     """(kinds of up to four instructions) -> reason against replacing them by a jump, or None."""
 
     def __missing__(self, kinds: tuple[int, int, int, int]) -> RejectReason | None:
-        self[kinds] = reason = self._reason(kinds)
+        reason = self._reason(kinds)
+        self[kinds] = reason
         return reason
 
     def _reason(self, kinds: tuple[int, int, int, int]) -> RejectReason | None:

@@ -19,6 +19,7 @@ from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.machine.guest_calls import MAX_ARGUMENTS
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
+from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 
@@ -154,10 +155,15 @@ class Guest:
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
-    def open_file(self, path: str, flags: int) -> int:
-        """Open a control file in the guest that the host has opened already; return the descriptor."""
+    def open_file(self, path: str, flags: int, writer: HostfsWriter = HostfsWriter.GENERAL) -> int:
+        """Open a control file in the guest that the host has opened already; return the descriptor.
+
+        `writer`: the function of the guest's kernel that writes to the file.
+        """
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-        return self.syscalls.open(self.processes.init, path, flags, hostfs=lambda _op, _buffer, _count: 0)
+        return self.syscalls.open(
+            self.processes.init, path, flags, hostfs=lambda _op, _buffer, _count: writer
+        )
 
     def close_file(self, fd: int, number: int | None = None) -> None:
         """Close a file in the task that ran last.

@@ -53,6 +53,22 @@ _TIMEKEEPER_AT = "tk_data.timekeeper"
 """Path of the timekeeper since Linux 6.13."""
 _COARSE = "timekeeper.coarse_nsec"
 """Path of the coarse time since Linux 6.15."""
+JIFFIES = "jiffies_64"
+"""Symbol of the number of ticks since the boot."""
+TICK_NSEC = "tick_nsec"
+"""Symbol of the length of a tick."""
+TICK_TIMES = "last_jiffies_update", "tick_next_period"
+"""Symbols of the times of the last tick that was counted and of the next tick."""
+TIMER_BASES = "timer_bases"
+"""Symbol of the CPU's timer wheels, and key of the size of a wheel."""
+PUNCTUAL = "timer_bases[]"
+"""Key of the number of wheels whose timers wake an idle CPU; they precede the wheel of deferrable timers."""
+_MIGRATING = "tmigr_cpu"
+"""Structure of kernels that have two punctual wheels (since Linux 6.9)."""
+RUN_QUEUES = "runqueues"
+"""Symbol of the CPU's run queue."""
+_OF_TICKS = JIFFIES, TICK_NSEC, *TICK_TIMES, TIMER_BASES, RUN_QUEUES
+_OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
 _BEHIND_COUNT = 8
 """Offset of the timekeeper before Linux 6.13: a sequence count and a lock without a size precede it."""
 ORDERS = "zone.free_area[]"
@@ -85,12 +101,12 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
     Raises: KernelError ENOEXEC (the kernel lacks one of them), ENODATA (it has no BTF).
     """
     symbols = {name: kernel.required(name) for name in _SYMBOLS}
-    for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS):
+    for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS, *_OF_TICKS):
         if (address := kernel.kallsyms.lookup_name(name)) is not None:
             symbols[name] = address
     try:
         offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
-        offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf)
+        offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf) | _of_timers(kernel.btf)
         current = kernel.per_cpu("current_task")
     except KernelError as error:
         if error.errno != ENOENT:
@@ -143,3 +159,11 @@ def _of_time(btf: Btf) -> dict[str, int]:
     if not found.keys() >= set(_OF_TIME):
         return {}
     return found | {TIMEKEEPER: btf.offset(_TIMEKEEPER_AT) if btf.has(_TIMEKEEPER_AT) else _BEHIND_COUNT}
+
+
+def _of_timers(btf: Btf) -> dict[str, int]:
+    """Return the offsets, size and number of timer wheels; empty if the kernel has other wheels."""
+    if not all(btf.has(path) for path in _OF_TIMERS):
+        return {}
+    wheels = {TIMER_BASES: btf.size("timer_base"), PUNCTUAL: 2 if btf.has(_MIGRATING) else 1}
+    return {path: btf.offset(path) for path in _OF_TIMERS} | wheels

@@ -127,7 +127,8 @@ class Btf:
         number = self._found.get((kind, name))
         if number is None:
             found = (each for each in self._named(name) if self._type(each).kind is kind)
-            number = self._found[kind, name] = min(found, default=0)
+            number = min(found, default=0)
+            self._found[kind, name] = number
         if not number:
             raise KernelError(ENOENT, f"this kernel's BTF has no {kind.name.lower()} {name}")
         return number

@@ -7,10 +7,11 @@ import logging
 import mmap
 from array import array
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import fields
 from errno import ENODATA
 from functools import cached_property
 from itertools import starmap
+from typing import Any
 
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
@@ -37,8 +38,8 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     parts |= {name: array("Q", getattr(kernel, name)).tobytes() for name in _ADDRESSES}
     try:
         starts, names = kernel.btf.index
-        events = json.dumps([astuple(event) for event in kernel.events]).encode()
-        calls = json.dumps([astuple(call) for call in kernel.syscalls]).encode()
+        events = json.dumps(kernel.events, default=_values).encode()
+        calls = json.dumps(kernel.syscalls, default=_values).encode()
         parts |= {"btf.starts": starts, "btf.names": names, "events": events, "syscalls": calls}
     except KernelError as error:
         # A mount of the kernel's own tracefs needs neither types nor events.
@@ -47,11 +48,19 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     about = {
         "entry": memory.entry,
         "segments": [(each.va, each.pa, each.mem_size, each.flags) for each in memory.segments],
-        "sections": {name: astuple(section) for name, section in memory.sections.items()},
+        "sections": dict(memory.sections),
         "tables": {name: getattr(kernel, name) for name in _ENTRIES},
-        "bugs": [astuple(bug) for bug in kernel.bugs.values()],
+        "bugs": [*kernel.bugs.values()],
     }
-    return {"about": json.dumps(about).encode(), **parts}
+    return {"about": json.dumps(about, default=_values).encode(), **parts}
+
+
+def _values(entry: Any) -> list[Any]:
+    """Return the values of the fields of an entry, a dataclass.
+
+    Unlike astuple(), copy none of them, which would take most of the time.
+    """
+    return [getattr(entry, field.name) for field in fields(entry)]
 
 
 _MUCH = 1 << 20

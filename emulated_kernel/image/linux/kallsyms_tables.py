@@ -7,10 +7,9 @@ absolute or offsets from a base; offsets of per-CPU variables may be absolute. v
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
@@ -19,8 +18,11 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _TOKENS = 256
 _MARKED = 256
 """Number of names per marker."""
-_DIGITS = re.compile(b"(?<=\\x00)" + b"".join(b"%d\\x00" % digit for digit in range(10)))
-"""The tokens for "0" to "9" in the token table; digits practically always keep their own tokens."""
+_DIGITS = b"\0" + b"".join(b"%d\0" % digit for digit in range(10))
+"""The tokens for "0" to "9" in the token table, and the end of the token before them.
+
+Digits practically always keep their own tokens.
+"""
 _FIRST_DIGIT = ord("0")
 _TOKEN_TABLE_LIMIT = 1 << 14
 _TYPES = frozenset(bytes((letter,)) for letter in b"aAbBcCdDgGiInNpPrRsStTuUvVwW-?")
@@ -78,13 +80,18 @@ def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
 
 def _token_tables(data: bytes) -> Iterator[_Tokens]:
     """Yield the token tables: those with ten consecutive digit tokens and a matching index after them."""
-    for match in islice(_DIGITS.finditer(data), _MOST_TABLES):
-        for start in range(match.start(), max(match.start() - _TOKEN_TABLE_LIMIT, -1), -1):
-            if start % _ALIGNMENT == 0:
-                tokens = _tokens_at(data, start, match.start())
-                if tokens:
-                    yield tokens
-                    break
+    digits = 0
+    for _ in range(_MOST_TABLES):
+        # A regular expression would search for ten times as long.
+        digits = data.find(_DIGITS, digits) + 1
+        if not digits:
+            return
+        last = digits - digits % _ALIGNMENT
+        for start in range(last, max(digits - _TOKEN_TABLE_LIMIT, -1), -_ALIGNMENT):
+            tokens = _tokens_at(data, start, digits)
+            if tokens:
+                yield tokens
+                break
 
 
 def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
@@ -111,17 +118,28 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
     first += -first % _ALIGNMENT
     end = tokens.start - tokens.start % _ALIGNMENT
     words = memoryview(data)[first:end].cast("I")
-    for index in range(len(words) - 2, -1, -2):
+    for index in _before_zeros(words):
         count = words[index]
         if budget.names <= 0:
             return None
-        if words[index + 1] or not 0 < count <= _MOST_SYMBOLS or count * 2 > (len(words) - index) * 4:
+        if not 0 < count <= _MOST_SYMBOLS or count * 2 > (len(words) - index) * 4:
             continue
         start = first + index * 4
         names = _names_at(data, start + _ALIGNMENT, count, tokens, budget)
         if names:
             return _Names(start, names)
     return None
+
+
+def _before_zeros(words: memoryview) -> Iterator[int]:
+    """Yield the even indices, from the last to the first, of words that a zero follows."""
+    following = words[1::2].tobytes()
+    at = len(following)
+    while (at := following.rfind(bytes(4), 0, at)) >= 0:
+        if not at % 4:
+            yield at // 2
+        # The next zeros may begin one byte before these.
+        at += 3
 
 
 def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget) -> list[bytes] | None:

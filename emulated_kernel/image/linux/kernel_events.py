@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from errno import ENOENT
 
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.unusable import unusable
@@ -55,7 +56,8 @@ class Structures:
         place = self._places.get(path)
         if place is None:
             offset, member = self.btf.locate(path)
-            place = self._places[path] = offset, member.width
+            place = offset, member.width
+            self._places[path] = place
         offset, width = place
         if not width:
             return int.from_bytes(self.vmlinux.read(address + offset // 8, size), "little")
@@ -89,7 +91,7 @@ def kernel_events(
     """
     structures.begin()
     constants = eval_maps(structures, maps)
-    flag = structures.btf.constants.get("TRACE_EVENT_FL_TRACEPOINT", 0)
+    flag = _constant(structures.btf, "TRACE_EVENT_FL_TRACEPOINT")
     has_key = structures.btf.has("tracepoint.key") and structures.btf.has("trace_event_class.probe")
     for address in calls:
         system = _system(structures, address)
@@ -103,6 +105,16 @@ def kernel_events(
             tuple(_fields(structures, address, values)),
             *(_tracepoint(structures, address) if is_tracepoint and has_key else _NO_TRACEPOINT),
         )
+
+
+def _constant(btf: Btf, name: str) -> int:
+    """Return the value of an enumerator, or 0 if there is none."""
+    try:
+        return btf.constant(name)
+    except KernelError as error:
+        if error.errno != ENOENT:
+            raise
+        return 0
 
 
 def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[str, int]]:
@@ -194,16 +206,21 @@ def kernel_syscalls(
         yield SyscallDefinition(numbers.get(name.removeprefix("sys_"), -1), name, types, args)
 
 
-def syscall_numbers(vmlinux: LinkedMemory, table: int, names: Mapping[int, list[str]]) -> dict[str, int]:
-    """Return name without sys_ -> number, from sys_call_table at `table`; `names` maps address -> symbols."""
+def syscall_numbers(
+    vmlinux: LinkedMemory, table: int, names_at: Callable[[int], Sequence[str]]
+) -> dict[str, int]:
+    """Return name without sys_ -> number, from sys_call_table at `table`.
+
+    `names_at` returns the names of the symbols at an address.
+    """
     found: dict[str, int] = {}
     for number in range(_MOST_SYSCALLS):
         try:
             entry = int.from_bytes(vmlinux.read(table + 8 * number, 8), "little")
         except KernelError:
             break
-        symbols = names.get(entry)
-        if symbols is None:
+        symbols = names_at(entry)
+        if not symbols:
             break
         for symbol in symbols:
             for prefix in _SYSCALL_PREFIXES:

@@ -290,10 +290,7 @@ class LinuxKernel:
         return tuple(kernel_syscalls(self._structures, text_tables.words(self._table(_SYSCALLS)[1]), numbers))
 
     def _syscall_numbers(self, table: int) -> dict[str, int]:
-        names: dict[int, list[str]] = {}
-        for symbol in self.kallsyms.symbols:
-            names.setdefault(symbol.address, []).append(symbol.name)
-        return syscall_numbers(self.vmlinux, table, names)
+        return syscall_numbers(self.vmlinux, table, self.kallsyms.names_at)
 
     def _table(self, place: _TablePlace) -> tuple[int, bytes]:
         """Return address and contents of a table; (0, b"") if the kernel doesn't have it."""

@@ -18,7 +18,7 @@ _MASK = (1 << 8 * CELL_SIZE) - 1
 
 
 class PerCpuVars(MutableMapping[str, int]):
-    """The cells of a probe by name: one unsigned 64-bit number per CPU.
+    """The cells of a probe by name, a mapping: one unsigned 64-bit number per CPU.
 
     Reading a cell returns the sum over all CPUs modulo 2**64. Writing sets the first CPU's number, and the
     others to 0. Cells can be set before the probe is registered, and keep their values after it is
@@ -57,7 +57,7 @@ class PerCpuVars(MutableMapping[str, int]):
     def __len__(self) -> int:
         return len(self._values if self._live is None else self._live)
 
-    def attach(self, live: dict[str, list[memoryview]]) -> None:
+    def _attach(self, live: dict[str, list[memoryview]]) -> None:
         """Move the cells to guest memory, with their current values.
 
         Raises: KernelError EINVAL (the code doesn't use a cell that was set).
@@ -70,7 +70,7 @@ class PerCpuVars(MutableMapping[str, int]):
                 view[0] = value
         self._live = live
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Move the values out of guest memory again."""
         self._values = {name: self.per_cpu(name) for name in self}
         self._live = None
@@ -112,7 +112,7 @@ class AssembledHandlers:
             self._assemblies = {
                 moment: assembler.assemble(source, offsets) for moment, source in sources.items()
             }
-            cells.attach({name: self._views(at) for name, at in offsets.items()})
+            cells._attach({name: self._views(at) for name, at in offsets.items()})
         except KernelError:
             self.free()
             raise
@@ -148,7 +148,7 @@ class AssembledHandlers:
 
     def detach(self) -> None:
         """Keep the values of the cells after the probe was unregistered."""
-        self._cells.detach()
+        self._cells._detach()
 
     def free(self) -> None:
         """Free the guest memory. No CPU may run the code any more."""

@@ -98,7 +98,7 @@ class Compiler:
 
     def contains(self, address: int) -> bool:
         """Return True if an address lies in a handler, where a record may be half written."""
-        return self._text.may_be_allocated(address) and any(code.contains(address) for code in self.codes)
+        return address in self._text.generated and any(code.contains(address) for code in self.codes)
 
     def keep_sample(self, head: AggrKprobe, regs: Any) -> None:
         """Keep the registers of a hit. Benchmarks run the compiled handler on them."""
@@ -224,6 +224,34 @@ class Compiler:
         )
         handler = arch.handler_code(builder.program(), 0, live)
         return self._write(builder, handler, arch.jump_size, self._going_on_at(ret))
+
+    @_or_none
+    def jump(self, target: int) -> CompiledCode | None:
+        """Create one instruction that jumps to `target`; None if there is no room for the code.
+
+        Many sites can call it, and lead_to() then changes where all of them lead.
+        """
+        try:
+            buffer = self._text.alloc_text(self._arch.jump_size)
+        except HardwareError:
+            return None
+        code = CompiledCode(buffer, self._arch.jump_size, buffer, (), ())
+        if not self.lead_to(code, target):
+            self._text.free_text(buffer)
+            return None
+        self.codes[code] = None
+        return code
+
+    def lead_to(self, jump: CompiledCode, target: int) -> bool:
+        """Let a jump of jump() lead to `target`; return False if that is out of its reach."""
+        if jump.target != target:
+            try:
+                insn = self._arch.relative_jump(jump.address, target)
+            except KernelError:
+                return False
+            self._text.poke(jump.address, insn)
+            jump.target = target
+        return True
 
     @_or_none
     def as_handler(self, builder: ProgramBuilder, address: int, target: int) -> CompiledCode | None:

@@ -312,8 +312,9 @@ class FtraceSites:
         Python handles the calls of all other sites.
         """
         self._lock.assert_held()
+        before = ops.codes
         ops.codes = codes
-        self._update(ops.sites)
+        self._update([site for site in ops.sites if before.get(site) != codes.get(site)])
 
     def _join(self, ops: FtraceOps, sites: Iterable[int]) -> None:
         if ops not in self._ops:

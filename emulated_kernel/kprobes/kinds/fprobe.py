@@ -48,7 +48,7 @@ class FprobeRegs(Enum):
 CALLED = 3
 """The virtual register in which programs find the function's address."""
 FprobeHandler: TypeAlias = Callable[["Fprobe[RegsT]", int, RegsT, memoryview], object]
-"""(fprobe, address of the function, registers, the call's private data)"""
+"""Takes the fprobe, the address of the function, the registers and the call's own data."""
 
 
 @dataclass(eq=False)
@@ -115,14 +115,6 @@ class Fprobe(FailureCount, Generic[RegsT]):
     def nmissed(self) -> int:
         """Number of calls missed since the registration, because no instance or no room for code was left."""
         return self._missed + (0 if self.hook is None else self.hook.missed)
-
-    def leave_hook(self) -> ReturnHook | None:
-        """Drop the return hook and return it; keep its count of missed calls."""
-        hook = self.hook
-        missed = self.nmissed
-        self.hook = None
-        self._missed = missed
-        return hook
 
 
 class PartialRegs:
@@ -247,8 +239,10 @@ class Fprobes:
         self._kprobes.compiler.drop_asm_thunks(registered)
         # The caller may be the fprobe's own handler, so make no more guest code for it.
         registered.is_python = True
-        hook = fp.leave_hook()
+        hook = fp.hook
         if hook is not None:
+            fp._missed += hook.missed
+            fp.hook = None
             self._hooks.remove(hook)
         self._forget_assembly(fp)
         fp.functions = ()

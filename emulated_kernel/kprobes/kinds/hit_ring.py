@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import field
+from errno import ENOMEM
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -24,6 +25,8 @@ from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 _COUNT = 0
@@ -57,7 +60,8 @@ class HitRing:
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
         """Allocate the rings.
 
-        Raises: ValueError (capacity is not a power of 2, or unknown register), HardwareError (no memory).
+        Raises: ValueError (capacity is not a power of 2, or unknown register), KernelError
+        ENOMEM.
         """
         if capacity < 1 or capacity & (capacity - 1):
             raise ValueError(f"capacity: {capacity} is not a power of 2")
@@ -65,8 +69,10 @@ class HitRing:
             if name not in arch.pt_regs:
                 raise ValueError(f"registers: no register {name}")
         self._machine = machine
-        self._memory = cells = machine.records
-        self._word = word = arch.word_size
+        cells = machine.records
+        self._memory = cells
+        word = arch.word_size
+        self._word = word
         self._registers = tuple(registers)
         self._kept = frozenset() if arch.returns is None else arch.returns.live.registers
         self._capacity = capacity
@@ -74,15 +80,25 @@ class HitRing:
         self._shift = (words * word).bit_length() - 1
         code = "Q" if word == 8 else "I"
         self._entry = struct.Struct(f"<{_FIXED + len(registers)}{code}")
-        self._offset = cells.alloc_percpu(2 * word)
+        try:
+            self._offset = cells.alloc_percpu(2 * word)
+        except HardwareError as error:
+            raise KernelError(ENOMEM, f"hit_ring: {error}; close another ring") from error
         self._cells = [cell.cast(code) for cell in cells.cells(self._offset, 2 * word)]  # type: ignore[call-overload]
         """For each CPU: number of hits so far, and address of its entries."""
-        self._starts = [self._new_ring(cell) for cell in self._cells]
-        self._views = [cells.view(start, capacity << self._shift) for start in self._starts]
+        self._views: list[memoryview] = []
+        try:
+            for cell in self._cells:
+                self._add_ring(cell)
+        except HardwareError as error:
+            self.close()
+            raise KernelError(ENOMEM, f"hit_ring: {error}; use a smaller capacity") from error
 
-    def _new_ring(self, cell: memoryview) -> int:
-        cell[1] = address = self._memory.alloc_pages(self._capacity << self._shift)
-        return address
+    def _add_ring(self, cell: memoryview) -> None:
+        size = self._capacity << self._shift
+        start = self._memory.alloc_pages(size)
+        cell[1] = start
+        self._views.append(self._memory.view(start, size))
 
     def probe(self, **place: Any) -> Kprobe[Any]:
         """Return a probe that records its hits here; the caller registers it. `place` is as for Kprobe."""
@@ -132,9 +148,9 @@ class HitRing:
 
     def close(self) -> None:
         """Free the ring's memory; none of its probes may be registered."""
-        for view, start in zip(self._views, self._starts, strict=True):
+        for view, cell in zip(self._views, self._cells, strict=False):
             view.release()
-            self._memory.free_pages(start)
+            self._memory.free_pages(cell[1])
         self._memory.free_percpu(self._offset)
 
     def _note(self, address: int, regs: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias
 
 from emulated_kernel.arch.arch_hooks import Arch, Registers
 from emulated_kernel.kprobes.aggr_kprobe import JPROBE
@@ -28,7 +28,8 @@ The jprobe's function may overwrite the arguments there.
 """
 
 
-JprobeHandler = Callable[..., object]
+JprobeHandler: TypeAlias = Callable[..., object]
+"""Takes the arguments of the probed function as integers."""
 
 
 @dataclass(eq=False)

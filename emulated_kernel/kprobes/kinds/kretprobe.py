@@ -28,6 +28,7 @@ _CLEARED_DATA_SIZE = 64
 KretprobeInstance = RethookNode
 """What handlers get: one call of the probed function, from its entry to its return."""
 KretprobeHandler: TypeAlias = Callable[[KretprobeInstance, RegsT], object]
+"""Takes the call and the registers at its entry or return."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,19 +75,12 @@ class Kretprobe(Kprobe[RegsT]):
 
     @property
     def nmissed(self) -> int:
+        """Number of calls that were not handled: missed hits of the entry, and `instances_missed`."""
         return self._missed + self.instances_missed
 
     @nmissed.setter
     def nmissed(self, value: int) -> None:
         self._missed = value - self.instances_missed
-
-    def leave_hook(self) -> ReturnHook | None:
-        """Drop the return hook and return it; keep its counts."""
-        hook = self.hook
-        counts = (self.instances_missed, self.returns)
-        self.hook = None
-        self._ended = counts
-        return hook
 
 
 class Kretprobes:
@@ -160,8 +154,11 @@ class Kretprobes:
             self._kprobes.handler_changed(rp)
 
     def _release(self, rp: Kretprobe) -> None:
-        hook = rp.leave_hook()
+        """Remove the return hook, and keep its counts."""
+        hook = rp.hook
         if hook is not None:
+            rp._ended = (hook.missed, hook.returned)
+            rp.hook = None
             self.hooks.remove(hook)
 
     def unregister_kretprobe(self, rp: Kretprobe) -> None:

@@ -128,7 +128,8 @@ class TaskFields:
         self._known: dict[int, memoryview] = {}
         self._currents: dict[int, memoryview] = {}
         """Per-CPU area -> live word with the CPU's current task."""
-        self._offset = rethooks = abi.get("task_struct.rethooks")
+        rethooks = abi.get("task_struct.rethooks")
+        self._offset = rethooks
         self._current_at = abi.get("percpu.current_task")
         self._current: memoryview | None = None
         self.cpu = 0

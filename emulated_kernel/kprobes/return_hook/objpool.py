@@ -52,7 +52,8 @@ class ObjpoolStack(RethookListStack):
     def _fill_pool(self, hook: int, nodes: range) -> None:
         words = self.words
         word = self.words.word_size
-        slots = words[hook + POOL * word] = words.alloc(self.cpus * word)
+        slots = words.alloc(self.cpus * word)
+        words[hook + POOL * word] = slots
         stride = self.stride(hook)
         rings = words.alloc(self.cpus * stride)
         for cpu in range(self.cpus):

@@ -111,7 +111,8 @@ class RetStack(ShadowStack):
         stack = self._stacks.get(task)
         if stack is None:
             size = SHADOW_STACK_SIZE + _COUNTS * self.words.word_size
-            stack = self._stacks[task] = self.words.alloc(size)
+            stack = self.words.alloc(size)
+            self._stacks[task] = stack
         self.words[stack + self.used_at] = 0
         self.tasks.of(task)[RET_STACK] = stack
 

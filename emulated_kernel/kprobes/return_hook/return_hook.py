@@ -23,12 +23,16 @@ class RethookNode:
 
     hook: ReturnHook
     node: int = field(metadata=ADDRESS)
-    """Where it stands in the shadow stack's memory; an address."""
+    """Address of the call's node in the memory of the shadow stack."""
     task: int = field(metadata=ADDRESS)
+    """Address of the task's struct task_struct."""
     ret_addr: int = field(default=0, metadata=ADDRESS)
-    """What was replaced; of several hooks on a function all but one have the trampoline here."""
+    """Address to which the function returns.
+
+    If several probes hook the call, all but one of them see the trampoline.
+    """
     frame: int = field(default=0, metadata=ADDRESS)
-    """Address of the stack slot."""
+    """Address of the stack slot that had the return address."""
 
     @property
     def data(self) -> memoryview:
@@ -37,7 +41,7 @@ class RethookNode:
 
     @property
     def data_address(self) -> int:
-        """Guest address of the private bytes."""
+        """Guest address of `data`."""
         return self.hook.stack.data_address(self.node)
 
     @property

@@ -44,7 +44,8 @@ class ContextExceptionState:
 
     def __init__(self, engine: Engine, error_code_offset: int, in_flight_offset: int) -> None:
         self._engine = engine
-        self._context = context = engine.context_alloc()
+        context = engine.context_alloc()
+        self._context = context
         assert context.value is not None
         self._error = ctypes.c_int32.from_address(context.value + error_code_offset)
         self._in_flight = ctypes.c_int32.from_address(context.value + in_flight_offset)

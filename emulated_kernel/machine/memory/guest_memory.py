@@ -162,9 +162,10 @@ class GuestPool:
         """Number of allocated bytes."""
         return self._pool.used
 
-    def __contains__(self, va: int) -> bool:
-        """Return True if an address is in a mapped page of the window."""
-        return self._pool.base <= va < self._mapped
+    @property
+    def mapped(self) -> range:
+        """Addresses of the window that are mapped."""
+        return range(self._pool.base, self._mapped)
 
     def _extend(self, missing: int) -> None:
         size = -(-missing // _CHUNK) * _CHUNK

@@ -45,7 +45,8 @@ _STORE = bytes.fromhex("2330b500")  # sd a1, 0(a0)
 _JUMP = bytes.fromhex("67000500")  # jr a0
 _NOP = bytes.fromhex("13000000")
 _NEXT = bytes.fromhex("6f004000")  # j .+4
-_ONE, _TWO = bytes.fromhex("13051000"), bytes.fromhex("13052000")  # li a0, 1; li a0, 2
+_ONE = bytes.fromhex("13051000")  # li a0, 1
+_TWO = bytes.fromhex("13052000")  # li a0, 2
 _ILLEGAL = bytes(4)
 _SRET = bytes.fromhex("73002010")
 _READ_TRAP_REGISTERS = bytes.fromhex("73251014f325201473263014")  # csrr a0, sepc; a1, scause; a2, stval
@@ -68,7 +69,8 @@ class ContextBadAddress:
 
     def __init__(self, engine: Engine, offset: int) -> None:
         self._engine = engine
-        self._context = context = engine.context_alloc()
+        context = engine.context_alloc()
+        self._context = context
         assert context.value is not None
         self._cell = ctypes.c_uint64.from_address(context.value + offset)
 

@@ -33,7 +33,8 @@ _READ = bytes.fromhex("8b03")  # mov eax, [rbx]
 _WRITE = bytes.fromhex("8903")  # mov [rbx], eax
 _JUMP = bytes.fromhex("ffe3")  # jmp rbx
 _NEXT = bytes.fromhex("eb00")  # jmp .+2
-_ONE, _TWO = bytes.fromhex("b801000000"), bytes.fromhex("b802000000")  # mov eax, 1; mov eax, 2
+_ONE = bytes.fromhex("b801000000")  # mov eax, 1
+_TWO = bytes.fromhex("b802000000")  # mov eax, 2
 _STEP_NEXT = bytes.fromhex("9c 804c240101 9d")  # pushf; orb $1, 1(%rsp); popf
 _UNMAPPED = 0x1000
 

@@ -255,9 +255,10 @@ class Text:
         """
         return self._slots.alloc(size)
 
-    def may_be_allocated(self, va: int) -> bool:
-        """Return True if an address is in the space of `alloc_text`."""
-        return va in self._slots
+    @property
+    def generated(self) -> range:
+        """Addresses of the pages for generated code: slots, detours, trampolines and stubs."""
+        return self._slots.mapped
 
     def free_text(self, va: int) -> None:
         """Free memory from `alloc_text`; it is filled with breakpoints, so that a late jump to it traps.

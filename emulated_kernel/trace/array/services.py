@@ -47,8 +47,8 @@ class TracingServices:
     cmdlines: SavedCmdlines
     printk: Callable[[str], None]
     """Adds a line to the kernel's log."""
+    clocks: ClockSource
     release: str = RELEASE
-    clocks: ClockSource = field(default_factory=ClockSource)
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     is_expanded: bool = False
     """Whether buffers have their full size. They stay small until something is traced.

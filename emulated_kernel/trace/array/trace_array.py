@@ -305,7 +305,7 @@ class TraceArray(ArrayRings, Recorder):
             # The mark is written even if recording is switched off.
             self.buffers[0].disabled = False
             entry = TRACE_ENTRY.pack(EntryType.PRINT, 0, 0, 0)
-            self.buffers[0].write(entry + print_entry(REBOOT_MARK, self.system.arch.word_size), self.now())
+            self.buffers[0].write(entry + self._marker(REBOOT_MARK), self.now())
             self.apply_switches()
 
     def write_marker(self, data: bytes) -> int:
@@ -321,10 +321,15 @@ class TraceArray(ArrayRings, Recorder):
         text = data[:MARKER_LIMIT]
         system = self.system
         recorded = system.markers.written(self, text, system.current_ctx) if self._tracing_on else None
-        self._write_mark(EntryType.PRINT, print_entry(text, system.arch.word_size))
+        self._write_mark(EntryType.PRINT, self._marker(text))
         if recorded is not None:
             recorded()
         return len(text)
+
+    def _marker(self, text: bytes) -> bytes:
+        """Return the payload of a marker."""
+        system = self.system
+        return print_entry(text, system.markers.marker_ip, system.arch.word_size)
 
     def write_raw_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker_raw and return the bytes taken.

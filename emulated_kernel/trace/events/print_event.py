@@ -12,7 +12,6 @@ from emulated_kernel.trace.ring.trace_entry import (
     AddressStyle,
     EntryType,
     EventField,
-    marker_ip,
 )
 from emulated_kernel.trace.symbols import KernelSymbols
 
@@ -47,13 +46,15 @@ class FtraceEntryEvent(TraceEvent):
 class PrintEvent(FtraceEntryEvent):
     """Event ftrace:print. Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1)."""
 
-    def __init__(self, word_size: int) -> None:
+    def __init__(self, word_size: int, marker_ip: int) -> None:
+        """Make the event. `marker_ip` is the address of the code that writes markers."""
         fields = (
             EventField("unsigned long", "ip", COMMON_SIZE, word_size, False),
             EventField("char[]", "buf", COMMON_SIZE + word_size, 0, True),
         )
         print_fmt = '"%ps: %s", (void *)REC->ip, REC->buf'
         super().__init__(EntryType.PRINT, "print", fields, print_fmt, word_size)
+        self.marker_ip = marker_ip
 
     def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
         """Run the triggers of a trace array before a marker is recorded there.
@@ -65,6 +66,6 @@ class PrintEvent(FtraceEntryEvent):
         file = self.files.get(recorder)
         if file is None or not file.triggers:
             return None
-        payload = marker_ip(self._word_size).to_bytes(self._word_size, "little") + text + b"\0"
+        payload = self.marker_ip.to_bytes(self._word_size, "little") + text + b"\0"
         deferred = file.run_on_entry(recorder.entry(self, payload, hit), hit)
         return lambda: file.run_deferred(deferred, hit)

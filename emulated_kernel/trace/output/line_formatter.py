@@ -201,7 +201,8 @@ class LineFormatter:
         key = (pid, entry.cpu, flags, preempt)
         task = self._tasks.get(key)
         if task is None:
-            task = self._tasks[key] = self._task(*key)
+            task = self._task(*key)
+            self._tasks[key] = task
         if self._in_ns:
             seconds, usecs = divmod(ns_to_usecs(entry.time_stamp), 1_000_000)
             context = f"{task} {seconds:5d}.{usecs:06d}: "

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Collection
 from enum import IntFlag, auto
 
-from emulated_kernel.trace.output.tracer_options import NopOption, TracerOptions
+from emulated_kernel.trace.output.tracer_options import BLK_CLASSIC, NopOption, TracerOptions
 from emulated_kernel.util.errors import KernelError
 
 _WRITE_LIMIT = 64
@@ -112,13 +112,14 @@ class TraceOptions:
         """Return the names of all options, or of those for which an instance has files."""
         hidden = TOP_LEVEL_OPTIONS if instance else TraceOption(0)
         own = (name for name, option in OPTION_NAMES.items() if option not in hidden)
-        return (*own, *self.of_tracers.names(self._tracers()))
+        others = () if instance else self.of_tracers.others
+        return (*own, *self.of_tracers.names(self._tracers()), *others)
 
     def get(self, name: str) -> bool:
         """Return whether an option is on. Raises: KernelError EINVAL (an unknown name)."""
         if option := OPTION_NAMES.get(name):
             return option in self.flags
-        if name not in self.of_tracers.names(self._tracers()):
+        if name not in (*self.of_tracers.names(self._tracers()), *self.of_tracers.others):
             raise KernelError(errno.EINVAL, f"{name!r}: no such option; see trace_options")
         return self.of_tracers.is_on(name)
 
@@ -149,6 +150,11 @@ class TraceOptions:
         self.of_tracers.switch(name, on=on)
         if differs:
             self._tracer_changed(name)
+        if name == BLK_CLASSIC:
+            self.flags = (
+                self.flags & ~TraceOption.CONTEXT_INFO if on else self.flags | TraceOption.CONTEXT_INFO
+            )
+            self._changed()
 
     def write(self, data: bytes) -> int:
         """Execute one write to trace_options and return the bytes taken.

@@ -41,6 +41,11 @@ class GraphOption(StrEnum):
     GRAPH_TIME = "graph-time"
 
 
+BLK_CLASSIC = "blk_classic"
+"""Option of the blk tracer that also switches context-info.
+
+Mirrors: kernel/trace/blktrace.c:blk_tracer_set_flag (v6.1).
+"""
 TracerOption = NopOption | FunctionOption | GraphOption
 
 _OPTIONS: Mapping[str, tuple[TracerOption, ...]] = {
@@ -48,6 +53,8 @@ _OPTIONS: Mapping[str, tuple[TracerOption, ...]] = {
     "function": tuple(FunctionOption),
     "function_graph": tuple(GraphOption),
 }
+TRACERS = tuple(_OPTIONS)
+"""Names of the tracers with options."""
 _ON_AT_BOOT = frozenset(
     set(GraphOption) - {GraphOption.OVERRUN, GraphOption.PROC, GraphOption.ABSTIME, GraphOption.TAIL}
 )
@@ -59,8 +66,14 @@ class TracerOptions:
     Mirrors: kernel/trace/trace.h:tracer_flags (v6.1).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: Mapping[str, Mapping[str, bool]] | None = None) -> None:
+        """Set the values at boot. `others`: tracers that only have options: name -> option -> value."""
         self._on: set[str] = set(_ON_AT_BOOT)
+        self.others: tuple[str, ...] = ()
+        """Names of the options of tracers that cannot be selected."""
+        for options in (others or {}).values():
+            self.others += tuple(options)
+            self._on.update(name for name, on in options.items() if on)
         self.on_switch: list[Callable[[], object]] = []
         """Functions that are called after an option was switched."""
 

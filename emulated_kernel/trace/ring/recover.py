@@ -102,8 +102,10 @@ class _DamagedBuffer:
 
     def __init__(self, block: bytes, read: Callable[[int, int], bytes]) -> None:
         self.block = memoryview(bytearray(block))
-        self.control = control = RingControl.from_buffer(self.block)
-        self.count = count = control.nr_pages
+        control = RingControl.from_buffer(self.block)
+        self.control = control
+        count = control.nr_pages
+        self.count = count
         self.is_changing = bool(control.changing)
         control.changing = 0
         self.is_odd = False
@@ -111,7 +113,8 @@ class _DamagedBuffer:
         if not MIN_PAGES <= count < 1 << 32:
             raise ValueError(f"a ring buffer of {count} pages")
         self.memory = memoryview(bytearray(read(control.base, memory_size(count))))
-        self.table, self.words32 = self.memory.cast("Q"), self.memory.cast("I")
+        self.table = self.memory.cast("Q")
+        self.words32 = self.memory.cast("I")
         self._start = data_start(count)
         self._repair_slots()
 

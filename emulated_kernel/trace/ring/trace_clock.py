@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 
+from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.util.abi import HZ
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -21,6 +24,8 @@ class TraceClock:
     name: str
     in_ns: bool
     """Whether the clock counts nanoseconds, which are shown as seconds with six decimals."""
+    host_clock: int | None = None
+    """Number of the clock that user space reads by clock_gettime(2) with the same values."""
 
 
 LOCAL = TraceClock("local", True)
@@ -33,10 +38,10 @@ TRACE_CLOCKS = (
     COUNTER,
     UPTIME,
     TraceClock("perf", True),
-    TraceClock("mono", True),
-    TraceClock("mono_raw", True),
-    TraceClock("boot", True),
-    TraceClock("tai", True),
+    TraceClock("mono", True, time.CLOCK_MONOTONIC),
+    TraceClock("mono_raw", True, time.CLOCK_MONOTONIC_RAW),
+    TraceClock("boot", True, time.CLOCK_BOOTTIME),
+    TraceClock("tai", True, time.CLOCK_TAI),
     TraceClock("x86-tsc", False),
 )
 
@@ -44,15 +49,34 @@ TRACE_CLOCKS = (
 class ClockSource:
     """Converter of the machine's nanoseconds since boot into the units of each clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: GuestClock) -> None:
+        """Convert times that `clock` has returned."""
+        self._clock = clock
         self._counter = 0
+        self._latest: dict[int, int] = {}
+        """Number of a host's clock -> the latest time that was returned. Buffers need times in order."""
 
     def converter(self, clock: TraceClock) -> Callable[[int], int] | None:
         """Return the function from nanoseconds to `clock`'s units; None if the units are nanoseconds.
 
         The result is None for x86-tsc too, because the time stamp counter runs at 1 GHz.
         """
+        if clock.host_clock is not None:
+            return partial(self._host_time, clock.host_clock)
         return {COUNTER: self._count, UPTIME: _uptime}.get(clock)
+
+    def _host_time(self, host_clock: int, ns: int) -> int:
+        """Return the time of a host's clock at the guest's time `ns`, which has just been read.
+
+        If the guest's clock is virtual, no host's clock has its time: return `ns`.
+        """
+        if self._clock.is_virtual:
+            return ns
+        # The guest's clock is read first, so that no event seems to precede its cause.
+        age = self._clock.now_ns() - ns
+        found = max(time.clock_gettime_ns(host_clock) - age, self._latest.get(host_clock, 0))
+        self._latest[host_clock] = found
+        return found
 
     def _count(self, _ns: int) -> int:
         self._counter += 1

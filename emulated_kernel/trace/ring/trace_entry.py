@@ -8,7 +8,6 @@ from struct import Struct
 
 from emulated_kernel.trace.symbols import KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import bytes_to_text
-from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 TRACE_ENTRY = Struct("<HBBi")
@@ -86,17 +85,9 @@ COMMON_FIELDS = (
 
 
 MARKER_SYMBOL = "tracing_mark_write"
-"""Name of the function that writes markers."""
+"""Name of the function whose address is in markers."""
 _U32 = Struct("<I")
 _FAULTED_SIZE = 9
-
-
-def marker_ip(word_size: int) -> int:
-    """Return the instruction address of markers.
-
-    Deviates: markers are written by host code, which has no guest address.
-    """
-    return (1 << 8 * word_size) - PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -113,8 +104,6 @@ class AddressStyle:
     def place(self, ip: int) -> str:
         """Return the text of an instruction address."""
         digits = 2 * self.word_size if self.sym_addr else 0
-        if ip == marker_ip(self.word_size):
-            return MARKER_SYMBOL + (f" <{ip:0{digits}x}>" if digits else "")
         return print_ip(self.symbols, ip, offset=self.sym_offset, digits=digits)
 
     def word(self, payload: bytes, at: int = 0) -> int:
@@ -122,14 +111,14 @@ class AddressStyle:
         return int.from_bytes(payload[at : at + self.word_size], "little")
 
 
-def print_entry(text: bytes, word_size: int = 8) -> bytes:
-    """Return the payload of a PRINT record for a marker `text`.
+def print_entry(text: bytes, ip: int, word_size: int = 8) -> bytes:
+    """Return the payload of a PRINT record for a marker `text` that was written at address `ip`.
 
     Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1), which reserves space for the text "<faulted>".
     """
     size = max(len(text), _FAULTED_SIZE) + 2
     line = text if text.endswith(b"\n") else text + b"\n"
-    return marker_ip(word_size).to_bytes(word_size, "little") + line.ljust(size, b"\0")
+    return ip.to_bytes(word_size, "little") + line.ljust(size, b"\0")
 
 
 def raw_data_entry(data: bytes) -> bytes:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
-from emulated_kernel.trace.filter.pattern import StringPattern, parse_pattern
+from emulated_kernel.trace.filter.pattern import MatchType, StringPattern, parse_pattern
 from emulated_kernel.trace.text.numbers import simple_strtoul
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -92,6 +92,26 @@ class Functions(Collection[TraceableFunction]):
         """Sites of the functions that are disabled."""
         return frozenset(site for site, function in self._functions.items() if function.is_dropped)
 
+    def at(self, site: int) -> TraceableFunction:
+        """Return the function with a fentry site."""
+        return self._functions[site]
+
+    def existing(self, sites: Iterable[int]) -> frozenset[int]:
+        """Return those of `sites` whose functions exist."""
+        return frozenset(site for site in sites if site in self._functions)
+
+    def in_order(self, sites: Collection[int]) -> list[int]:
+        """Return `sites` in the order of the list."""
+        return list(sites) if len(sites) < 2 else [site for site in self._functions if site in sites]
+
+    @cached_property
+    def _by_name(self) -> dict[bytes, list[TraceableFunction]]:
+        """Name -> functions, for patterns without a wildcard: lists of all functions are written."""
+        found: dict[bytes, list[TraceableFunction]] = {}
+        for function in self._functions.values():
+            found.setdefault(function.name.encode(), []).append(function)
+        return found
+
     def watch(self, watcher: FunctionWatcher) -> None:
         """Notify `watcher` of changes from now on."""
         self._watchers.append(watcher)
@@ -123,7 +143,8 @@ class Functions(Collection[TraceableFunction]):
                 del self._functions[site]
             self._functions.update(of_modules)
         self._of_modules = of_modules
-        self.__dict__.pop("dropped", None)
+        for cached in ("dropped", "_by_name"):
+            self.__dict__.pop(cached, None)
 
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
         """Return the sites of the functions whose names match.
@@ -137,11 +158,14 @@ class Functions(Collection[TraceableFunction]):
             index = simple_strtoul(pattern.decode("latin-1"))[0] - 1
             return frozenset(islice(self._functions, index, index + 1) if 0 <= index < len(self) else ())
         wanted, _ = parse_pattern(pattern)
-        chosen = [each for each in self._functions.values() if not each.is_dropped]
+        matches_all = module is not None and not wanted.text
+        functions: Iterable[TraceableFunction] = self._functions.values()
+        if wanted.type is MatchType.FULL and not matches_all:
+            functions = self._by_name.get(wanted.text, ())
+        chosen = [each for each in functions if not each.is_dropped]
         if module is not None:
             module_pattern, is_excluded = parse_pattern(module)
             chosen = [each for each in chosen if _belongs(each, module_pattern) is not is_excluded]
-        matches_all = module is not None and not wanted.text
         return frozenset(each.site for each in chosen if matches_all or _matches(wanted, each.name))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from typing import Any
 
@@ -19,7 +19,7 @@ from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.trace.array.services import TracingServices
-from emulated_kernel.trace.compiled.graph import CALLED, CompiledGraph, GraphEmitter
+from emulated_kernel.trace.compiled.graph import CALLED, CallKind, CompiledGraph, GraphEmitter
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
@@ -59,6 +59,11 @@ class _Running:
     ops: FtraceOps
     compiled: CompiledGraph | None = None
     codes: list[CompiledCode] = field(default_factory=list)
+    entries: dict[CallKind, CompiledCode] = field(default_factory=dict)
+    """Kind of functions -> the jump that their sites call. It leads to guest code or to the trampoline.
+
+    A change of settings needs other code, and then changes these few jumps instead of all sites.
+    """
     is_settled: bool = False
     """Whether it is decided, until something changes, if guest code or Python handles the calls."""
 
@@ -129,6 +134,8 @@ class FunctionGraph:
         running = self._running
         self._sites.detach(running.ops)
         self._drop_code(running)
+        for jump in running.entries.values():
+            self._kprobes.compiler.retire(jump)
         running.hooks.remove(running.hook)
         self._sleeps.stop()
         self._running = None
@@ -148,7 +155,16 @@ class FunctionGraph:
         if self._running is not None:
             assert self._sites is not None
             self.user_changed()
-            self._sites.attach(self._running.ops, self._filters.selected())
+            running = self._running
+            selected = self._filters.selected()
+            settings = self._settings(running)
+            if settings is not None:
+                # New sites call the right jump at once, because to write all sites again takes long.
+                # The others still call the jumps of the old settings.
+                new = set(selected) - running.ops.sites
+                entries = self._entries(running, settings.by_kind(new))
+                running.ops.codes = {**running.ops.codes, **entries}
+            self._sites.attach(running.ops, selected)
 
     # Calls
 
@@ -195,7 +211,8 @@ class FunctionGraph:
             return
         running.compiled = None
         assert self._sites is not None
-        self._sites.set_code(running.ops, {})
+        for jump in running.entries.values():
+            self._kprobes.compiler.lead_to(jump, self._sites.trampoline)
         running.hooks.handler_changed(running.hook)
         codes = running.codes
         running.codes = []
@@ -215,24 +232,41 @@ class FunctionGraph:
             self._drop_code(running)
             running.is_settled = True
 
+    def _settings(self, running: _Running) -> CompiledGraph | None:
+        """Return the parameters of the user's guest code; None if Python must handle the calls."""
+        may_compile = self._kprobes.compiler.enabled and running.hooks.native is not None
+        return running.user.compiled() if may_compile else None
+
     def _make_code(self, running: _Running) -> None:
         sites = self._sites
         compiler = self._kprobes.compiler
-        native = running.hooks.native
-        compiled = running.user.compiled() if compiler.enabled and native is not None else None
+        compiled = self._settings(running)
         running.compiled = compiled
         if compiled is None:
             return
         assert sites is not None
-        entries: dict[int, int] = {}
-        for kind, members in compiled.by_kind(running.ops.sites).items():
+        kinds = compiled.by_kind(running.ops.sites)
+        sites.set_code(running.ops, self._entries(running, kinds))
+        for kind in kinds:
+            if kind not in running.entries:
+                continue
             builder = ProgramBuilder()
             self._emitter(running, compiled, builder).entry(kind)
             code = compiler.entries(builder, sites.return_at)
             if code is not None:
                 running.codes.append(code)
-                entries |= dict.fromkeys(members, code.entry)
-        sites.set_code(running.ops, entries)
+                compiler.lead_to(running.entries[kind], code.entry)
+
+    def _entries(self, running: _Running, kinds: Mapping[CallKind, Collection[int]]) -> dict[int, int]:
+        """Return site -> the jump that it calls. Without room for a jump, its sites call the trampoline."""
+        assert self._sites is not None
+        found: dict[int, int] = {}
+        for kind, members in kinds.items():
+            jump = running.entries.get(kind) or self._kprobes.compiler.jump(self._sites.trampoline)
+            if jump is not None:
+                running.entries[kind] = jump
+                found |= dict.fromkeys(members, jump.entry)
+        return found
 
     def _emit_return(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
         running = self._running

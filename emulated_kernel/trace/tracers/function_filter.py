@@ -1,17 +1,150 @@
-"""Sets of functions selected by name patterns: set_ftrace_filter, set_graph_function and similar files."""
+"""Sets of functions selected by name patterns: set_ftrace_filter, set_graph_function and similar files.
+
+A file that is open for writing has a copy of the set. Words change the copy, and the last close puts it into
+force.
+"""
 
 from __future__ import annotations
 
 import errno
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 
 from emulated_kernel.trace.text.chars import bytes_to_text
-from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, take_word
+from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, WordParser
 from emulated_kernel.trace.tracers.available_functions import Functions
+from emulated_kernel.trace.tracers.ftrace_hash import FtraceHash
 from emulated_kernel.util.errors import KernelError
 
 
-class FunctionSet:
+class WordEdit(ABC):
+    """The changes of one open file, made word by word. The last close puts them into force."""
+
+    def __init__(self, *, truncate: bool) -> None:
+        self._is_truncated = truncate
+        self._parser = WordParser(FUNCTION_WORD_MAX)
+        self._executed: list[bytes] = []
+
+    @abstractmethod
+    def records_from(self, index: int) -> Iterator[str]:
+        """Return the lines of the open file for one read(2), beginning with line `index`."""
+
+    @abstractmethod
+    def execute(self, word: bytes) -> None:
+        """Change the copy by one word. Raises: KernelError EINVAL (no function matches)."""
+
+    @abstractmethod
+    def put_into_force(self) -> None:
+        """Replace the set by the copy."""
+
+    def write(self, data: bytes, position: int) -> int:
+        """Execute the first word that `data` ends, and return the bytes taken. Raises: see execute().
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_regex_write, ftrace_graph_write (v6.1).
+        """
+        word, size = self._parser.take(data, is_at_start=position == 0)
+        if word:
+            self.execute(word)
+            self._executed.append(word)
+        return size
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether close() would change something."""
+        return self._is_truncated or bool(self._executed or self._parser.rest)
+
+    def close(self) -> None:
+        """Execute the word that no blank has ended, without an error, and put the copy into force.
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_regex_release, ftrace_graph_release (v6.1).
+        """
+        if self._parser.rest:
+            with suppress(KernelError):
+                self.execute(self._parser.rest)
+        self.put_into_force()
+
+    def goes_on_from(self, other: WordEdit) -> None:
+        """Make the changes of `other`, whose kernel was replaced by this one."""
+        self._parser = other._parser
+        if other._is_truncated:
+            self.clear()
+        for word in other._executed:
+            with suppress(KernelError):
+                self.execute(word)
+        self._executed = other._executed
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove all functions from the copy."""
+
+
+class EditedSet(ABC):
+    """A set of functions that open files change by their WordEdits."""
+
+    @abstractmethod
+    def edit(self, *, truncate: bool) -> WordEdit:
+        """Return the copy for a file that was opened for writing, with O_TRUNC if `truncate`."""
+
+    def write(self, words: bytes) -> None:
+        """Execute words as a client does that opens the file, writes lines of one word, and closes the file.
+
+        Raises: KernelError (of the first word that is refused).
+        """
+        edit = self.edit(truncate=False)
+        try:
+            for word in words.split():
+                edit.execute(word)
+        finally:
+            edit.close()
+
+    def clear(self) -> None:
+        """Remove all selections, as a client does that opens the file with O_TRUNC and closes it."""
+        self.edit(truncate=True).close()
+
+
+class FilterEdit(WordEdit):
+    """An open file of a FunctionSet. Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1)."""
+
+    def __init__(self, target: FunctionSet, *, truncate: bool) -> None:
+        super().__init__(truncate=truncate)
+        self._target = target
+        self.sites = set(target.sites)
+        self.lost_functions = target.lost_functions
+        """See FunctionSet."""
+        self.waits = target.waits
+        """Whether the set waited for a module when the file was opened."""
+        self.has_awaited = False
+        """Whether the selections that wait for a module were changed."""
+        if truncate:
+            self.clear()
+
+    def clear(self) -> None:
+        """Remove all functions from the copy. Linux: the selections that wait are removed at once."""
+        self._is_truncated = True
+        self.sites.clear()
+        self.lost_functions = False
+        self.waits = False
+        self.has_awaited = bool(self._target.awaited)
+        self._target.awaited = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the copy selects nothing."""
+        return not (self.sites or self.lost_functions or self.waits)
+
+    def records_from(self, index: int) -> Iterator[str]:
+        return self._target.shown_from(index, self)
+
+    def execute(self, word: bytes) -> None:
+        self._target.execute(word, self)
+
+    def put_into_force(self) -> None:
+        self._target.replace(self)
+
+
+class FunctionSet(EditedSet):
     """The functions that a filter file selects. An empty set means that no selection was made.
 
     If all functions of a set were removed with their modules, the set is not empty: it selects nothing until
@@ -29,7 +162,8 @@ class FunctionSet:
         self._title = title
         self._changed = changed
         self._waiting_counts = waiting_counts
-        self._lost_functions = False
+        self.lost_functions = False
+        """Whether functions of the set were removed with their modules."""
         self.sites: frozenset[int] = frozenset()
         self.awaited: list[tuple[bytes, bytes]] = []
         """Selections that wait for a module, the latest first: (pattern of functions, name of the module)."""
@@ -37,38 +171,53 @@ class FunctionSet:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was selected. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
-        return not (self.sites or self._lost_functions or (self._waiting_counts and self.awaited))
+        return not (self.sites or self.lost_functions or self.waits)
 
-    def choose(self, pattern: bytes) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether the set waits for a module, and is therefore not empty."""
+        return self._waiting_counts and bool(self.awaited)
+
+    def edit(self, *, truncate: bool) -> FilterEdit:
+        return FilterEdit(self, truncate=truncate)
+
+    @abstractmethod
+    def execute(self, word: bytes, edit: FilterEdit) -> None:
+        """Execute a word that was written to an open file."""
+
+    def choose(self, pattern: bytes, edit: FilterEdit) -> None:
         """Add the functions that match; with "!" before the pattern, remove them.
 
         Raises: KernelError EINVAL (no function matches). Mirrors: ftrace_match_records (v6.1).
         """
-        if not self._match(pattern, None):
+        if not self._match(pattern, None, edit.sites):
             raise KernelError(
                 errno.EINVAL, f"{bytes_to_text(pattern)}: no function matches; see available_filter_functions"
             )
-        self._changed()
 
-    def choose_of_module(self, pattern: bytes, module: bytes) -> None:
+    def choose_of_module(self, pattern: bytes, module: bytes, edit: FilterEdit) -> None:
         """Execute FUNCTIONS:mod:MODULE: select matching functions of one module, now or when it is loaded.
 
         With "!" before the pattern, remove the functions, or the selection that waits for the module.
+        Linux: the selections that wait are changed at once.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
         """
-        if self._match(pattern, module):
-            self._changed()
-        elif pattern.startswith(b"!"):
+        if self._match(pattern, module, edit.sites):
+            return
+        if pattern.startswith(b"!"):
             self._await_no_more(pattern[1:], module)
         elif self._functions.has_module(bytes_to_text(module)):
             raise KernelError(errno.EINVAL, f"{bytes_to_text(pattern)}: no function of the module matches")
         else:
             self.awaited.insert(0, (pattern, module))
-            self._changed()
+        edit.has_awaited = True
 
-    def _match(self, pattern: bytes, module: bytes | None) -> bool:
+    def _match(self, pattern: bytes, module: bytes | None, sites: set[int]) -> bool:
         found = self._functions.matching(pattern.removeprefix(b"!"), module)
-        self.sites = self.sites - found if pattern.startswith(b"!") else self.sites | found
+        if pattern.startswith(b"!"):
+            sites -= found
+        else:
+            sites |= found
         return bool(found)
 
     def _await_no_more(self, pattern: bytes, module: bytes) -> None:
@@ -77,7 +226,18 @@ class FunctionSet:
             text = bytes_to_text(pattern + b":mod:" + module)
             raise KernelError(errno.EINVAL, f"{text}: no such selection waits for the module")
         self.awaited = left
-        self._changed()
+
+    def replace(self, edit: FilterEdit) -> None:
+        """Put the functions of an open file into force.
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_hash_move_and_update_ops (v6.1).
+        """
+        sites = self._functions.existing(edit.sites)
+        has_lost = edit.lost_functions or len(sites) < len(edit.sites)
+        if (sites, has_lost) != (self.sites, self.lost_functions) or edit.has_awaited:
+            self.sites = sites
+            self.lost_functions = has_lost
+            self._changed()
 
     def module_came(self, name: str) -> None:
         """Select the functions that waited for this module.
@@ -85,8 +245,10 @@ class FunctionSet:
         Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1).
         """
         module = name.encode()
+        sites = set(self.sites)
         for pattern in [pattern for pattern, of in self.awaited if of == module]:
-            self._match(pattern, module)
+            self._match(pattern, module, sites)
+        self.sites = frozenset(sites)
         self.awaited = [each for each in self.awaited if each[1] != module]
 
     def functions_went(self, sites: frozenset[int]) -> None:
@@ -96,63 +258,112 @@ class FunctionSet:
         """
         if sites & self.sites:
             self.sites -= sites
-            self._lost_functions = True
-
-    def clear(self) -> None:
-        """Remove all selections, as opening for writing with O_TRUNC does."""
-        if self.is_empty and not self.awaited:
-            return
-        self.sites = frozenset()
-        self.awaited = []
-        self._lost_functions = False
-        self._changed()
+            self.lost_functions = True
 
     def records(self) -> Iterator[str]:
-        """Yield the lines of the file. Mirrors: kernel/trace/ftrace.c:t_start, t_show, t_mod_show (v6.1)."""
-        if self.is_empty:
+        """Yield all lines of the file."""
+        return self._lines(self)
+
+    def records_from(self, index: int) -> Iterator[str]:
+        """Return the lines of the file for one read(2), beginning with line `index`."""
+        return self.shown_from(index, self)
+
+    def shown_from(self, index: int, shown: FilterEdit | FunctionSet) -> Iterator[str]:
+        """Return the lines of the set, or of its copy in an open file, for one read(2)."""
+        return islice(self._lines(shown), index, None)
+
+    def _lines(self, shown: FilterEdit | FunctionSet) -> Iterator[str]:
+        """Yield the lines. Mirrors: kernel/trace/ftrace.c:t_start, t_show, t_mod_show (v6.1)."""
+        if shown.is_empty:
             yield f"#### {self._title} ####\n"
         for function in self._functions:
-            if function.site in self.sites:
+            if function.site in shown.sites:
                 yield f"{function.shown}\n"
         for pattern, module in self.awaited:
             yield f"{bytes_to_text(pattern)}:mod:{bytes_to_text(module)}\n"
 
 
-class GraphSet(FunctionSet):
-    """A file of functions that does not wait for modules.
+class GraphEdit(WordEdit):
+    """An open file of a GraphSet. Mirrors: kernel/trace/ftrace.c:__ftrace_graph_open (v6.1)."""
 
-    Names and globs add functions; with `!` they remove them.
-    Deviates: a write takes effect at once; Linux waits for the file's last close.
-    Mirrors: kernel/trace/ftrace.c:ftrace_graph_write, ftrace_graph_set_hash, g_show (v6.1).
+    def __init__(self, target: GraphSet, *, truncate: bool) -> None:
+        super().__init__(truncate=truncate)
+        self._target = target
+        self.hash = FtraceHash(() if truncate else target.hash)
+
+    def clear(self) -> None:
+        self._is_truncated = True
+        self.hash = FtraceHash()
+
+    def records_from(self, index: int) -> Iterator[str]:
+        """Return the lines for one read(2). Linux: a file that is open for writing shows the set, too."""
+        return self._target.records_from(index)
+
+    def execute(self, word: bytes) -> None:
+        self._target.execute(word, self.hash)
+
+    def put_into_force(self) -> None:
+        self._target.replace(self.hash)
+
+
+class GraphSet(EditedSet):
+    """A file of functions that does not wait for modules. Names and globs add functions; `!` removes them.
+
+    Mirrors: kernel/trace/ftrace.c:ftrace_graph_set_hash, g_show (v6.1).
     """
 
-    def write(self, data: bytes) -> int:
-        """Execute the first word of one write to the file, and return the bytes taken.
+    def __init__(self, functions: Functions, title: str, changed: Callable[[], None]) -> None:
+        """Create an empty set; `title` is shown while it is empty."""
+        self._functions = functions
+        self._title = title
+        self._changed = changed
+        self.hash = FtraceHash()
+        self.sites: frozenset[int] = frozenset()
+
+    def edit(self, *, truncate: bool) -> GraphEdit:
+        return GraphEdit(self, truncate=truncate)
+
+    def records_from(self, index: int) -> Iterator[str]:
+        """Return the lines of the file for one read(2), beginning with line `index`."""
+        return islice(self.records(), index, None)
+
+    def records(self) -> Iterator[str]:
+        """Yield the lines of the file, in the order of the hash."""
+        if not self.sites:
+            yield f"#### {self._title} ####\n"
+        for site in self.hash:
+            yield f"{self._functions.at(site).shown}\n"
+
+    def execute(self, word: bytes, chosen: FtraceHash) -> None:
+        """Add the functions that a word names to `chosen`, or remove them.
 
         Raises: KernelError EINVAL (no function matches).
         """
-        word, size = take_word(data, FUNCTION_WORD_MAX)
-        if word:
-            self._choose(word)
-        return size
-
-    def _choose(self, word: bytes) -> None:
         pattern = word.removeprefix(b"!")
         # Linux: numbers match nothing here; in other filters they are positions in the list.
         found = frozenset() if pattern[:1].isdigit() else self._functions.matching(pattern)
         if pattern != word:
-            found &= self.sites
+            found = frozenset(site for site in found if site in chosen)
         if not found:
             raise KernelError(
                 errno.EINVAL, f"{bytes_to_text(word)}: no function matches; see available_filter_functions"
             )
-        self._set(self.sites | found if pattern == word else self.sites - found)
+        for site in self._functions.in_order(found):
+            if pattern != word:
+                chosen.remove(site)
+            elif site not in chosen:
+                chosen.add(site)
 
-    def _set(self, sites: frozenset[int]) -> None:
-        if sites != self.sites:
-            self.sites = sites
-            self._changed()
+    def replace(self, chosen: FtraceHash) -> None:
+        """Put the functions of an open file into force."""
+        self._set(chosen, self._functions.existing(chosen))
 
     def functions_went(self, sites: frozenset[int]) -> None:
         """Remove functions that no longer exist. A set that loses its last function becomes empty."""
-        self._set(self.sites - sites)
+        self._set(self.hash, self.sites - sites)
+
+    def _set(self, chosen: FtraceHash, sites: frozenset[int]) -> None:
+        self.hash = FtraceHash.moved(site for site in chosen if site in sites)
+        if sites != self.sites:
+            self.sites = sites
+            self._changed()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from emulated_kernel.trace.array.services import Tracer
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
 from emulated_kernel.trace.output.tracer_options import FunctionOption
-from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.available_functions import CallHandler, Functions, FunctionWatcher
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
-from emulated_kernel.trace.tracers.function_filter import FunctionSet
+from emulated_kernel.trace.tracers.function_filter import FilterEdit, FunctionSet
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
 
 
@@ -110,8 +109,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
 class FilterFile(FunctionSet):
     """set_ftrace_filter, which accepts commands, or set_ftrace_notrace, which does not.
 
-    O_TRUNC does not remove commands.
-    Deviates: a write takes effect at once; in Linux it does when the file is closed.
+    O_TRUNC does not remove commands. Commands take effect at once, and functions when the file is closed.
     """
 
     def __init__(
@@ -128,34 +126,34 @@ class FilterFile(FunctionSet):
 
     def records(self) -> Iterator[str]:
         """Yield the lines of the functions, then those of the commands."""
-        yield from super().records()
-        if self._probes is not None:
-            yield from self._probes.records()
+        return chain(super().records(), self._commands())
 
-    def records_from(self, index: int) -> Iterator[str]:
-        """Return the lines for one read(2), beginning with line `index`.
+    def _commands(self) -> Iterator[str]:
+        return iter(()) if self._probes is None else self._probes.records()
 
-        If that line is the last one before the commands, the read ends after it.
+    def shown_from(self, index: int, shown: FilterEdit | FunctionSet) -> Iterator[str]:
+        """Return the lines of the functions, then those of the commands, for one read(2).
+
+        If line `index` is the last one before the commands, the read ends after it.
         Mirrors: kernel/trace/ftrace.c:t_start, t_next, t_mod_start (v6.1).
         """
-        lines = list(islice(super().records(), index, index + 2))
-        return iter(lines) if len(lines) == 1 else islice(self.records(), index, None)
+        lines = list(islice(self._lines(shown), index, index + 2))
+        if len(lines) == 1:
+            return iter(lines)
+        return islice(chain(self._lines(shown), self._commands()), index, None)
 
-    def write(self, data: bytes) -> int:
-        """Execute the first word of one write to the file, and return the bytes taken.
+    def execute(self, word: bytes, edit: FilterEdit) -> None:
+        """Execute a word: a pattern, or PATTERN:COMMAND.
 
-        The word is a pattern or PATTERN:COMMAND.
         Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
         """
-        word, size = take_word(data, FUNCTION_WORD_MAX)
         pattern, colon, command = word.partition(b":")
         if command.startswith(b"mod:"):
-            self.choose_of_module(pattern, command.removeprefix(b"mod:"))
+            self.choose_of_module(pattern, command.removeprefix(b"mod:"), edit)
         elif colon and self._probes is not None:
             self._probes.execute(pattern, command.decode("latin-1"))
-        elif word:
-            self.choose(word)
-        return size
+        else:
+            self.choose(word, edit)
 
 
 _NO_PIDS = "no pid\n"

@@ -10,10 +10,9 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.symbols import sprint_symbol
-from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.available_functions import FunctionWatcher
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
-from emulated_kernel.trace.tracers.function_filter import FunctionSet
+from emulated_kernel.trace.tracers.function_filter import FilterEdit, FunctionSet
 from emulated_kernel.util.errors import KernelError
 
 _COMMANDS = frozenset(
@@ -143,17 +142,13 @@ class StackTracer(FunctionWatcher):
 
 
 class StackFilter(FunctionSet):
-    """stack_trace_filter: the functions at whose calls the depth is checked. It accepts no commands.
+    """stack_trace_filter: the functions at whose calls the depth is checked. It accepts no commands."""
 
-    Deviates: a write takes effect at once; in Linux it does when the file is closed.
-    """
-
-    def write(self, data: bytes) -> int:
-        """Execute the first word of one write to the file, a pattern, and return the bytes taken.
+    def execute(self, word: bytes, edit: FilterEdit) -> None:
+        """Execute a word, which is a pattern.
 
         Raises: KernelError EINVAL, ENODEV (a command, which is only valid for a trace array).
         """
-        word, size = take_word(data, FUNCTION_WORD_MAX)
         _, colon, rest = word.partition(b":")
         if colon:
             known = rest.split(b":", 1)[0] in _COMMANDS
@@ -161,6 +156,4 @@ class StackFilter(FunctionSet):
                 errno.ENODEV if known else errno.EINVAL,
                 "stack_trace_filter: commands are not accepted; write a pattern of functions",
             )
-        if word:
-            self.choose(word)
-        return size
+        self.choose(word, edit)

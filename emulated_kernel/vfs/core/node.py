@@ -273,7 +273,8 @@ class DynamicDirectory(Directory, Generic[T]):
         if member is None or member.object is not found:
             if len(self._members) >= self._limit:
                 self._forget_removed()
-            member = self._members[name] = _Member(found)
+            member = _Member(found)
+            self._members[name] = member
         return member
 
     def _forget_removed(self) -> None:

@@ -6,8 +6,10 @@ import errno
 import os
 import select
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import ClassVar, NamedTuple
 
+from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node
@@ -21,6 +23,23 @@ def encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
+class Moves(Enum):
+    """How far a write(2) moves the file position. A read after the write begins there.
+
+    Linux: each write method decides this by itself.
+    """
+
+    NOT = auto()
+    BY_ONE = auto()
+    """Mirrors: kernel/trace/trace.c:rb_simple_write, buffer_percent_write (v6.1)."""
+    BY_BYTES = auto()
+    """The position moves by the bytes that the write takes."""
+
+    def after(self, count: int) -> int:
+        """Return the distance for a write that took `count` bytes."""
+        return {Moves.NOT: 0, Moves.BY_ONE: 1, Moves.BY_BYTES: count}[self]
+
+
 class File(Node):
     """A regular file. Its open files implement reading and writing."""
 
@@ -28,6 +47,8 @@ class File(Node):
     """True if a write runs code in the guest. The writing task must sleep meanwhile."""
     notes_writer: ClassVar[bool] = False
     """True if a write is recorded with the current task. The current task must then be the writer."""
+    writer: ClassVar[HostfsWriter] = HostfsWriter.GENERAL
+    """Function of the guest's kernel that a write calls."""
     reads_host: ClassVar[bool] = False
     """True if a write names host files. OpenFile.prepare() reads these without the control lock.
 
@@ -37,15 +58,20 @@ class File(Node):
     """True if a write replaces this kernel by a new one. No guest task makes such a write."""
     opened_as: ClassVar[type[OpenFile]]
     """Class of its open files. The constructor raises the errno of the file's open method on Linux."""
-    __slots__ = ()
+    __slots__ = ("moves",)
+
+    def __init__(self, mode: int, moves: Moves = Moves.BY_BYTES) -> None:
+        super().__init__(mode)
+        self.moves = moves
+        """Distance by which a write(2) moves the position."""
 
 
 class Cursor:
     """The file position that Linux would have, derived from the offsets that a front end passes.
 
-    A front end adds written bytes to its offset. In many control files write(2) does not move the position,
-    so a read after a write begins at 0. If an offset does not continue the last operation, it comes from
-    lseek(2) or pread(2), and is used unchanged.
+    A front end adds written bytes to its offset, but in many control files a write(2) moves the position
+    otherwise (see Moves). If an offset does not continue the last operation, it comes from lseek(2) or
+    pread(2), and is used unchanged.
     """
 
     __slots__ = ("_expected", "_position")
@@ -53,6 +79,11 @@ class Cursor:
     def __init__(self) -> None:
         self._expected = 0
         self._position = 0
+
+    @property
+    def next_offset(self) -> int:
+        """Offset of an operation that continues the last one."""
+        return self._expected
 
     def position(self, offset: int) -> int:
         """Return the position of an operation for which the front end passes `offset`."""
@@ -77,8 +108,6 @@ class OpenFile:
 
     stream = False
     """True if the file has no position. lseek(2) and pread(2) then return ESPIPE."""
-    moves_on_write: ClassVar[bool] = True
-    """True if a write moves the position by the bytes that it takes."""
 
     def __init__(self, node: File, flags: int, client: Client) -> None:
         """Open the file for `client`. Later reads use the rights of this client, not those of the reader."""
@@ -88,6 +117,8 @@ class OpenFile:
         self._cursor = Cursor()
         self._is_part = False
         """`Piece.is_part` of the current write."""
+        self._write_at = 0
+        """Position of the current write."""
 
     def pieces(self, data: bytes) -> list[Piece]:
         """Return the parts into which one write(2) is split. Other requests may run between them."""
@@ -95,7 +126,12 @@ class OpenFile:
 
     @property
     def is_between_parts(self) -> bool:
-        """True if the file holds the unfinished line of a split write(2) until the next part arrives."""
+        """True if the file holds data of writes that a later write, or the close, will execute."""
+        return False
+
+    @property
+    def acts_on_close(self) -> bool:
+        """True if other files show an effect of release()."""
         return False
 
     @property
@@ -150,13 +186,19 @@ class OpenFile:
         self.node.check_attached()
         position = self._cursor.position(offset)
         self._is_part = is_part
+        self._write_at = position
         count = self._write(data) if prepared is None else prepared()
-        self._cursor.moved(offset, count, position + (count if self.moves_on_write else 0))
+        self._cursor.moved(offset, count, position + self.node.moves.after(count))
         return count
 
     def set_status_flags(self, flags: int) -> None:
         """Take over O_NONBLOCK from `flags`, which fcntl(F_SETFL) has set."""
         self.flags = self.flags & ~os.O_NONBLOCK | flags & os.O_NONBLOCK
+
+    @property
+    def next_offset(self) -> int:
+        """Offset with which a front end continues after the last operation."""
+        return self._cursor.next_offset
 
     def goes_on_from(self, other: OpenFile) -> None:
         """Share the position of `other` and copy its O_NONBLOCK.

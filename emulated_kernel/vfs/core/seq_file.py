@@ -7,11 +7,12 @@ import select
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.open_file import File, OpenFile, Piece, encode
+from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, encode
 
 PIECE_SIZE = 1 << 10
 """Bytes of definitions after which a piece ends at the next newline. A piece takes some milliseconds."""
@@ -70,6 +71,36 @@ class WrittenList(Protocol):
 
     def clear(self) -> None:
         """Remove all entries. Raises: KernelError EBUSY (an entry is in use)."""
+
+
+class Edit(Protocol):
+    """The changes that a client makes through one open file. Its last close puts them into force."""
+
+    def records_from(self, index: int) -> Iterable[str]:
+        """Return the file's records as the open file shows them, from `index` on."""
+
+    def write(self, data: bytes, position: int) -> int:
+        """Execute one write and return the bytes taken, which may be fewer. Raises: KernelError."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether close() would change something."""
+
+    def close(self) -> None:
+        """Put the changes into force."""
+
+    def goes_on_from(self, other: Any, /) -> None:
+        """Make the changes of `other`, the Edit of the same file in a kernel that this one replaced."""
+
+
+class EditedList(Protocol):
+    """A list that clients change through Edits."""
+
+    def records_from(self, index: int) -> Iterable[str]:
+        """Return a line with its newline for each entry, from `index` on."""
+
+    def edit(self, *, truncate: bool) -> Edit:
+        """Begin changes. `truncate`: the file was opened with O_TRUNC."""
 
 
 class Stream(Protocol):
@@ -164,8 +195,8 @@ class SeqFile(File):
     opened_as: ClassVar[type[OpenFile]] = _OpenSeq
     __slots__ = ("_records",)
 
-    def __init__(self, mode: int, records: Records | None) -> None:
-        super().__init__(mode)
+    def __init__(self, mode: int, records: Records | None, moves: Moves = Moves.BY_BYTES) -> None:
+        super().__init__(mode, moves)
         self._records = records
 
     def records_for(self, client: Client) -> Records | None:
@@ -179,8 +210,10 @@ class PerClientFile(SeqFile):
 
     __slots__ = ("_records_for",)
 
-    def __init__(self, mode: int, records_for: Callable[[Client], Records]) -> None:
-        super().__init__(mode, None)
+    def __init__(
+        self, mode: int, records_for: Callable[[Client], Records], moves: Moves = Moves.BY_BYTES
+    ) -> None:
+        super().__init__(mode, None, moves)
         self._records_for = records_for
 
     def records_for(self, client: Client) -> Records:
@@ -191,7 +224,6 @@ class OpenCommand(_OpenSeq):
     """An open CommandFile."""
 
     node: CommandFile
-    moves_on_write = False
 
     def __init__(self, node: CommandFile, flags: int, client: Client) -> None:
         super().__init__(node, flags, client)
@@ -205,17 +237,23 @@ class OpenCommand(_OpenSeq):
 class CommandFile(SeqFile):
     """A file of records to read and commands to write. Each write(2) executes its data before it returns.
 
-    A write does not move the position, and no part of its data is kept for the next write. Opening for
-    writing with O_TRUNC calls `truncate`, and open(2) returns its errno.
+    No part of its data is kept for the next write. Opening for writing with O_TRUNC calls `truncate`, and
+    open(2) returns its errno.
     """
 
     opened_as: ClassVar[type[OpenFile]] = OpenCommand
     __slots__ = ("execute", "truncate")
 
     def __init__(
-        self, mode: int, records: Records | None, execute: Execute, truncate: Callable[[], None] | None = None
+        self,
+        mode: int,
+        records: Records | None,
+        execute: Execute,
+        truncate: Callable[[], None] | None = None,
+        *,
+        moves: Moves = Moves.NOT,
     ) -> None:
-        super().__init__(mode, records)
+        super().__init__(mode, records, moves)
         self.execute = execute
         self.truncate = truncate
 
@@ -231,6 +269,14 @@ class MarkerFile(CommandFile):
     """A CommandFile whose writes are recorded with the writing task."""
 
     notes_writer = True
+    writer = HostfsWriter.TRACING_MARK
+    __slots__ = ()
+
+
+class RawMarkerFile(MarkerFile):
+    """A MarkerFile of binary data."""
+
+    writer = HostfsWriter.TRACING_MARK_RAW
     __slots__ = ()
 
 
@@ -284,9 +330,50 @@ class LinesFile(GuestCommandFile):
     __slots__ = ()
 
 
+class _OpenEdited(_OpenSeq):
+    node: EditedFile
+
+    def __init__(self, node: EditedFile, flags: int, client: Client) -> None:
+        super().__init__(node, flags, client)
+        self._edit = node.entries.edit(truncate=bool(flags & os.O_TRUNC)) if self.writable else None
+        if self._edit is not None:
+            self._reader = SeqReader(self._edit.records_from)
+
+    def _write(self, data: bytes) -> int:
+        assert self._edit is not None, "write() has checked the access mode"
+        return self._edit.write(data, self._write_at)
+
+    @property
+    def is_between_parts(self) -> bool:
+        return self._edit is not None and self._edit.is_pending
+
+    @property
+    def acts_on_close(self) -> bool:
+        return self.writable
+
+    def goes_on_from(self, other: OpenFile) -> None:
+        super().goes_on_from(other)
+        if self._edit is not None and isinstance(other, _OpenEdited):
+            self._edit.goes_on_from(other._edit)
+
+    def release(self) -> None:
+        if self._edit is not None:
+            self._edit.close()
+
+
+class EditedFile(SeqFile):
+    """A file of a list. What a client writes takes effect when its open file is closed."""
+
+    opened_as = _OpenEdited
+    __slots__ = ("entries",)
+
+    def __init__(self, mode: int, entries: EditedList) -> None:
+        super().__init__(mode, entries.records_from)
+        self.entries = entries
+
+
 class _OpenHostReading(_OpenSeq):
     node: HostReadingFile
-    moves_on_write = False
 
     def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
         return self.node.prepare(client, data)
@@ -310,12 +397,16 @@ class HostReadingFile(PerClientFile):
 
         That function returns the bytes taken.
         """
-        super().__init__(mode, records_for)
+        super().__init__(mode, records_for, Moves.NOT)
         self.prepare = prepare
 
 
 class _OpenLastClose(OpenFile):
     node: LastCloseFile
+
+    @property
+    def acts_on_close(self) -> bool:
+        return True
 
     def _write(self, data: bytes) -> int:
         return len(data)
@@ -350,6 +441,8 @@ class _OpenAttribute(OpenFile):
         if self.node.store is None:
             return super()._write(data)
         self.node.store(data)
+        # The rest of a text that was read in part is that of the new value.
+        self._text = None
         return len(data)
 
 
@@ -362,8 +455,14 @@ class AttributeFile(File):
     opened_as = _OpenAttribute
     __slots__ = ("show", "store")
 
-    def __init__(self, mode: int, show: Callable[[], str] | None, store: Store | None = None) -> None:
-        super().__init__(mode)
+    def __init__(
+        self,
+        mode: int,
+        show: Callable[[], str] | None,
+        store: Store | None = None,
+        moves: Moves = Moves.BY_BYTES,
+    ) -> None:
+        super().__init__(mode, moves)
         self.show = show
         self.store = store
 
@@ -380,6 +479,22 @@ class OneReadFile(AttributeFile):
     """
 
     opened_as = _OpenOneRead
+    __slots__ = ()
+
+
+class _OpenSysctl(_OpenOneRead):
+    def _write(self, data: bytes) -> int:
+        return len(data) if self._write_at else super()._write(data)
+
+
+class SysctlFile(OneReadFile):
+    """A file of /proc/sys. At another position than 0 a read returns nothing, and a write is ignored.
+
+    Linux: kernel.sysctl_writes_strict has its default, 1.
+    Mirrors: kernel/sysctl.c:__do_proc_dointvec, proc_first_pos_non_zero_ignore (v6.1).
+    """
+
+    opened_as = _OpenSysctl
     __slots__ = ()
 
 

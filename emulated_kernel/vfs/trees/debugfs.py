@@ -35,7 +35,6 @@ def kprobes_directory(
         0o755,
         {
             "list": SeqFile(0o400, kprobes.list_records),
-            # Linux: a write to `enabled` doesn't move the file position; CommandFile doesn't either.
             "enabled": CommandFile(0o600, single(lambda: f"{not table.all_disarmed:d}\n"), set_enabled),
             "blacklist": SeqFile(0o400, listing(kprobes.blacklist_text)),
             **sysctl,

@@ -13,7 +13,7 @@ from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.vfs.core.kstrtox import switch
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
-from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.open_file import File, Moves
 from emulated_kernel.vfs.core.seq_file import (
     AttributeFile,
     CommandFile,
@@ -94,6 +94,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
             listing(lambda: triggers.records(event)),
             execute=lambda data: triggers.write(event, data),
             truncate=lambda: triggers.truncate(event),
+            moves=Moves.BY_BYTES,
         ),
     }
     return Directory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from emulated_kernel.components.records import KernelComponents
-from emulated_kernel.image.kallsyms import Kallsyms
+from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
 from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
@@ -51,7 +51,7 @@ def root_tree(
 
 
 def machine_files(
-    banner: str, kallsyms: Kallsyms, log: Callable[[], Iterable[str]], owner: Owner
+    banner: str, kallsyms: KernelSymbols, log: Callable[[], Iterable[str]], owner: Owner
 ) -> dict[str, Node]:
     """Return the files of machine/ that all kernels have.
 

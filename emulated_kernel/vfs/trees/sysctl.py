@@ -9,7 +9,7 @@ from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.kstrtox import sysctl_int, sysctl_switch
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.seq_file import AttributeFile
+from emulated_kernel.vfs.core.seq_file import SysctlFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
@@ -18,7 +18,7 @@ def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
     kernel: dict[str, Node] = {
-        "stack_tracer_enabled": AttributeFile(
+        "stack_tracer_enabled": SysctlFile(
             0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
         )
     }
@@ -28,14 +28,14 @@ def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
 
 
 def _ftrace_enabled(sites: FtraceSites) -> File:
-    return AttributeFile(
+    return SysctlFile(
         0o644, show=lambda: f"{sites.enabled}\n", store=lambda data: sites.enable(sysctl_int(data))
     )
 
 
 def kprobes_optimization(kprobes: Kprobes, optimizer: Optimizer) -> File:
     """Return the file of the sysctl debug.kprobes-optimization."""
-    return AttributeFile(
+    return SysctlFile(
         0o644,
         show=lambda: f"{optimizer.allowed:d}\n",
         store=lambda data: kprobes.set_optimization(sysctl_switch(data)),

@@ -12,22 +12,23 @@ from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
-from emulated_kernel.trace.tracers.function_tracer import FilterFile
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import cpumask, kstrtoul
 from emulated_kernel.vfs.core.modes import DIRECTORY, OWNER_WRITE_ONLY, READ_ONLY, READ_WRITE, WRITE_ONLY
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
-from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.open_file import File, Moves
 from emulated_kernel.vfs.core.seq_file import (
     AttributeFile,
     CommandFile,
+    EditedFile,
     LastCloseFile,
     MarkerFile,
     OpenCommand,
     OpenPipe,
     PipeFile,
+    RawMarkerFile,
     WrittenList,
     listing,
     single,
@@ -61,8 +62,8 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "set_event": list_file(tracing.events),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
-        "set_ftrace_filter": filter_file(functions.filter),
-        "set_ftrace_notrace": filter_file(functions.notrace),
+        "set_ftrace_filter": EditedFile(READ_WRITE, functions.filter),
+        "set_ftrace_notrace": EditedFile(READ_WRITE, functions.notrace),
         "set_ftrace_notrace_pid": list_file(functions.pids.untraced),
         "set_ftrace_pid": list_file(functions.pids.traced),
     }
@@ -100,12 +101,14 @@ def instances_directory(arrays: TraceArrays) -> Directory:
 
 def list_file(lines: WrittenList) -> File:
     """Return a file that shows a list; a write adds entries to it."""
-    return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear)
+    return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear, moves=Moves.BY_BYTES)
 
 
-def number_file(value: Callable[[], int], store: Callable[[int], None]) -> File:
+def number_file(
+    value: Callable[[], int], store: Callable[[int], None], moves: Moves = Moves.BY_BYTES
+) -> File:
     """Return a file for a number or a switch; writes are parsed by kstrtoul."""
-    return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)))
+    return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)
 
 
 def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> File:
@@ -113,24 +116,21 @@ def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> F
 
     Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1).
     """
-    return number_file(lambda: nanoseconds() // 1000, lambda usecs: store(usecs * 1000 & _ULONG_MAX))
-
-
-def filter_file(functions: FilterFile) -> File:
-    """Return a file for a tracer's function filter, which also takes function commands."""
-    return CommandFile(READ_WRITE, functions.records_from, functions.write, functions.clear)
+    return number_file(
+        lambda: nanoseconds() // 1000, lambda usecs: store(usecs * 1000 & _ULONG_MAX), Moves.NOT
+    )
 
 
 def _buffer_files(array: TraceArray) -> dict[str, Node]:
     return {
-        "buffer_percent": number_file(lambda: array.buffer_percent, array.set_buffer_percent),
+        "buffer_percent": number_file(lambda: array.buffer_percent, array.set_buffer_percent, Moves.BY_ONE),
         "buffer_size_kb": _buffer_size(array, None),
         "buffer_total_size_kb": AttributeFile(READ_ONLY, array.buffer_total_size_text),
         "free_buffer": LastCloseFile(OWNER_WRITE_ONLY, array.free_buffer),
         "snapshot": _snapshot(array, None),
         "trace": _TraceFile(array, None),
         "trace_marker": MarkerFile(WRITE_ONLY, None, execute=array.write_marker),
-        "trace_marker_raw": MarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
+        "trace_marker_raw": RawMarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
         "trace_pipe": PipeFile(READ_ONLY, lambda: TracePipe(array)),
     }
 
@@ -147,14 +147,19 @@ def _control_files(array: TraceArray) -> dict[str, Node]:
         "trace_clock": AttributeFile(
             READ_WRITE, array.clock_text, store=lambda data: array.set_clock(clock_name(data))
         ),
-        "trace_options": CommandFile(READ_WRITE, single(array.options.text), array.options.write),
+        "trace_options": CommandFile(
+            READ_WRITE, single(array.options.text), array.options.write, moves=Moves.BY_BYTES
+        ),
         "tracing_cpumask": AttributeFile(
             READ_WRITE,
             show=lambda: mask_text(array.cpumask, array.cpus),
             store=lambda data: array.set_cpumask(cpumask(data, array.cpus)),
+            moves=Moves.NOT,
         ),
         "tracing_max_latency": _max_latency(array),
-        "tracing_on": number_file(lambda: array.tracing_on, lambda number: array.set_tracing_on(number != 0)),
+        "tracing_on": number_file(
+            lambda: array.tracing_on, lambda number: array.set_tracing_on(number != 0), Moves.BY_ONE
+        ),
     }
 
 
@@ -191,6 +196,10 @@ class _OpenTrace(OpenCommand):
         super().__init__(node, flags, client)
         if self.readable and node.array.pauses_for_readers:
             node.array.stop()
+
+    @property
+    def acts_on_close(self) -> bool:
+        return self.readable and self.node.array.pauses_for_readers
 
     def release(self) -> None:
         if self.readable:
@@ -235,7 +244,7 @@ def _snapshot(array: TraceArray, cpu: int | None) -> File:
         array.snapshot.write(kstrtoul(data), cpu)
         return len(data)
 
-    return CommandFile(READ_WRITE, single(lambda: array.snapshot_text(cpu)), execute)
+    return CommandFile(READ_WRITE, single(lambda: array.snapshot_text(cpu)), execute, moves=Moves.BY_BYTES)
 
 
 def _buffer_size(array: TraceArray, cpu: int | None) -> File:

@@ -13,12 +13,19 @@ from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
-from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.seq_file import AttributeFile, LinesFile, SeqFile, WrittenList, listing, single
+from emulated_kernel.vfs.core.open_file import File, Moves
+from emulated_kernel.vfs.core.seq_file import (
+    AttributeFile,
+    EditedFile,
+    LinesFile,
+    SeqFile,
+    WrittenList,
+    listing,
+    single,
+)
 from emulated_kernel.vfs.trees.readme import README
 from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,
-    list_file,
     number_file,
     time_file,
     trace_array_files,
@@ -65,8 +72,8 @@ def _graph_files(graph: GraphTracer) -> dict[str, Node]:
     return {
         "max_graph_depth": number_file(lambda: signed(graph.max_depth, 32), graph.set_max_depth),
         "tracing_thresh": time_file(lambda: graph.threshold_ns, graph.set_threshold),
-        "set_graph_function": list_file(graph.functions),
-        "set_graph_notrace": list_file(graph.notrace),
+        "set_graph_function": EditedFile(READ_WRITE, graph.functions),
+        "set_graph_notrace": EditedFile(READ_WRITE, graph.notrace),
     }
 
 
@@ -87,9 +94,9 @@ def _profile_files(profiler: FunctionProfiler | None, cpus: int) -> dict[str, No
 
 def _stack_files(stack: StackTracer) -> dict[str, Node]:
     return {
-        "stack_max_size": number_file(lambda: stack.max_size, stack.set_max_size),
+        "stack_max_size": number_file(lambda: stack.max_size, stack.set_max_size, Moves.NOT),
         "stack_trace": SeqFile(READ_ONLY, listing(stack.records)),
-        "stack_trace_filter": list_file(stack.filter),
+        "stack_trace_filter": EditedFile(READ_WRITE, stack.filter),
     }
 
 

@@ -67,7 +67,7 @@ class Replay:
             opened = self._open(path, handle)
             # A daemon of an earlier version wrote an entry for a whole long write.
             for piece in [Piece(data, True)] if is_part else opened.pieces(data):
-                opened.write(piece.data, 0, is_part=piece.is_part)
+                opened.write(piece.data, opened.next_offset, is_part=piece.is_part)
         except KernelError as error:
             if not failed:
                 yield f"{path}: {error.strerror}: {data[:80].decode('latin-1')}"

@@ -86,6 +86,52 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     found.ours.close()
 
 
+def test_a_marker_has_the_address_that_the_kernel_gives_it(both: Both) -> None:
+    found = []
+    for mount in (both.native, both.ours):
+        for name in ("sym-offset", "sym-addr"):
+            assert not write(mount, f"/tracing/options/{name}", "1")
+        assert not write(mount, "/tracing/trace_marker", "a marker")
+        found.append(read(mount, "/tracing/trace").splitlines()[-1].partition("tracing_mark_write")[2])
+        for name in ("sym-offset", "sym-addr"):
+            assert not write(mount, f"/tracing/options/{name}", "0")
+        assert not write(mount, "/tracing/trace", "", os.O_TRUNC)
+    assert found[0] == found[1]
+    assert found[0].endswith(": a marker")
+
+
+def test_options_are_those_of_the_kernel(both: Both) -> None:
+    """With the tracers that this project lacks; one of their options switches another option."""
+    directory = "/tracing/options"
+    native = {entry.name for entry in both.native.readdir(directory)}
+    # The kernel has no function profiler.
+    assert {entry.name for entry in both.ours.readdir(directory)} == native | {"graph-time"}
+    assert "blk_classic" in native
+    for name in ("blk_cgname", "blk_cgroup", "blk_classic"):
+        for value in ("1", "0"):
+            answers = []
+            for mount in (both.native, both.ours):
+                error = write(mount, f"{directory}/{name}", value)
+                answers.append(
+                    (error, *(read(mount, f"{directory}/{each}") for each in (name, "context-info")))
+                )
+            assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("words", [("vfs_*",), ("*_lock", "!_raw*", "vfs_read"), ("kfree",)])
+def test_a_graph_filter_lists_in_the_order_of_the_kernel(both: Both, words: tuple[str, ...]) -> None:
+    if both.engine.kprobes.sites is None:
+        pytest.skip("the profile does not use the entries of functions")
+    found = []
+    for mount in (both.native, both.ours):
+        assert not write(mount, "/tracing/set_graph_notrace", "", os.O_TRUNC)
+        for word in words:
+            assert not write(mount, "/tracing/set_graph_notrace", f"{word}\n")
+        found.append(read(mount, "/tracing/set_graph_notrace").splitlines())
+        assert not write(mount, "/tracing/set_graph_notrace", "", os.O_TRUNC)
+    assert found[0] == found[1]
+
+
 def test_each_has_its_own_places_in_the_same_functions(both: Both) -> None:
     """Breakpoints, jumps, calls at entries and hooked returns of both."""
     begin, end = map(both.places, FUNCTIONS)

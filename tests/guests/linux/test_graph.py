@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
@@ -210,3 +211,60 @@ def test_profiles_count_what_the_tree_shows() -> None:
     counted = hits(shell)
     assert counted == {"vfs_write": 24, "kernel_clone": 2 * profile["kernel_clone"][0]}
     assert times[0] > times[1] > 0
+
+
+def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
+    """All sites are written when the tracer begins, and later those that it treats in another way."""
+    guest, shell = mounted()
+    select(shell, FAMILIES)
+    with guest.lock:
+        client = guest.tasks.fork(guest.tasks.init, 4001)
+    syscalls = LinuxSyscalls(guest.tasks)
+    text = guest.machine.text
+    poke_batch = text.poke_batch
+    written: set[int] = set()
+
+    def count(pokes: Iterable[tuple[int, bytes]]) -> None:
+        pokes = list(pokes)
+        written.update(va for va, _ in pokes)
+        poke_batch(pokes)
+
+    def depths_of(name: str) -> list[int]:
+        """Levels at which an open and a close show the calls of a function; in guest code from the second."""
+        shell.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
+        with guest.lock:
+            for _ in range(3):
+                syscalls.close(client, syscalls.open(client, "/scratch/file", os.O_RDWR | os.O_CREAT, 0o600))
+        lines = [CALL.search(line) for line in column(shell)]
+        return [len(call["depth"]) // 2 - 1 for call in lines if call is not None and call["name"] == name]
+
+    shell.write("/tracing/current_tracer", "function_graph")
+    sites = len(shell.read("/tracing/set_ftrace_filter").splitlines())
+    assert sites > 300
+    assert depths_of("vfs_open") == [1] * 3
+    text.poke_batch = count  # type: ignore[method-assign]
+    for file, word, expected in (
+        ("set_graph_function", "do_sys_openat2", [1] * 3),
+        ("set_graph_notrace", "vfs_open", []),
+        ("max_graph_depth", "1", []),
+        ("set_graph_notrace", "\n", []),
+        ("max_graph_depth", "0", [1] * 3),
+        ("set_graph_function", "vfs_open", [0] * 3),
+        ("set_ftrace_notrace", "do_sys_openat2", [0] * 3),
+    ):
+        written.clear()
+        shell.write(f"/tracing/{file}", word, os.O_WRONLY | os.O_TRUNC)
+        assert depths_of("vfs_open") == expected, (file, word)
+        # Up to two sites in two steps, and code.
+        assert len(written) < 40, (file, word)
+    # Two changes before the guest runs, of which the second one attaches sites.
+    shell.write("/tracing/set_graph_function", "do_sys_openat2", os.O_WRONLY | os.O_APPEND)
+    shell.write("/tracing/set_ftrace_notrace", "vfs_write", os.O_WRONLY | os.O_TRUNC)
+    assert depths_of("vfs_open") == [1] * 3
+    shell.write("/tracing/set_graph_notrace", "vfs_open")
+    shell.write("/tracing/set_ftrace_notrace", "vfs_read", os.O_WRONLY | os.O_TRUNC)
+    assert depths_of("vfs_open") == []
+    written.clear()
+    shell.write("/tracing/current_tracer", "nop")
+    assert len(written) >= sites - 1
+    assert not text.ledger

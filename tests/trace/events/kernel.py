@@ -138,7 +138,7 @@ class Backend:
             raise KernelError(errno.EILSEQ)
         self.handles.append(Handle(kprobe, user, not kprobe.disabled))
 
-    def register_kprobe(self, kprobe: EventKprobe) -> None:
+    def register_kprobe(self, kprobe: EventKprobe, _kind: str) -> None:
         self._register(kprobe, kprobe.user)
 
     def register_kretprobe(self, rp: Kretprobe) -> None:

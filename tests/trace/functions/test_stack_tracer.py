@@ -115,7 +115,7 @@ def test_off_there_is_no_trace_of_it(kernel: Kernel, tracer: StackTracer) -> Non
 def test_the_filter(kernel: Kernel, tracer: StackTracer) -> None:
     assert list(tracer.filter.records()) == ["#### all functions enabled ####\n"]
     tracer.enable(1)
-    assert tracer.filter.write(b"vfs_* mutex_lock") == len("vfs_* ")
+    tracer.filter.write(b"vfs_*")
     assert all(line.startswith("vfs_") for line in tracer.filter.records())
     _open(kernel)
     assert _found(tracer)[0][3].startswith("vfs_")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.output.line_formatter import encode_text
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
+from emulated_kernel.trace.ring.trace_clock import ClockSource
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
@@ -27,10 +29,18 @@ from emulated_kernel.util.control_lock import ControlLock
 PROJECT = Path(__file__).resolve().parents[3]
 
 
+MARKER_IP = 0xC11B21B0
+"""Address of tracing_mark_write, which fits into a word of each architecture."""
+
+
 class Symbols:
     """vfs_mkdir of the kernel, ktgt_add of the module ktgt, and a return trampoline."""
 
-    ranges = ((0xFFFFFFFF8135D4F0, 0x140, "vfs_mkdir", None), (0xFFFFFFFFC0219000, 0x10, "ktgt_add", "ktgt"))
+    ranges = (
+        (0xFFFFFFFF8135D4F0, 0x140, "vfs_mkdir", None),
+        (0xFFFFFFFFC0219000, 0x10, "ktgt_add", "ktgt"),
+        (MARKER_IP, 0x100, "tracing_mark_write", None),
+    )
     trampoline = 0xFFFFFFFF81C01000
 
     def lookup(self, address: int) -> Location | None:
@@ -143,9 +153,10 @@ def make_bench(cpus: int = 2, arch: Arch | None = None) -> Bench:
         stack=None,  # type: ignore[arg-type]
         current_ctx=None,  # type: ignore[arg-type]
         memory=HostMemory(),  # type: ignore[arg-type]
-        markers=PrintEvent(arch.word_size),
+        markers=PrintEvent(arch.word_size, MARKER_IP),
         cmdlines=SavedCmdlines(),
         printk=lambda _text: None,
+        clocks=ClockSource(SimpleNamespace(is_virtual=True)),  # type: ignore[arg-type]
         release="6.1.0-56-cloud-amd64",
     )
     return Bench(clock, events, TraceArray(system), task)

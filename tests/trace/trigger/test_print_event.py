@@ -12,7 +12,7 @@ from tests.trace.trigger.control import TriggerKernel
 @pytest.fixture
 def kernel() -> TriggerKernel:
     made = TriggerKernel()
-    made.kernel.events.registry.add_own(PrintEvent(8))
+    made.kernel.events.registry.add_own(PrintEvent(8, 0xFFFFFFFF811B228D))
     made.define("p:a vfs_read\n")
     return made
 

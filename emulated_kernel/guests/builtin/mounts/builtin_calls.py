@@ -94,8 +94,7 @@ class BuiltinCalls(GuestCalls):
         opened = RunOnce(lambda: tree.open(path, flags, client))
 
         def execute() -> int:
-            opened()
-            return 0
+            return opened().node.writer
 
         def serve(op: int, _buffer: int, _count: int) -> int:
             if op != HostfsOp.OPEN:
@@ -103,8 +102,7 @@ class BuiltinCalls(GuestCalls):
             # O_TRUNC of a definitions file removes its probes, and their directories in the guest.
             if flags & os.O_TRUNC and tree.runs_guest(path):
                 raise DeferToGuest(execute)
-            opened()
-            return 0
+            return execute()
 
         fd = None
         number = None
@@ -126,7 +124,7 @@ class BuiltinCalls(GuestCalls):
         with suppress(KernelError):
             for file in files:
                 if file.fd is None:
-                    file.fd = self._guest.open_file(file.path, file.flags)
+                    file.fd = self._guest.open_file(file.path, file.flags, file.inner.node.writer)
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
         """See GuestCalls. If the guest has no room for the directory, clients can list it all the same."""

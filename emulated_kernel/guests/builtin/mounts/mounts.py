@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.builtin_calls import BuiltinCalls
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
@@ -39,7 +41,8 @@ class Mounts:
         self._guest = guest
         self._lock = lock
         self._limits = limits
-        self._mounts: list[Mount] = []
+        self._mounts: WeakKeyDictionary[Mount, None] = WeakKeyDictionary()
+        """The mounts that somebody still uses, oldest first."""
         text.before_first_change.append(self._open_in_guest)
 
     def add(self, files: NodeTree) -> Mount:
@@ -48,14 +51,14 @@ class Mounts:
         table = mount_table(files, self._guest, self._lock)
         # Invariant: no file system here has clients_own: each lookup of a client must reach the guest.
         mount = Mount(table, limits=self._limits, lasting=LASTING)
-        self._mounts.append(mount)
+        self._mounts[mount] = None
         return mount
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
         """Take over a mount of the previous kernel: let it show `files`, which are this kernel's."""
         self._lock.assert_held()
         mount.replace(mount_table(files, self._guest, self._lock))
-        self._mounts.append(mount)
+        self._mounts[mount] = None
 
     def _open_in_guest(self) -> None:
         """Open the open files of all mounts in the guest before its text changes."""

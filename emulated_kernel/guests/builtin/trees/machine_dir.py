@@ -58,7 +58,7 @@ def machine_tree(
         return (line for message in guest.messages() for line in message.lines())
 
     return {
-        **machine_files(banner, image.kallsyms, log, owner),
+        **machine_files(banner, kernel.tracing.symbols, log, owner),
         "modules": HostReadingFile(
             0o644,
             addressed(lambda zero: [module.line(zero_address=zero) for module in modules.loaded()]),

@@ -84,7 +84,8 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytes:
     for number, area in enumerate(memory):
         struct.pack_into("<QQI", page, 0x2D0 + 20 * number, *area)
     struct.pack_into("<H2x4sH", page, 0x1FE, 0xAA55, b"HdrS", _PROTOCOL)
-    page[0x210], page[0x211] = _UNKNOWN_LOADER, _LOADED_HIGH
+    page[0x210] = _UNKNOWN_LOADER
+    page[0x211] = _LOADED_HIGH
     struct.pack_into("<II", page, 0x218, initrd, initrd_size)
     struct.pack_into("<I", page, 0x228, _COMMAND_LINE)
     return bytes(page)
@@ -97,7 +98,8 @@ def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, in
     Raises: GuestFault (with the last line of the kernel's log).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")
-    total, begun = (calls.end - calls.start) // 4, count(1)
+    total = (calls.end - calls.start) // 4
+    begun = count(1)
     initcall = kernel.kallsyms.lookup_name("do_one_initcall")
     if initcall is not None:
         machine.call_at(initcall, lambda: progress(min(next(begun), total), total))

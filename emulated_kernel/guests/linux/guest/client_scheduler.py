@@ -141,8 +141,9 @@ class ClientScheduler:
         return False
 
     def _timer_until(self, end: int) -> bool:
-        """Let time pass to the next timer interrupt; return False at `end`, or if there will be none."""
-        if self._machine.pc.tsc >= end or self._machine.pc.timer_vector is None:
+        """Let time pass to the next timer interrupt; return False if there is none until `end`."""
+        pc = self._machine.pc
+        if pc.timer_vector is None or pc.due is None or max(pc.due, pc.tsc) > end:
             return False
         self._machine.timer()
         return True
@@ -150,7 +151,8 @@ class ClientScheduler:
     def _tsc_in(self, microseconds: int) -> int:
         return self._machine.pc.tsc + microseconds * TSC_KHZ // 1000
 
-    def _take_interrupts(self) -> None:
+    def take_interrupts(self) -> None:
+        """Let the task at its stub take the timer interrupts that are due."""
         while self.current is not None and self._machine.pc.is_due:
             self._machine.timer()
             self.run()
@@ -194,7 +196,7 @@ class ClientScheduler:
         if not task.alive:
             raise KernelError(ESRCH, f"task {task.pid} has ended")
         if self.current is not None and machine.pc.is_due:
-            self._take_interrupts()
+            self.take_interrupts()
         values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx, *kept)
         task.pending = True
         if task is self.current:
@@ -316,6 +318,12 @@ class ClientScheduler:
     def idle(self, microseconds: int) -> None:
         """Let time pass in which the guest does its own work, such as timers and kernel threads."""
         end = self._tsc_in(microseconds)
+        self.work(microseconds)
+        self._machine.pc.tsc = max(self._machine.pc.tsc, end)
+
+    def work(self, microseconds: int) -> None:
+        """Let the guest do its own work until it is idle and no timer interrupt comes before the end."""
+        end = self._tsc_in(microseconds)
         if self.current is not None:
             self.switch(None)
         self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
@@ -324,7 +332,7 @@ class ClientScheduler:
         """Let an interrupt call the function at `callback`, and run until `is_done()` or the time is over."""
         self._machine.check_alive()
         if self.current is not None:
-            self._take_interrupts()
+            self.take_interrupts()
         end = self._tsc_in(microseconds)
         with self._thunk.replaced_by(callback):
             self.switch(None)

@@ -113,7 +113,8 @@ class LinuxClients:
 
     def _fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
         self._settle()
-        task = self._by_pid[pid] = self._tasks.fork(parent, pid)
+        task = self._tasks.fork(parent, pid)
+        self._by_pid[pid] = task
         if pid != _SHARED:
             self._watch.follow(pid)
         return task

@@ -69,7 +69,8 @@ class PageReporting:
         page = va & -PAGE
         frame = self._frames.get(page)
         if frame is None:
-            frame = self._frames[page] = self._memory.translate(self._root, page)
+            frame = self._memory.translate(self._root, page)
+            self._frames[page] = frame
         return self.words[frame + va - page >> 3]
 
     def look(self) -> None:

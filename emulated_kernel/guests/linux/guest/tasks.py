@@ -39,10 +39,12 @@ class LinuxTasks(RunningLinux):
         self.machine = machine
         self.release = facts.release
         self.facts = facts
-        structs = self._structs = KernelStructs(machine, facts.offsets)
+        structs = KernelStructs(machine, facts.offsets)
+        self._structs = structs
         self.per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
         self.current_cell = self.per_cpu + facts.current_task
-        table = self.table = TaskTable(machine.memory, structs, self.current_cell)
+        table = TaskTable(machine.memory, structs, self.current_cell)
+        self.table = table
         self.init = table.adopt(table.running())
         self.root = self.init.root
         self.files = DcacheReader(machine, facts, self.init.address)
@@ -50,7 +52,8 @@ class LinuxTasks(RunningLinux):
         self.host_room = self._thunk.host_room
         machine.watch_reset(facts.symbols["emergency_restart"])
 
-        scheduler = self._scheduler = ClientScheduler(machine, table, self._thunk, self.init)
+        scheduler = ClientScheduler(machine, table, self._thunk, self.init)
+        self._scheduler = scheduler
         self.running = table.running
         self.call = scheduler.call
         self.call_behind_close = scheduler.call_behind_close
@@ -59,13 +62,16 @@ class LinuxTasks(RunningLinux):
         self.woken = scheduler.woken
         self.do_work = scheduler.do_work
         self.schedule_in = scheduler.schedule_in
+        self.take_interrupts = scheduler.take_interrupts
+        self.work = scheduler.work
 
         memory = TaskMemory(machine.memory, table, scheduler)
         self.copy_to_user = memory.copy_to_user
         self.copy_from_user = memory.copy_from_user
         self.has_new_memory = memory.has_new_memory
 
-        life = self._life = TaskLife(machine, facts, structs, table, scheduler, self.events)
+        life = TaskLife(machine, facts, structs, table, scheduler, self.events)
+        self._life = life
         self.fork = life.fork
         self.set_comm = life.set_comm
         self.set_creds = life.set_creds

@@ -30,6 +30,8 @@ _PLATFORM_IPI = 0xF7
 _TEXT = 0xFFFFFFFF70000000
 _DATA = 0xFFFFFFFF70001000
 """Virtual addresses that Linux leaves free, within reach of a relative jump from the kernel's text."""
+THUNKS = range(_TEXT, _TEXT + PAGE)
+"""Addresses of the code."""
 _ROOM = 0x100
 """Offset in the data page after its first word, which is the address of the task."""
 _ACCESSED_DIRTY = 0x60

@@ -39,9 +39,19 @@ _MEMBERS = (
     "file_operations.open", "file_operations.read", "file_operations.write", "file_operations.llseek",
     "file.f_mode", "dentry.d_parent", "dentry.d_name", "qstr.hash_len", "qstr.name",
 )  # fmt: skip
-_LOOKED_UP, _LOOKUP_ENDS, _OPEN, _IS_STREAM, _READ, _COPY, _WRITE, _SLEEP, _WOKEN, _RETURN, _OPENED, _SIZE = (
-    0x09, 0x11, 0x20, 0x21, 0x30, 0x40, 0x50, 0x60, 0x65, 0x66, 0x70, 0x80,
-)  # fmt: skip
+_LOOKED_UP = 0x09
+_LOOKUP_ENDS = 0x11
+_OPEN = 0x20
+_IS_STREAM = 0x21
+_READ = 0x30
+_COPY = 0x40
+_WRITE = 0x50
+_SLEEP = 0x60
+_WOKEN = 0x65
+_RETURN = 0x66
+_OPENED = 0x70
+_SIZE = 0x80
+"""Offsets of places in STUBS, and the size of their code."""
 STUBS = """
     53                              | push rbx
     48 89 f3                        | mov rbx, rsi
@@ -339,7 +349,9 @@ class LinuxControlCalls(GuestCalls):
         regs = self._machine.regs
         _, regs.di = self._arguments.pop(task.address)
         self._memory.write(self._data, result)
-        regs.si, regs.dx, regs.ip = self._data, len(result), self._code + _COPY
+        regs.si = self._data
+        regs.dx = len(result)
+        regs.ip = self._code + _COPY
 
     def _returns(self, task: LinuxTask, result: int) -> None:
         self._arguments.pop(task.address, None)
@@ -421,7 +433,8 @@ class LinuxControlCalls(GuestCalls):
         machine = self._machine
         symbols = {name: kernel.required(name) for name in _SYMBOLS}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
-        code = self._code = machine.text.alloc_text(_SIZE)
+        code = machine.text.alloc_text(_SIZE)
+        self._code = code
         symbols["f_mode"] = self._offsets["file.f_mode"]
         machine.text.poke(code, machine_code(STUBS, code, symbols))
         for at, handler in (
@@ -450,7 +463,8 @@ class LinuxControlCalls(GuestCalls):
         for member, function in (functions | {"llseek": llseek}).items():
             memory.write_word(files + offset[f"file_operations.{member}"], function)
         for path, is_directory in _TOPS.items():
-            inode = self._inodes[is_directory] = self._made(path, is_directory)
+            inode = self._made(path, is_directory)
+            self._inodes[is_directory] = inode
             operations = inode + offset["inode.i_op"]
             if is_directory:
                 table = memory.read(memory.read_word(operations), size("inode_operations"))

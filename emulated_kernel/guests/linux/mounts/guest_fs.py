@@ -123,6 +123,12 @@ class GuestFile(FileDescription):
         self.fs.guest.give_up(client)
 
     @property
+    def acts_on_close(self) -> bool:
+        """See FileDescription. Files of the guest's tracefs may act; those that only clients make do not."""
+        is_writable = self.flags & os.O_ACCMODE != os.O_RDONLY
+        return is_writable and self.path.split("/", 2)[1] not in self.fs.clients_own
+
+    @property
     def is_open(self) -> bool:
         """True if the file has not been released."""
         return self in self.fs.opened

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.passing_time import PassingTime, RealTime
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, TRACEFS
 from emulated_kernel.guests.linux.mounts.guest_fs import GuestFs
@@ -148,14 +149,17 @@ def native_mount(
     modules: ModuleFiles | None = None,
     *,
     is_tracefs: bool,
+    is_clock_real: bool = False,
     lock: ControlLock | None = None,
 ) -> Mount:
     """Return a mount of a kernel's own files.
 
     `modules`: module files of this kernel. `lock`: the control lock.
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
+    `is_clock_real`: pauses between requests pass in the guest, too.
     """
-    guest = LinuxGuest(tasks, watch, owner, modules, lock=lock)
+    time = RealTime(tasks) if is_clock_real else PassingTime(tasks)
+    guest = LinuxGuest(tasks, watch, owner, modules, lock=lock, begins=time.request_begins)
     if is_tracefs:
         return Mount({"/": GuestFs(guest, {"/": TRACEFS})})
     paths = {

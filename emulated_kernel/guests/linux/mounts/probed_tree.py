@@ -31,6 +31,6 @@ def engine_tree(
     def shown_log() -> Iterator[str]:
         yield log().decode("utf-8", "surrogateescape")
 
-    files = machine_files(banner, engine.kernel.kallsyms, shown_log, owner)
+    files = machine_files(banner, engine.components.tracing.symbols, shown_log, owner)
     files |= {"probes": probes_file(engine.components), **machine}
     return root_tree(engine.components, owner, files, further, is_tracefs=is_tracefs)

@@ -93,7 +93,8 @@ class Pc:
         for name in self.STATE:
             kept = state[name]
             if isinstance(getattr(self, name), list):
-                _, _ = words = kept
+                words = kept
+                (_, _) = words
             else:
                 words = [0 if kept is None and name in self._NONE else kept]
             if not all(map(is_word, words)):

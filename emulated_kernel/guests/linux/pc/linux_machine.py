@@ -74,7 +74,8 @@ class LinuxMachine:
     ) -> None:
         self.memory = LinuxMemory(ram)
         self.pc = Pc(seed)
-        self.engine = engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
+        engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
+        self.engine = engine
         self.model = X86_64Cpu()
         engine.map_ram(0, ram)
         state = cpu_state(engine)

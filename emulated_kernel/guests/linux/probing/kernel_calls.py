@@ -21,6 +21,8 @@ from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0xFFFFFFFF70010000
+CALLS = range(_TEXT, _TEXT + PAGE_SIZE)
+"""Addresses of the code."""
 """Address of the page with this module's code, after the host's other code in the kernel."""
 _MAKER = 0x100
 """Offset of the work function."""

@@ -110,7 +110,8 @@ class ModuleWatch:
         memory = self._machine.memory
         btf = self._kernel.btf
         following = btf.offset("notifier_block.next")
-        start = link = head + btf.offset("blocking_notifier_head.head")
+        link = head + btf.offset("blocking_notifier_head.head")
+        start = link
         for _ in range(_LIMIT):
             other = memory.read_word(link)
             if not other:

@@ -147,10 +147,15 @@ class KernelEngine:
         """Drop the pending hooked calls of the running task."""
         self._hook_sets.drop(self.machine.memory.read_word(self.guest.current_cell))
 
+    def call_begins(self) -> None:
+        """Notify the observers that the guest is about to run."""
+        for notify in self.guest.events.call_begins:
+            notify()
+
     def request_begins(self) -> None:
         """Notify the observers that a request of a host process begins; delayed work that is due is done."""
-        events = self.guest.events
-        for notify in (*events.call_begins, *events.request_begins):
+        self.call_begins()
+        for notify in self.guest.events.request_begins:
             notify()
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from struct import Struct
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
+from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNKS
+from emulated_kernel.guests.linux.probing.kernel_calls import CALLS
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import LinuxContext, linux_need_resched
+from emulated_kernel.guests.linux.probing.other_tracers import other_tracers
 from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage
@@ -17,6 +22,8 @@ from emulated_kernel.image.text_tables import words
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.output.tracer_options import TRACERS
+from emulated_kernel.trace.ring.trace_entry import MARKER_SYMBOL
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.limits import Limits
 
@@ -53,7 +60,12 @@ def linux_tracing(
         machine=machine,
         live=live,
         abi=abi,
-        symbols=KernelSymbols(kernel.kallsyms, engine.hook_sets, kprobes.sites),
+        symbols=KernelSymbols(
+            kernel.kallsyms,
+            engine.hook_sets,
+            kprobes.sites,
+            lambda: (machine.text.generated, THUNKS, CALLS),
+        ),
         tasks=tasks,
         context=context,
         events=points.events(),
@@ -66,10 +78,35 @@ def linux_tracing(
         log=printk,
         release=kernel.release,
         printk_formats=partial(printk_formats, kernel),
+        marker_ip=_marker_ip(kernel),
+        other_tracers=other_tracers(kernel, machine.memory, TRACERS),
         # A kernel without its own graph tracer has not marked the functions that return to another task.
         has_graph=kernel.kallsyms.lookup_name(GRAPH_TRAMPOLINE) is not None,
     )
     return build_trace(traced, engine, arch), points
+
+
+_LEA_RIP = re.compile(rb"[\x48\x4c]\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d](.{4})", re.DOTALL)
+"""`lea` of an address relative to the instruction pointer into any register."""
+_S32 = Struct("<i")
+_U64 = (1 << 64) - 1
+
+
+def _marker_ip(kernel: LinuxKernel) -> int | None:
+    """Return the address within tracing_mark_write() that the function writes to its records.
+
+    The function takes it by a `lea` relative to the instruction pointer, or as a 32-bit constant.
+    Mirrors: include/linux/instruction_pointer.h:_THIS_IP_ (v6.1).
+    """
+    start = kernel.kallsyms.lookup_name(MARKER_SYMBOL)
+    found = None if start is None else kernel.kallsyms.lookup(start)
+    if start is None or found is None:
+        return None
+    text = kernel.read(start, found.symbol.size)
+    inside = range(start + 1, start + len(text))
+    relative = (start + lea.end() + _S32.unpack(lea[1])[0] for lea in _LEA_RIP.finditer(text))
+    constants = (_S32.unpack_from(text, at)[0] & _U64 for at in range(len(text) - _S32.size + 1))
+    return next((address for address in (*relative, *constants) if address in inside), start)
 
 
 _FORMATS = ("trace_bprintk_fmt", "tracepoint_str")

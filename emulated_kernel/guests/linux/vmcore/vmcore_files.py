@@ -65,7 +65,8 @@ ACTOR_BEFORE_6_1 = f"""{_FILL}
     c3                              | ret
 """
 """A filldir_t that returns 0 to request more entries. `full` has the same offset as in ACTOR."""
-_KIND_MASK, _KIND_SHIFT = 0xF, 12
+_KIND_MASK = 0xF
+_KIND_SHIFT = 12
 """Mask of an entry's type, without the kernel's own flags in higher bits, and its shift to S_IFMT bits.
 
 Source: include/linux/fs_types.h.

@@ -18,7 +18,7 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 FILES = "/files"
 """Directory of the mount that shows the files of the dump."""
 Request = Callable[[Client | None], AbstractContextManager[None]]
-"""Returns the context for code that runs the guest; takes the client that waits for it, or None."""
+"""Returns a context for code that runs the guest; takes the client that waits for it, or None."""
 
 
 class VmcoreFile(FileDescription):
@@ -43,14 +43,18 @@ class VmcoreFile(FileDescription):
 
 
 class VmcoreFs(FileSystem):
-    """The files below /files. Each access runs the guest, so even getattr and readdir begin a request."""
+    """The files below /files. Each access runs the guest; its clock stands still during lookups."""
 
     is_read_only = True
 
-    def __init__(self, files: VmcoreFiles, request: Request, owner: Owner, lock: ControlLock) -> None:
+    def __init__(
+        self, files: VmcoreFiles, request: Request, look_up: Request, owner: Owner, lock: ControlLock
+    ) -> None:
+        """Show `files`. `request` is the context of requests, `look_up` that of lookups."""
         super().__init__(lock)
         self.files = files
         self._request = request
+        self._look_up = look_up
         self._owner = owner
 
     def request(self, client: Client | None) -> AbstractContextManager[None]:
@@ -64,7 +68,7 @@ class VmcoreFs(FileSystem):
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """See FileSystem. The mounting user owns the files that root owns in the dump."""
-        with self.request(client() if client else None):
+        with self._look_up(client() if client else None):
             found = self.files.lstat(self.inside(path))
         return found._replace(
             ino=found.ino * INO_SPACES + 1,
@@ -75,7 +79,7 @@ class VmcoreFs(FileSystem):
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """See FileSystem."""
-        with self.request(client):
+        with self._look_up(client):
             found = self.files.readdir(self.inside(path))
         # Some file systems report no file type: 0 means unknown and stays 0.
         return [
@@ -85,7 +89,7 @@ class VmcoreFs(FileSystem):
 
     def readlink(self, client: Client, path: str) -> str:
         """See FileSystem."""
-        with self.request(client):
+        with self._look_up(client):
             return self.files.readlink(self.inside(path))
 
     def open(self, client: Client, path: str, flags: int) -> VmcoreFile:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from emulated_kernel.guests.linux.mounts.probed_tree import engine_tree
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
@@ -39,17 +39,24 @@ class VmcoreControlCalls(GuestCalls):
         self.calls = VmcoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.drop_calls)
         self._is_closed = False
 
-    @contextmanager
-    def request(self, client: Client | None) -> Iterator[None]:
-        """Return the context in which the guest runs. Lock: takes.
+    def request(self, client: Client | None) -> AbstractContextManager[None]:
+        """Return the context in which the guest runs for a request. Lock: takes.
 
         If the process of `client` dies, the run ends. None: no client waits for it.
         Raises: KernelError EIO (the mount has ended).
         """
+        return self._running(client, self.engine.request_begins)
+
+    def look_up(self, client: Client | None) -> AbstractContextManager[None]:
+        """Return the context in which the guest runs for a lookup, as request(), but without a request."""
+        return self._running(client, self.engine.call_begins)
+
+    @contextmanager
+    def _running(self, client: Client | None, begins: Callable[[], None]) -> Iterator[None]:
         with self.engine.lock:
             if self._is_closed:
                 raise KernelError(errno.EIO, "the mount has ended")
-            self.engine.request_begins()
+            begins()
             try:
                 wanted = self.guest.machine.wanted_by(client.pid) if client else nullcontext()
                 with wanted, self.calls.bounded():
@@ -105,5 +112,5 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
     )
     table: dict[str, FileSystem] = {"/": ControlFs(tree, engine.lock, strategy)}
     if not is_tracefs:
-        table[FILES] = VmcoreFs(files, strategy.request, owner, engine.lock)
+        table[FILES] = VmcoreFs(files, strategy.request, strategy.look_up, owner, engine.lock)
     return Mount(table, lasting=() if is_tracefs else ("kprobes", "machine", "tracing"))

@@ -14,6 +14,8 @@ struct super_block hostfs_sb = { .s_magic = 0x00c0ffee, .s_maxbytes = LLONG_MAX,
 static const struct inode_operations hostfs_inode_operations;
 static const struct inode_operations hostfs_dir_inode_operations;
 static const struct file_operations hostfs_file_operations;
+static const struct file_operations tracing_mark_fops;
+static const struct file_operations tracing_mark_raw_fops;
 
 static bool is_below(const char *name, const char *directory)
 {
@@ -67,11 +69,16 @@ static int hostfs_open(struct inode *inode __attribute__((unused)), struct file 
 	/* The position is the host's: a reader that sleeps must not keep others from the file. */
 	file->f_mode &= ~FMODE_ATOMIC_POS;
 	ret = (int)hostfs_call(HOSTFS_OPEN, handle->id, file->f_flags, 0);
-	if (ret)
+	if (ret < 0) {
 		kfree(handle);
-	else
-		file->private_data = handle;
-	return ret;
+		return ret;
+	}
+	file->private_data = handle;
+	if (ret == HOSTFS_TRACING_MARK)
+		file->f_op = &tracing_mark_fops;
+	else if (ret == HOSTFS_TRACING_MARK_RAW)
+		file->f_op = &tracing_mark_raw_fops;
+	return 0;
 }
 
 static ssize_t hostfs_read(struct file *file, char __user *buf, size_t count, loff_t *pos)
@@ -90,6 +97,19 @@ static ssize_t hostfs_write(struct file *file, const char __user *buf, size_t co
 	if (ret > 0)
 		*pos += ret;
 	return ret;
+}
+
+/* The host writes the record, which has the address of this function. */
+static noinline ssize_t tracing_mark_write(struct file *file, const char __user *buf, size_t count,
+					   loff_t *pos)
+{
+	return hostfs_write(file, buf, count, pos);
+}
+
+static noinline ssize_t tracing_mark_raw_write(struct file *file, const char __user *buf, size_t count,
+					       loff_t *pos)
+{
+	return hostfs_write(file, buf, count, pos);
 }
 
 /* The host closes only what it has forgotten already: it needn't be told. */
@@ -183,6 +203,24 @@ static const struct file_operations hostfs_file_operations = {
 	.open = hostfs_open,
 	.release = hostfs_release,
 	.iterate_shared = hostfs_readdir,
+	.fsync = noop_fsync,
+};
+
+static const struct file_operations tracing_mark_fops = {
+	.llseek = default_llseek,
+	.read = hostfs_read,
+	.write = tracing_mark_write,
+	.open = hostfs_open,
+	.release = hostfs_release,
+	.fsync = noop_fsync,
+};
+
+static const struct file_operations tracing_mark_raw_fops = {
+	.llseek = default_llseek,
+	.read = hostfs_read,
+	.write = tracing_mark_raw_write,
+	.open = hostfs_open,
+	.release = hostfs_release,
 	.fsync = noop_fsync,
 };
 

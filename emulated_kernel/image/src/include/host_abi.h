@@ -15,6 +15,9 @@
 #define HYPERCALL_KPROBES 9
 
 #define HOSTFS_OPEN 0
+/* Answers to HOSTFS_OPEN: the function that writes to the file; 0 stands for the general one. */
+#define HOSTFS_TRACING_MARK 1
+#define HOSTFS_TRACING_MARK_RAW 2
 #define HOSTFS_READ 1
 #define HOSTFS_WRITE 2
 #define HOSTFS_MKDIR 3

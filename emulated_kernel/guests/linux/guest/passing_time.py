@@ -1,0 +1,165 @@
+"""PassingTime: lets time pass between the requests of clients, in which the guest does its own work.
+
+On a machine, timers, delayed work and RCU callbacks run while no process makes a system call. Here the guest
+runs only during requests. So each request counts as one tick, and some requests give the guest a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.kernel_offsets import (
+    JIFFIES,
+    PUNCTUAL,
+    RUN_QUEUES,
+    TICK_NSEC,
+    TICK_TIMES,
+    TIMER_BASES,
+)
+from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+
+_TURN = 20_000
+"""Limit of a turn in microseconds of guest time."""
+_MOST_REQUESTS = 250
+"""Number of requests after which the guest gets a turn even if no timer has expired: a second of its time.
+
+RCU callbacks and high-resolution timers wait for that. A turn costs as much as three to ten requests.
+"""
+_LONGEST_PAUSE = 1_000_000_000
+"""Limit of nanoseconds of real time that pass at one request."""
+_USUAL_TICK = 4_000_000
+"""Nanoseconds of a tick if the kernel's tick is unknown; distributions use 250 Hz."""
+_TICKS = range(900_000, 11_000_000)
+"""Possible nanoseconds of a tick, at 1,000 to 100 Hz and adjusted."""
+_SECOND = 10**9
+_MILLION = 10**6
+_HALF = 1 << 63
+_WORD = (1 << 64) - 1
+
+
+class PassingTime:
+    """The time between two requests, for a kernel whose delayed work nobody else does.
+
+    The timer's interrupt is put off until the guest's next turn, because it would cost more than a request.
+    The kernel's count of ticks advances without it, so that timers that are armed meanwhile expire in time.
+    """
+
+    def __init__(self, tasks: LinuxTasks) -> None:
+        """Find the guest's counters. If the kernel lacks one of them, turns depend only on requests."""
+        self._tasks = tasks
+        self._pc = tasks.machine.pc
+        self._words = tasks.machine.memory.words
+        self._requests = 0
+        """Number of requests since the last turn."""
+        self._counters: list[tuple[int, int]] = []
+        """Index in `_words` of a counter of the kernel, and the number that a tick adds to it.
+
+        The first counter is the number of ticks.
+        """
+        self._expiries: list[int] = []
+        """Indexes in `_words` of the ticks at which the next timers expire."""
+        self._runnable = 0
+        """Physical address of the number of runnable tasks."""
+        tick = self._find_counters()
+        self._tick = tick * TSC_KHZ // _MILLION
+
+    def _find_counters(self) -> int:
+        """Find the words that ticks change, and return the nanoseconds of a tick."""
+        tasks = self._tasks
+        symbols = tasks.facts.symbols
+        offsets = tasks.facts.offsets
+        needed = {JIFFIES, TICK_NSEC, *TICK_TIMES, TIMER_BASES, RUN_QUEUES}
+        if not needed <= symbols.keys() or PUNCTUAL not in offsets:
+            return _USUAL_TICK
+
+        def physical(va: int) -> int:
+            return tasks.machine.memory.translate(tasks.root, va)
+
+        adjusted = self._words[physical(symbols[TICK_NSEC]) >> 3]
+        if adjusted not in _TICKS:
+            return _USUAL_TICK
+        # NTP adjusts the length of a tick a little.
+        hz = round(_SECOND / adjusted)
+        tick = (_SECOND + hz // 2) // hz
+        steps = {JIFFIES: 1, **dict.fromkeys(TICK_TIMES, tick)}
+        self._counters = [(physical(symbols[name]) >> 3, step) for name, step in steps.items()]
+        wheel = tasks.per_cpu + symbols[TIMER_BASES] + offsets["timer_base.next_expiry"]
+        wheels = range(wheel, wheel + offsets[PUNCTUAL] * offsets[TIMER_BASES], offsets[TIMER_BASES])
+        self._expiries = [physical(each) >> 3 for each in wheels]
+        self._runnable = physical(tasks.per_cpu + symbols[RUN_QUEUES] + offsets["rq.nr_running"])
+        return tick
+
+    def request_begins(self) -> None:
+        """Let one tick pass. If a timer has expired, or after many requests, give the guest a turn.
+
+        Lock: needs. Raises: GuestFault.
+        Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
+        """
+        pc = self._pc
+        words = self._words
+        pc.pass_time(self._tick)
+        if pc.due is not None:
+            pc.due += self._tick
+        for place, step in self._counters:
+            words[place] = words[place] + step & _WORD
+        self._requests += 1
+        if self._requests >= _MOST_REQUESTS or self._expires_in(0):
+            self.take_turn()
+
+    def _expires_in(self, ticks: int) -> bool:
+        """Return True if a timer expires in `ticks` or has expired.
+
+        Mirrors: kernel/time/timer.c:run_local_timers (v6.1).
+        """
+        words = self._words
+        for expiry in self._expiries:
+            if words[self._counters[0][0]] + ticks - words[expiry] & _WORD < _HALF:
+                return True
+        return False
+
+    def take_turn(self) -> None:
+        """Let the guest take the timer's interrupt, and work until it is idle or the turn's time is over."""
+        self._requests = 0
+        pc = self._pc
+        if pc.due is not None:
+            pc.due = min(pc.due, pc.tsc)
+        tasks = self._tasks
+        tasks.take_interrupts()
+        # To put the task to sleep and to wake it again would cost more than the interrupt.
+        if tasks.current is None or self._is_busy():
+            tasks.work(_TURN)
+
+    def _is_busy(self) -> bool:
+        """Return True if other tasks than the one at its stub can run now or soon."""
+        if not self._expiries:
+            return True
+        others = self._words[self._runnable >> 3] >> 8 * (self._runnable & 4) & 0xFFFFFFFF
+        return others > 1 or self._expires_in(_TURN * TSC_KHZ // 1000 // self._tick)
+
+
+class RealTime:
+    """The time between two requests if the guest's clock follows the host's: as long as it really takes."""
+
+    def __init__(self, tasks: LinuxTasks, wall: Callable[[], int] = monotonic_ns) -> None:
+        """Begin now. `wall` returns nanoseconds."""
+        self._tasks = tasks
+        self._pc = tasks.machine.pc
+        self._wall = wall
+        self._base = wall() - self._pc.tsc * _MILLION // TSC_KHZ
+        """Real time at which the guest's clock was at 0."""
+
+    def request_begins(self) -> None:
+        """Let the guest's time reach the real time. In a longer pause than a tick, the guest does its work.
+
+        Lock: needs. Raises: GuestFault.
+        """
+        behind = self._wall() - self._base - self._pc.tsc * _MILLION // TSC_KHZ
+        if behind > _LONGEST_PAUSE:
+            self._base += behind - _LONGEST_PAUSE
+            behind = _LONGEST_PAUSE
+        if behind >= _USUAL_TICK:
+            self._tasks.idle(behind // 1000)
+        elif behind > 0:
+            self._pc.pass_time(behind * TSC_KHZ // _MILLION)

@@ -1,0 +1,53 @@
+"""FtraceHash: a set of functions whose order is that of Linux's hash table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+DEFAULT_BITS = 10
+"""Mirrors: kernel/trace/ftrace.c:FTRACE_HASH_DEFAULT_BITS (v6.1)."""
+MAX_BITS = 12
+"""Mirrors: kernel/trace/ftrace.c:FTRACE_HASH_MAX_BITS (v6.1)."""
+_GOLDEN_RATIO = {32: 0x61C88647, 64: 0x61C8864680B583EB}
+
+
+class FtraceHash:
+    """Addresses in buckets; the latest one of a bucket comes first.
+
+    Mirrors: kernel/trace/ftrace.c:struct ftrace_hash, add_hash_entry (v6.1).
+    """
+
+    def __init__(self, sites: Iterable[int] = (), bits: int = DEFAULT_BITS) -> None:
+        """Make a table with 2**`bits` buckets, and add `sites`."""
+        self._bits = bits
+        self._buckets: dict[int, list[int]] = {}
+        for site in sites:
+            self.add(site)
+
+    @classmethod
+    def moved(cls, sites: Iterable[int]) -> FtraceHash:
+        """Return a table of the size that suits its content. Mirrors: ftrace.c:dup_hash (v6.1)."""
+        found = list(sites)
+        return cls(found, min((len(found) // 2).bit_length(), MAX_BITS))
+
+    def __iter__(self) -> Iterator[int]:
+        for _, bucket in sorted(self._buckets.items()):
+            yield from reversed(bucket)
+
+    def __contains__(self, site: int) -> bool:
+        return site in self._buckets.get(self._key(site), ())
+
+    def add(self, site: int) -> None:
+        """Add an address that is not in the table."""
+        self._buckets.setdefault(self._key(site), []).append(site)
+
+    def remove(self, site: int) -> None:
+        """Remove an address that is in the table."""
+        self._buckets[self._key(site)].remove(site)
+
+    def _key(self, site: int) -> int:
+        """Return the number of the address's bucket. Mirrors: include/linux/hash.h:hash_long (v6.1)."""
+        if not self._bits:
+            return 0
+        width = 64 if site >> 32 else 32
+        return (site * _GOLDEN_RATIO[width] & (1 << width) - 1) >> (width - self._bits)

@@ -1,0 +1,235 @@
+"""Time that passes between requests where a distribution's kernel uses its own kprobes."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.passing_time import RealTime
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
+from tests.guests.linux.parts import guest_of
+
+CLIENT = Client(500, 0, 0)
+FILE = "/scratch/file"
+TICK = 4
+"""Milliseconds."""
+SOON = 64
+"""Requests within which a probe is optimized: five ticks, and a grace period of RCU."""
+SECOND = 250
+"""Requests in a second of the guest's time."""
+
+
+class Shell(Files):
+    """A client of a kernel that uses its own kprobes."""
+
+    def __init__(self, *, is_clock_real: bool = False) -> None:
+        tasks = debian_kernel.tasks()
+        mount = native_mount(
+            tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, is_clock_real=is_clock_real
+        )
+        super().__init__(mount, CLIENT)
+        self.tasks = tasks
+        handle = mount.create(CLIENT, FILE, 0o600, os.O_WRONLY)
+        mount.write(CLIENT, handle, b"hello", 0)
+        mount.release(handle)
+
+    def symbol(self, name: str) -> int:
+        found = re.search(rf"^([0-9a-f]+) \w {name}$", self.read("/machine/kallsyms"), re.MULTILINE)
+        assert found is not None
+        return int(found[1], 16)
+
+    def calls_of(self, function: str) -> list[None]:
+        """A list that gets an item for each call."""
+        calls: list[None] = []
+        address = self.symbol(function)
+        with guest_of(self.mount).lock:
+            self.tasks.machine.call_at(address, lambda: calls.append(None))
+        return calls
+
+    def define(self) -> int:
+        """Define event a on vfs_read, behind the site of ftrace; its offset."""
+        for offset in (5, 9):
+            with suppress(KernelError):
+                self.write("/tracing/kprobe_events", f"p:a vfs_read+{offset}\n")
+                return offset
+        raise AssertionError("vfs_read has no instruction behind the site")
+
+    def traps(self) -> list[None]:
+        """A list that gets an item for each breakpoint that the guest meets."""
+        traps: list[None] = []
+        cpu = self.tasks.machine.cpu
+        deliver = cpu.interrupt
+
+        def interrupt(vector: int, error_code: int | None = None) -> None:
+            if vector == Vector.BREAKPOINT:
+                traps.append(None)
+            deliver(vector, error_code)
+
+        cpu.interrupt = interrupt  # type: ignore[method-assign]
+        return traps
+
+    def use(self) -> None:
+        """Three requests, and a hit of a probe on vfs_read."""
+        handle = self.mount.open(CLIENT, FILE, os.O_RDONLY)
+        assert self.mount.read(CLIENT, handle, 100, 0) == b"hello"
+        assert self.mount.read(CLIENT, handle, 100, 5) == b""
+        self.mount.release(handle)
+
+    @property
+    def milliseconds(self) -> float:
+        return self.tasks.machine.pc.tsc / TSC_KHZ
+
+    def marked(self) -> list[float]:
+        """Seconds of the markers in the trace."""
+        found = re.findall(r"(\d+\.\d+): tracing_mark_write", self.read("/tracing/trace"))
+        return [float(each) for each in found]
+
+
+@pytest.fixture
+def shell() -> Iterator[Shell]:
+    found = Shell()
+    yield found
+    log = found.read("/machine/dmesg")
+    assert "WARN" not in log
+    assert "BUG" not in log
+    assert "stall" not in log
+    found.mount.close()
+
+
+def test_a_probe_that_is_said_to_be_optimized_is_a_jump_soon_and_traps_no_more(shell: Shell) -> None:
+    offset = shell.define()
+    traps = shell.traps()
+    shell.write("/tracing/events/kprobes/a/enable", "1")
+    assert f"vfs_read+{offset:#x}    [OPTIMIZED]" in shell.read("/kprobes/list")
+    address = shell.symbol("vfs_read") + offset
+    hits = int(shell.read("/kprobe_profile").split()[1])
+    assert hits > 0
+    for _ in range(SOON // 3):
+        shell.use()
+    assert shell.tasks.machine.memory.read(shell.tasks.root, address, 1) == b"\xe9"
+    before = len(traps)
+    assert before > 0
+    hits = int(shell.read("/kprobe_profile").split()[1])
+    for _ in range(20):
+        shell.use()
+    # The read of the profile's own is one, its second finds the end.
+    assert int(shell.read("/kprobe_profile").split()[1]) == hits + 2 * 20 + 2
+    assert len(traps) == before
+    shell.write("/tracing/events/kprobes/a/enable", "0")
+    for _ in range(SOON // 3):
+        shell.use()
+    assert shell.tasks.machine.memory.read(shell.tasks.root, address, 1) != b"\xe9"
+
+
+def test_each_request_takes_a_tick_but_lookups_listings_and_closes_take_none(shell: Shell) -> None:
+    handle = shell.mount.open(CLIENT, FILE, os.O_RDONLY)
+    began = shell.milliseconds
+    for _ in range(10):
+        shell.mount.read(CLIENT, handle, 100, 0)
+    passed = shell.milliseconds - began
+    assert 10 * TICK <= passed < 20 * TICK + 20
+    began = shell.milliseconds
+    for _ in range(10):
+        shell.mount.getattr(FILE)
+        shell.mount.readdir("/scratch")
+        shell.mount.statfs("/scratch")
+    shell.mount.release(handle)
+    assert shell.milliseconds - began < TICK
+
+
+def test_the_kernel_counts_the_ticks_that_pass(shell: Shell) -> None:
+    """A timer that is armed after requests without a turn of the guest expires in time, not at once."""
+    shell.write("/tracing/trace_clock", "uptime")
+    shell.write("/tracing/trace_marker", "first")
+    handle = shell.mount.open(CLIENT, FILE, os.O_RDONLY)
+    for _ in range(100):
+        shell.mount.read(CLIENT, handle, 100, 0)
+    shell.write("/tracing/trace_marker", "last")
+    first, last = (
+        int(each) for each in re.findall(r"(\d+): tracing_mark_write", shell.read("/tracing/trace"))
+    )
+    # The unit is 10 ms.
+    assert 100 * TICK // 10 - 1 <= last - first <= 100 * TICK // 10 + 10
+
+
+def test_delayed_work_and_rcu_callbacks_have_their_turn(shell: Shell) -> None:
+    freed = shell.calls_of("i_callback")
+    worked = shell.calls_of("vmstat_shepherd")
+    for _ in range(SECOND):
+        shell.mount.release(shell.mount.create(CLIENT, "/scratch/other", 0o600, os.O_WRONLY))
+        shell.mount.unlink(CLIENT, "/scratch/other")
+        shell.mount.mkdir(CLIENT, "/scratch/directory", 0o700)
+        shell.mount.rmdir(CLIENT, "/scratch/directory")
+    # Of each two inodes; the last ones wait for a grace period.
+    assert SECOND <= len(freed) <= 2 * SECOND
+    # It queues itself again each second, and may be late. There were four seconds.
+    assert 1 <= len(worked) <= 5
+
+
+def test_the_same_requests_give_the_same_trace_whatever_time_they_take() -> None:
+    traces = []
+    for pause in (0.0, 0.2):
+        shell = Shell()
+        shell.define()
+        shell.write("/tracing/kprobe_events", "r:b vfs_read\n", os.O_WRONLY | os.O_APPEND)
+        shell.write("/tracing/events/kprobes/enable", "1")
+        shell.write("/tracing/events/timer/timer_expire_entry/enable", "1")
+        for _ in range(SECOND // 2):
+            shell.use()
+        time.sleep(pause)
+        for _ in range(SECOND // 2):
+            shell.use()
+        shell.write("/tracing/tracing_on", "0")
+        traces.append(shell.read("/tracing/trace"))
+        shell.mount.close()
+    assert "timer_expire_entry" in traces[0]
+    assert traces[0] == traces[1]
+
+
+def test_a_dead_guest_answers_eio(shell: Shell) -> None:
+    handle = shell.mount.open(CLIENT, FILE, os.O_RDONLY)
+    shell.tasks.machine.death = "a test"
+    for _ in range(SECOND + 1):
+        with pytest.raises(OSError, match="the guest has died"):
+            shell.mount.read(CLIENT, handle, 100, 0)
+    shell.tasks.machine.death = ""
+
+
+def test_with_the_real_clock_pauses_pass_in_the_guest() -> None:
+    shell = Shell(is_clock_real=True)
+    for pause in (0.3, 0.0):
+        shell.write("/tracing/trace_marker", "before")
+        began = time.monotonic()
+        time.sleep(pause)
+        shell.write("/tracing/trace_marker", "after")
+        took = time.monotonic() - began
+        before, after = shell.marked()[-2:]
+        assert pause <= after - before + 0.001
+        assert after - before <= took + 0.1
+    shell.mount.close()
+
+
+def test_with_the_real_clock_the_guest_works_in_pauses_of_which_a_second_counts(shell: Shell) -> None:
+    now = 0
+    worked = shell.calls_of("vmstat_shepherd")
+    real = RealTime(shell.tasks, lambda: now)
+    for pause, passes in ((300, 300), (2, 2), (1000, 1000), (3_600_000, 1000), (10, 10)):
+        began = shell.milliseconds
+        now += pause * 1_000_000
+        with guest_of(shell.mount).lock:
+            real.request_begins()
+        assert shell.milliseconds - began == pytest.approx(passes, abs=1)
+    assert worked
