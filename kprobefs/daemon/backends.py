@@ -102,7 +102,7 @@ def _native_mount(options: MountOptions) -> Mount:
     with explained(image):
         tasks = started(image, options.machine.seed)
         modules = ModuleFiles(kernel_file(image), tasks.release)
-    return native_mount(
+    served = native_mount(
         tasks,
         HostProcesses(),
         _owner(),
@@ -110,6 +110,8 @@ def _native_mount(options: MountOptions) -> Mount:
         is_tracefs=options.layout == "tracefs",
         is_clock_real=options.machine.clock != CLOCKS[0],
     )
+    served.has_native_traps = tasks.machine.delivers_breakpoints
+    return served
 
 
 def _probed_mount(options: MountOptions) -> Mount:

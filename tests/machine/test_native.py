@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -182,6 +183,67 @@ def test_the_routine_does_what_the_tables_say(
     assert (bytes(after[:8]), int.from_bytes(after[8:16], "little"), after[16]) == expected
     if family == "riscv":
         assert uc.reg_read(host.result) & 0xFF == 1
+
+
+STUB, CELLS_AT, GATE_AT, SP_AT = 0xFFFFFFFF70000100, DATA_AT + 0x400, DATA_AT + 0x500, DATA_AT + 0x600
+PRIVILEGE_AT, STACK_SEGMENT_AT, CODE_SEGMENT_AT, IDT_AT = (SP_AT + 8 * number for number in range(1, 5))
+DELIVERED = {
+    "by the guest": {},
+    "to Python: no stub": {"stub": 0},
+    "to Python: from user mode": {"privilege": 0x33B3},
+    "to Python: the trap flag": {"flags": 0x346},
+    "to Python: a nested task": {"flags": 0x4246},
+    "to Python: the resume flag": {"flags": 0x10246},
+    "to Python: another table": {"idt": 0xFFFFFE0000001000},
+    "to Python: another entry": {"gate_low": 0x8E00_0010_0002},
+    "to Python: another upper half": {"gate_high": 0xFFFFFFFE},
+    "to Python: a debug trap": {"vector": Vector.DEBUG},
+    "to Python: a page fault": {"vector": Vector.PAGE_FAULT},
+}
+
+
+@pytest.mark.parametrize("case", DELIVERED.values(), ids=DELIVERED)
+def test_a_breakpoint_that_the_guest_delivers(host: X86Host | ArmHost, case: dict[str, int]) -> None:
+    """The routine stores what the stub pushes, aligns the stack, and goes to the stub; or calls Python."""
+    uc = host.uc
+    native = TrapWords()
+    for words in (native.breakpoints, native.debug_traps):
+        empty = TrapTable(words)
+        uc.mem_write(TABLES_AT, bytes(empty._entries))
+        words.entries = TABLES_AT
+    native.ip, native.flags, native.callback, native.stub = IP_AT, FLAGS_AT, CALLBACK, case.get("stub", STUB)
+    native.sp, native.privilege = SP_AT, PRIVILEGE_AT
+    native.stack_segment, native.code_segment, native.idt = STACK_SEGMENT_AT, CODE_SEGMENT_AT, IDT_AT
+    native.idt_base, native.cells, native.gate = 0xFFFFFE0000000000, CELLS_AT, GATE_AT
+    native.gate_low, native.gate_high = 0x8E00_0010_0001, 0xFFFFFFFF
+    ip, sp = 0xFFFFFFFF81349956, 0xFFFFC9000000BEF8
+    uc.mem_write(DATA_AT, struct.pack("<3Q", ip, case.get("flags", 0x246), 0))
+    idt = case.get("idt", native.idt_base)
+    uc.mem_write(SP_AT, struct.pack("<5Q", sp, case.get("privilege", 0x33B0), 0x18, 0x10, idt))
+    gate = case.get("gate_low", native.gate_low), case.get("gate_high", native.gate_high)
+    uc.mem_write(GATE_AT, struct.pack("<2Q", *gate))
+    uc.mem_write(CELLS_AT, bytes(32))
+    uc.mem_write(WORDS_AT, bytes(native))
+    before = bytes(uc.mem_read(DATA_AT, 0x1000))
+    code = ROUTINES[host.name, "x86"]
+    uc.mem_write(CODE_AT, code)
+    uc.ctl_remove_cache(CODE_AT, CODE_AT + len(code))
+    arguments = 7, case.get("vector", Vector.BREAKPOINT), WORDS_AT
+    for register, value in zip(host.arguments, arguments, strict=True):
+        uc.reg_write(register, value)
+    host.enter()
+    uc.ctl_exits_enabled(True)
+    uc.ctl_set_exits([RETURNED, CALLBACK])
+    uc.emu_start(CODE_AT, 0, count=5000)
+    if case:
+        assert uc.reg_read(host.pc) == CALLBACK
+        assert [uc.reg_read(register) for register in host.arguments] == [*arguments]
+        assert bytes(uc.mem_read(DATA_AT, 0x1000)) == before
+        return
+    assert uc.reg_read(host.pc) == RETURNED
+    assert struct.unpack("<4Q", uc.mem_read(CELLS_AT, 32)) == (0x18, sp, 0x10, ip)
+    assert struct.unpack("<2Q", uc.mem_read(DATA_AT, 16)) == (STUB, 0x246)
+    assert struct.unpack("<Q", uc.mem_read(SP_AT, 8)) == (sp & ~15,)
 
 
 # The table

@@ -54,6 +54,54 @@ stepped:
 round:
     ret
 python:
+    ldr x5, [x2, #{stub}]
+    cbz x5, callback
+    cmp w1, #{breakpoint_vector}
+    b.ne callback
+    ldr x6, [x2, #{privilege}]
+    ldr w6, [x6]
+    tst w6, #3
+    b.ne callback
+    ldr x6, [x2, #{flags}]
+    ldr w6, [x6]
+    movz w7, #{delivered_flags_0}
+    movk w7, #{delivered_flags_1}, lsl #16
+    tst w6, w7
+    b.ne callback
+    ldr x6, [x2, #{idt}]
+    ldr x6, [x6]
+    ldr x7, [x2, #{idt_base}]
+    cmp x6, x7
+    b.ne callback
+    ldr x6, [x2, #{gate}]
+    ldr x7, [x6]
+    ldr x8, [x2, #{gate_low}]
+    cmp x7, x8
+    b.ne callback
+    ldr x7, [x6, #8]
+    ldr x8, [x2, #{gate_high}]
+    cmp x7, x8
+    b.ne callback
+    ldr x6, [x2, #{cells}]
+    ldr x7, [x2, #{stack_segment}]
+    ldr w7, [x7]
+    str x7, [x6]
+    ldr x7, [x2, #{code_segment}]
+    ldr w7, [x7]
+    str x7, [x6, #16]
+    ldr x7, [x3]
+    str x7, [x6, #24]
+    str x5, [x3]
+    ldr x3, [x2, #{sp}]
+    ldr x7, [x3]
+    str x7, [x6, #8]
+    and x7, x7, #0xfffffffffffffff0
+    str x7, [x3]
+    ldr x6, [x2, #{hits}]
+    add x6, x6, #1
+    str x6, [x2, #{hits}]
+    ret
+callback:
     ldr x16, [x2, #{callback}]
     br x16
 

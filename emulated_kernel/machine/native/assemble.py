@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from emulated_kernel.machine.cpu.x86 import FLAG_TF
+from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
 from emulated_kernel.machine.native.trap_words import FACTOR, TableWords, TrapWords
 from emulated_kernel.util.abi import Vector
 
@@ -24,6 +24,8 @@ from __future__ import annotations
 
 '''
 _ROUTINE = "@routine "
+DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
+"""Flags, except the interrupt flag, that the delivery of an exception clears."""
 
 
 def constants() -> dict[str, int]:
@@ -40,6 +42,8 @@ def constants() -> dict[str, int]:
         "debug_vector": int(Vector.DEBUG),
         "trap_flag": FLAG_TF,
         "not_trap_flag": ~FLAG_TF & 0xFFFFFFFF,
+        "delivered_flags": DELIVERED_FLAGS,
+        **{f"delivered_flags_{part}": DELIVERED_FLAGS >> 16 * part & 0xFFFF for part in range(2)},
         "factor": FACTOR,
         **{f"factor_{part}": FACTOR >> 16 * part & 0xFFFF for part in range(4)},
     }

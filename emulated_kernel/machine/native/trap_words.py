@@ -39,6 +39,24 @@ class TrapWords(ctypes.Structure):
         ("hits", ctypes.c_uint64),
         ("breakpoints", TableWords),
         ("debug_traps", TableWords),
+        # x86: address in the guest at which other breakpoints of kernel mode continue; 0: Python gets them.
+        # The code there pushes the frame of the exception from `cells`, and enters the gate.
+        ("stub", ctypes.c_uint64),
+        # Addresses in Unicorn's memory: stack pointer, its flags with the privilege level, two selectors, and
+        # the base of the interrupt descriptor table.
+        ("sp", ctypes.c_uint64),
+        ("privilege", ctypes.c_uint64),
+        ("stack_segment", ctypes.c_uint64),
+        ("code_segment", ctypes.c_uint64),
+        ("idt", ctypes.c_uint64),
+        # The gate that the stub enters: base of the table, address in this process, and contents. If one
+        # differs, Python gets the breakpoint.
+        ("idt_base", ctypes.c_uint64),
+        ("gate", ctypes.c_uint64),
+        ("gate_low", ctypes.c_uint64),
+        ("gate_high", ctypes.c_uint64),
+        # Address in this process of four words: stack segment, stack pointer, code segment, and ip.
+        ("cells", ctypes.c_uint64),
     )
 
 

@@ -48,6 +48,46 @@ stepped:
 round:
     ret
 python:
+    mov r9, [rdx + {stub}]              # where the guest delivers a breakpoint itself; 0 for none
+    test r9, r9
+    je callback
+    cmp esi, {breakpoint_vector}
+    jne callback
+    mov r10, [rdx + {privilege}]
+    test dword ptr [r10], 3
+    jne callback                        # from user mode the stack is switched
+    mov r10, [rdx + {flags}]
+    test dword ptr [r10], {delivered_flags}
+    jne callback                        # the delivery clears them
+    mov r10, [rdx + {idt}]
+    mov r11, [rdx + {idt_base}]
+    cmp [r10], r11
+    jne callback
+    mov r10, [rdx + {gate}]
+    mov r11, [r10]
+    cmp r11, [rdx + {gate_low}]
+    jne callback
+    mov r11, [r10 + 8]
+    cmp r11, [rdx + {gate_high}]
+    jne callback                        # the guest has changed its table
+    mov r10, [rdx + {cells}]            # stack segment, stack pointer, code segment, instruction pointer
+    mov r11, [rdx + {stack_segment}]
+    mov r11d, [r11]
+    mov [r10], r11
+    mov r11, [rdx + {code_segment}]
+    mov r11d, [r11]
+    mov [r10 + 16], r11
+    mov r11, [r8]
+    mov [r10 + 24], r11
+    mov [r8], r9
+    mov r8, [rdx + {sp}]
+    mov r11, [r8]
+    mov [r10 + 8], r11
+    and r11, -16
+    mov [r8], r11
+    inc qword ptr [rdx + {hits}]
+    ret
+callback:
     jmp qword ptr [rdx + {callback}]
 
 @routine riscv
