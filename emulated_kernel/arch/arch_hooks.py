@@ -214,6 +214,9 @@ class Arch(ABC):
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
+    def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
+        """Import the library that decodes instructions. Raises: ImportError, OSError, MemoryError."""
+
     @abstractmethod
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         """Return the addresses of the instructions in `code`, up to its end or the first undecodable one."""

@@ -89,7 +89,9 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     """Build tracing, with nothing enabled, over a kernel whose probes are registered with `engine`."""
     registry = EventRegistry()
     cmdlines = SavedCmdlines()
-    records = GuestRecords(kernel.machine.records, kernel.tasks, cmdlines, kernel.machine.clock)
+    records = GuestRecords(
+        kernel.machine.records, kernel.tasks, cmdlines, kernel.machine.clock, kernel.machine.damage
+    )
     # Before anything that looks up tracepoints, which exist when the events have been iterated.
     markers = _register_static_events(registry, kernel, arch)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines)

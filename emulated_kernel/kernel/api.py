@@ -45,8 +45,8 @@ class Kernel:
     """A booted kernel whose functions can be probed; also a context manager that frees it.
 
         with Kernel() as kernel:
-            kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=...))
-            kernel.call("vfs_read", ...)
+            kernel.register_kprobe(Kprobe(symbol_name="int_sqrt", pre_handler=...))
+            kernel.call("int_sqrt", 144)
 
     `config` describes the emulated computer. `profile` takes precedence over the profile that `config` names;
     it is for switches that no preset has. `watch` reports host processes to the guest. `lock` is the held
@@ -420,7 +420,8 @@ class Kernel:
         """Optimize and unoptimize all queued kprobes now, instead of some jiffies later.
 
         Deviates: a kprobe stays queued if a task's stack or instruction pointer is in the bytes to be
-        replaced, because the guest is stopped. Without an optimizer nothing happens.
+        replaced, because the guest is stopped. probe_mode() then still shows a breakpoint. Without an
+        optimizer nothing happens.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -577,7 +578,7 @@ class Kernel:
             return self.machine.memory.read_cstring(addr, limit)
 
     def ktime_get_ns(self) -> int:
-        """Read the guest's clock: nanoseconds since boot.
+        """Read the guest's clock: nanoseconds since boot. With the virtual clock, each call advances it.
 
         Mirrors: include/linux/timekeeping.h:ktime_get_ns (v6.1).
         """
@@ -734,7 +735,7 @@ class Kernel:
     ) -> NodeTree:
         """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` are files of the front end in machine/.
+        `further` are more files of machine/, by name. They replace files of kprobefs with the same name.
 
         Raises: KernelError ENODEV (closed).
         """

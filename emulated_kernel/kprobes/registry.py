@@ -87,6 +87,7 @@ class Kprobes:
         self.garbage = garbage
         compiler = Compiler(machine, arch, profile, verdict, garbage, lock)
         self.compiler = compiler
+        text.before_first_change.append(compiler.load)
         split_jumps = PartialJumpDetector(machine, verdict, arch, table, poker)
         self.split_jumps = split_jumps
         hits = HitHandling(machine, arch, compiler, split_jumps)

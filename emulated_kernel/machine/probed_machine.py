@@ -11,6 +11,7 @@ from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.interrupts.trap_handlers import TrapHandlers
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -34,6 +35,8 @@ class ProbedMachine(ABC):
     """Address of each CPU's per-CPU area."""
 
     def __init__(self) -> None:
+        self.damage = DamageReports()
+        """Reports what the guest has damaged."""
         self.on_leave: list[Callable[[], None]] = []
         """Functions to call after a run on a host stack.
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from select import POLLIN, poll
 from threading import Event
 from time import monotonic
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO, Generic, TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
+
+T = TypeVar("T")
 
 _PART = 1 << 20
 """Bytes per read(2), so that memory is only allocated for data that exists."""
@@ -112,16 +114,28 @@ class BoundedFileReader:
     """
 
     def __init__(self) -> None:
-        self._late: set[_Reading] = set()
+        self._late: set[_Reading[Any]] = set()
 
     def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
         """All of a file, by `deadline` of time.monotonic(); None: whenever it answers.
 
         Raises: as `read_regular`, OSError ETIMEDOUT, EBUSY (while MOST_LATE are behind), ENOMEM.
         """
+        return self._answer(path, lambda: read_regular(path, limit), deadline)
+
+    def look(self, path: str | bytes, deadline: float) -> os.stat_result:
+        """Return the attributes of a file, by `deadline` of time.monotonic().
+
+        Raises: as stat(2), ValueError (a path with NUL), OSError ETIMEDOUT, EBUSY, ENOMEM, as read().
+        """
+        return self._answer(path, lambda: os.stat(path), deadline)
+
+    def _answer(
+        self, path: str | bytes | os.PathLike[str], ask: Callable[[], T], deadline: float | None
+    ) -> T:
         if len(self._late) >= MOST_LATE:
             raise OSError(errno.EBUSY, f"{MOST_LATE} files are waited for already", os.fspath(path))
-        reading = _Reading(path, limit, self._late)
+        reading = _Reading(path, ask, self._late)
         try:
             start_thread("read-file", reading.run)
         except KernelError as error:
@@ -134,28 +148,30 @@ class BoundedFileReader:
         return reading.result()
 
 
-class _Reading:
-    """One file that a thread reads; it removes itself from `late` when it has an answer."""
+class _Reading(Generic[T]):
+    """One file that a thread reads or looks at; it removes itself from `late` when it has an answer."""
 
-    def __init__(self, path: str | os.PathLike[str], limit: int, late: set[_Reading]) -> None:
+    def __init__(
+        self, path: str | bytes | os.PathLike[str], ask: Callable[[], T], late: set[_Reading[Any]]
+    ) -> None:
         self.answered = Event()
         self._path = path
-        self._limit = limit
+        self._ask = ask
         self._late = late
-        self._answer: bytes | Exception | None = None
+        self._answer: T | Exception | None = None
 
     def run(self) -> None:
-        """Read the file, in the thread."""
+        """Read the file or look at it, in the thread."""
         try:
-            self._answer = read_regular(self._path, self._limit)
+            self._answer = self._ask()
         except Exception as error:
             self._answer = error
         finally:
             self.answered.set()
             self._late.discard(self)
 
-    def result(self) -> bytes:
-        """Return the file's bytes. Raises: OSError, as read_regular(), ENOMEM (the thread got no answer)."""
+    def result(self) -> T:
+        """Return the answer. Raises: its OSError, ENOMEM (the thread got no answer)."""
         answer = self._answer
         if answer is None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), os.fspath(self._path))

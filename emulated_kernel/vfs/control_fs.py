@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.changes import ChangeWatcher
@@ -289,6 +289,10 @@ class GuestCalls:
         """True if looked_up() and on_file() have work to do when a client asks for attributes."""
         return False
 
+    def informed(self, client: Client) -> Client:
+        """See FileSystem. Lock: leaves, unlike the methods below."""
+        return client
+
     def request(self, client: Client) -> AbstractContextManager[object]:
         """Return the context in which a client's request runs. The methods below use it."""
         del client
@@ -390,6 +394,15 @@ class ControlFs(FileSystem):
     def files(self) -> list[ControlFile]:
         """Return the open files, without directories, in the order of their opens."""
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
+
+    @property
+    def sees_lookups(self) -> bool:
+        """See FileSystem."""
+        return self.calls.sees_lookups
+
+    def informed(self, client: Client) -> Client:
+        """See FileSystem."""
+        return self.calls.informed(client)
 
     # Names
 
@@ -588,7 +601,7 @@ class ControlFs(FileSystem):
             super().close()
             for file in files:
                 # The release executes a line without a newline at its end.
-                with suppress(KernelError, GuestFault):
+                with suppress(KernelError, GuestFault, MemoryFault):
                     self.tree.release(file.inner)
             if self.watcher is not None:
                 self.watcher.closed()

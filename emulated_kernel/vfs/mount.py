@@ -36,6 +36,10 @@ class Mount:
     Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno.
     FileSystem and FileDescription document the methods of the same names.
 
+    A program opens a file with open(client, path, flags) or create(client, path, mode, flags), which return a
+    handle for read(client, handle, size, offset) and write(client, handle, data, offset). release(handle)
+    closes the file, and close() ends the mount.
+
     The two tables need no lock: single operations on a dictionary are atomic, and iterations go over copies.
     """
 
@@ -89,7 +93,8 @@ class Mount:
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """See FileSystem."""
-        return self.filesystem_at(path).getattr(path, client)
+        fs = self.filesystem_at(path)
+        return fs.getattr(path, client and _informed(fs, client))
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """See FileSystem. A mounted prefix takes the place of an entry with the same name."""
@@ -122,11 +127,13 @@ class Mount:
 
     def readlink(self, client: Client, path: str) -> str:
         """See FileSystem."""
-        return self.filesystem_at(path).readlink(client, path)
+        fs = self.filesystem_at(path)
+        return fs.readlink(fs.informed(client), path)
 
     def chdir(self, client: Client, path: str) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).chdir(client, path)
+        fs = self.filesystem_at(path)
+        fs.chdir(fs.informed(client), path)
 
     def statfs(self, path: str) -> StatFs:
         """See FileSystem."""
@@ -136,7 +143,8 @@ class Mount:
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).mkdir(client, path, mode)
+        fs = self.filesystem_at(path)
+        fs.mkdir(fs.informed(client), path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
         """See FileSystem."""
@@ -144,7 +152,7 @@ class Mount:
         is_large = fs.needs_closes(path)
         if is_large:
             self._await_closes(fs, f"{path}/")
-        fs.rmdir(client, path)
+        fs.rmdir(fs.informed(client), path)
         if is_large:
             # The removed nodes refer to each other: five directories occupy 40 MB until a full collection.
             gc.collect()
@@ -164,15 +172,18 @@ class Mount:
 
     def unlink(self, client: Client, path: str) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).unlink(client, path)
+        fs = self.filesystem_at(path)
+        fs.unlink(fs.informed(client), path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
         """See FileSystem. Raises: KernelError EXDEV, EROFS (between two file systems)."""
-        self._across(old, new).rename(client, old, new)
+        fs = self._across(old, new)
+        fs.rename(fs.informed(client), old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
         """See FileSystem. Raises: KernelError EXDEV, EROFS (between two file systems)."""
-        self._across(old, new).link(client, old, new)
+        fs = self._across(old, new)
+        fs.link(fs.informed(client), old, new)
 
     def _across(self, old: str, new: str) -> FileSystem:
         """Return the file system that serves a call with two paths. Raises: KernelError EXDEV, EROFS."""
@@ -187,27 +198,33 @@ class Mount:
 
     def symlink(self, client: Client, path: str, target: str) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).symlink(client, path, target)
+        fs = self.filesystem_at(path)
+        fs.symlink(fs.informed(client), path, target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).mknod(client, path, mode)
+        fs = self.filesystem_at(path)
+        fs.mknod(fs.informed(client), path, mode)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).truncate(client, path, size)
+        fs = self.filesystem_at(path)
+        fs.truncate(fs.informed(client), path, size)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).chmod(client, path, mode)
+        fs = self.filesystem_at(path)
+        fs.chmod(fs.informed(client), path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).chown(client, path, uid, gid)
+        fs = self.filesystem_at(path)
+        fs.chown(fs.informed(client), path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """See FileSystem."""
-        self.filesystem_at(path).utimens(client, path, atime_ns, mtime_ns)
+        fs = self.filesystem_at(path)
+        fs.utimens(fs.informed(client), path, atime_ns, mtime_ns)
 
     # Handles
 
@@ -219,21 +236,21 @@ class Mount:
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path)
-        return self._add(fs.open(client, path, flags))
+        return self._add(fs.open(fs.informed(client), path, flags))
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Create a regular file, open it and return the handle. Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path)
-        return self._add(fs.create(client, path, mode, flags))
+        return self._add(fs.create(fs.informed(client), path, mode, flags))
 
     def opendir(self, client: Client, path: str) -> int:
         """Open a directory and return the handle for getdents(). Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path)
-        return self._add(fs.opendir(client, path))
+        return self._add(fs.opendir(fs.informed(client), path))
 
     def _check_room(self, limits: Limits, fs: FileSystem, path: str) -> None:
         try:
@@ -273,7 +290,8 @@ class Mount:
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
         """Return the attributes of an open file or directory, whose name may be gone."""
-        return self._opened(handle).getattr(client)
+        opened = self._opened(handle)
+        return opened.getattr(client and _informed(opened.fs, client))
 
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
         """Return the entries of an open directory from index `start` on.
@@ -286,7 +304,7 @@ class Mount:
             raise KernelError(errno.ENOTDIR, f"handle {handle}")
         if start == 0 or directory.entries is None:
             directory.entries = self.readdir(still_there(directory.path), client)
-        directory.listed(client)
+        directory.listed(directory.fs.informed(client))
         return directory.entries[start:]
 
     def is_stream(self, handle: int) -> bool:
@@ -307,11 +325,12 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        return opened.read(client, size, offset)
+        return opened.read(opened.fs.informed(client), size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """See FileDescription."""
-        return self._opened(handle).read_page(client, size, offset)
+        opened = self._opened(handle)
+        return opened.read_page(opened.fs.informed(client), size, offset)
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
         """See FileDescription."""
@@ -319,7 +338,7 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        return opened.write(client, data, offset)
+        return opened.write(opened.fs.informed(client), data, offset)
 
     def wait(self, handle: int, timeout: float) -> None:
         """See FileDescription."""
@@ -338,11 +357,13 @@ class Mount:
 
     def fsync(self, client: Client, handle: int) -> None:
         """See FileDescription."""
-        self._opened(handle).fsync(client)
+        opened = self._opened(handle)
+        opened.fsync(opened.fs.informed(client))
 
     def ftruncate(self, client: Client, handle: int, size: int) -> None:
         """See FileDescription."""
-        self._opened(handle).ftruncate(client, size)
+        opened = self._opened(handle)
+        opened.ftruncate(opened.fs.informed(client), size)
 
     def release(self, handle: int) -> None:
         """Release a handle; do nothing if it does not exist."""
@@ -402,3 +423,11 @@ class Mount:
         with ExitStack() as closing:
             for fs in reversed(self._file_systems):
                 closing.callback(fs.close)
+
+
+def _informed(fs: FileSystem, client: Callable[[], Client]) -> Callable[[], Client]:
+    """Return the function that returns the client of a getattr(), whose facts are read now."""
+    if not fs.sees_lookups:
+        return client
+    found = fs.informed(client())
+    return lambda: found

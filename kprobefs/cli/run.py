@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from emulated_kernel.guests.common.process_memory import ProcessMemory
 from kprobefs.cli import as_system as as_system_places
 from kprobefs.cli.scratch_copies import tell_of_results
 from kprobefs.cli.trace import TraceSession
@@ -28,6 +29,8 @@ from kprobefs.mount_options import Builder, MountOptions
 END_TIMEOUT = 5.0
 """Seconds that the daemon may take to end before it is killed."""
 POLL_INTERVAL = 0.01
+MOST_ENVIRONMENT = 4 << 20
+"""Bytes of a process's environment that are read. Linux limits arguments and environment to 6 MiB."""
 
 # Before a fork: afterwards nothing may be loaded.
 _libc = ctypes.CDLL(None)
@@ -180,19 +183,24 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
     """Signal what a command has started and left: all with this mount in its environment, in this session.
 
     What made a session of its own is to outlive the command. Stopped ones go on, as behind a hangup.
+    A process whose memory does not answer gets no signal.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
+    memory = ProcessMemory()
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):
+            if pid == os.getpid() or os.getsid(pid) != session:
+                continue
             descriptor = os.pidfd_open(pid)
             try:
                 # What is read now is of the process that the descriptor holds, or of none.
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if pid != os.getpid() and os.getsid(pid) == session and mark in environment:
+                environment = memory.read(f"/proc/{pid}/environ", [(0, MOST_ENVIRONMENT)])
+                if environment is not None and mark in environment[0].split(b"\0"):
                     signal.pidfd_send_signal(descriptor, number)
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)
             finally:
                 os.close(descriptor)
+    memory.close()
 
 
 def _end_with_parent() -> None:

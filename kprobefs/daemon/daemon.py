@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from select import POLLERR, poll
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import log_path, sweep
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 from kprobefs.daemon.log_file import check_log, last_line, open_log
+from kprobefs.daemon.log_writer import LogWriter
 from kprobefs.daemon.service import SIGNALS, Service
 from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
 from kprobefs.mount_options import Builder, MountOptions
@@ -31,10 +32,10 @@ READY = b"\0"
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
     """Serve the mount in this process, and apply the *.probes files. Raises: CliError."""
     if log_file is None:
-        _start_logging(logging.INFO, sys.stderr)
+        _start_logging(logging.INFO, sys.stderr.fileno())
     else:
         descriptor = open_log(str(log_file), options.directory, anew=False)
-        _start_logging(logging.INFO, os.fdopen(descriptor, "a"))
+        _start_logging(logging.INFO, descriptor)
     Service(options, build, applies_definitions=True).run(lambda: None, lambda: None)
 
 
@@ -120,16 +121,16 @@ class DaemonStart:
         finally:
             with suppress(BaseException):
                 at_end()
+            logging.shutdown()
             if status == ExitStatus.OK and not os.fstat(2).st_size:
                 self._remove_own_log()
-            logging.shutdown()
             os._exit(status)
 
     def _serve_or_report(self) -> ExitStatus:
         try:
             os.close(self._reader)
             self._leave_terminal()
-            _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr)
+            _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr.fileno())
             given = _given_descriptors()
             service = Service(self._options, self._build, applies_definitions=False)
             service.run(self._watch_starter, lambda: self._become_ready(given))
@@ -172,6 +173,9 @@ class DaemonStart:
         return f"the daemon failed at its start: {reason}: see {self._log_file}"
 
     def _tell_reason(self, message: str, status: ExitStatus) -> bool:
+        # The message may name the log, which is read when this process has answered.
+        for handler in logging.getLogger().handlers:
+            handler.flush()
         return self._tell(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _tell(self, message: bytes) -> bool:
@@ -229,8 +233,8 @@ def _given_descriptors() -> list[int]:
     return found
 
 
-def _start_logging(level: int, stream: TextIO) -> None:
+def _start_logging(level: int, descriptor: int) -> None:
     form = "%(asctime)s %(name)s[%(process)d]: %(levelname)s: %(message)s"
     if "JOURNAL_STREAM" in os.environ:
         form = "%(levelname)s: %(message)s"
-    logging.basicConfig(level=level, format=form, stream=stream)
+    logging.basicConfig(level=level, format=form, handlers=[LogWriter(descriptor)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -14,6 +15,7 @@ from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.syntax import (
     DEFINITION,
     LISTS,
+    RECORDS,
     SETTING,
     Definition,
     Line,
@@ -136,8 +138,11 @@ class Loader:
         parts = path.split("/")
         if path.startswith("/") or ".." in parts:
             raise DefinitionError("not a file of the tracefs")
+        if parts[-1] in RECORDS:
+            raise DefinitionError("not a setting")
         if parts[0] == "instances" and len(parts) > 1 and parts[1]:
             self._make(f"instances/{parts[1]}")
+        self._check_mode(path)
         if parts[-1] == "trace_options":
             present = set(self._read(path).split())
             for word in value.split():
@@ -151,6 +156,19 @@ class Loader:
         # The loader's own requests may be traced, so it skips needless ones.
         elif parts[-1] in WISHES or value not in (text := self._read(path).strip(), chosen_word(text)):
             self._write(path, value, column)
+
+    def _check_mode(self, name: str) -> None:
+        """Check that a file can be written, before it is read: a pipe may have nothing to read for ever.
+
+        Raises: DefinitionError.
+        """
+        try:
+            mode = self._files.mode(self._path(name))
+        except OSError:
+            # The read or the write reports it.
+            return
+        if not stat.S_ISREG(mode) or not mode & stat.S_IWUSR:
+            raise DefinitionError("not a setting")
 
     def _make(self, instance: str) -> None:
         """Create the instance if it does not exist, and remember its current error_log."""

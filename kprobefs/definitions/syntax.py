@@ -42,6 +42,11 @@ LISTS = (
     "stack_trace_filter",
 )
 """Files that contain a list of words. Writing a word adds it to the list."""
+RECORDS = frozenset({
+    "trace", "trace_pipe", "trace_pipe_raw", "trace_marker", "trace_marker_raw", "snapshot", "snapshot_raw",
+    "saved_cmdlines", "saved_tgids", "error_log", "free_buffer",
+})  # fmt: skip
+"""Files of tracefs that contain records or act at once. They are no settings."""
 MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
 """Lists that accept `FUNCTION:mod:MODULE`."""
 TRIGGER = re.compile(r"[a-z_]+:")

@@ -47,6 +47,10 @@ class Files(ABC):
         """Write to a file without O_TRUNC, which would delete existing events."""
 
     @abstractmethod
+    def mode(self, name: str) -> int:
+        """Return the st_mode of a file."""
+
+    @abstractmethod
     def names(self, name: str) -> list[str]:
         """Return the names of all entries of a directory."""
 
@@ -111,6 +115,10 @@ class HostFiles(Files):
         finally:
             os.close(descriptor)
 
+    def mode(self, name: str) -> int:
+        """Return the st_mode of a file."""
+        return self._path(name).stat().st_mode
+
     def names(self, name: str) -> list[str]:
         """Return the names of all entries of a directory."""
         return os.listdir(self._path(name))
@@ -156,6 +164,11 @@ class TreeFiles(Files):
         """Write to a file without O_TRUNC."""
         with self._opened(name, os.O_WRONLY) as opened:
             write_all(lambda data: opened.write(data, opened.next_offset), text)
+
+    def mode(self, name: str) -> int:
+        """Return the st_mode of a file."""
+        with _as_the_hosts():
+            return self._tree.getattr(f"/{name}").mode
 
     def names(self, name: str) -> list[str]:
         """Return the names of all entries of a directory."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, kinds_of
 from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.kernel.api import Kernel
@@ -85,8 +84,6 @@ class Session:
         self.mount = self.kernel.mount()
         self.cycles = 0
         self._body = BEHIND_ENTRY.get(arch, 5)
-        memory = self.kernel.machine.memory
-        self._memory = memory, self.kernel.image.kallsyms, self.kernel.image.abi
         self._loads = [
             BackgroundWorkload(self.kernel.guest, kind, LOAD_PID + number)
             for number, kind in enumerate(kinds_of(self.kernel.guest))
@@ -192,12 +189,12 @@ class Session:
 
     def sample(self, seconds: float) -> Sample:
         kernel = self.kernel
-        info = read_memory(*self._memory)
+        info = kernel.guest.kernel.memory()
         return Sample(
             cycle=self.cycles,
             seconds=seconds,
             free_pages=info.free,
-            objects=sum(cache.objects for cache in read_slabs(*self._memory)),
+            objects=sum(cache.objects for cache in kernel.guest.kernel.slabs()),
             tasks=len(list(kernel.guest.processes)),
             host_bytes=kernel.machine.memory.host_pages.used,
             resident=resident_bytes(),

@@ -571,3 +571,24 @@ def test_where_definitions_are_read_from(served: Daemon, tmp_path: Path) -> None
         )
         assert (result.returncode, result.stderr) == (0, ""), script
         assert os.path.isdir(served.path("tracing/events/kprobes", f"given{number}"))
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_what_is_no_setting_is_neither_read_nor_written(mounted: Daemon, tmp_path: Path) -> None:
+    """Files of records, whose reader may wait for ever, and files that nobody can write."""
+    names = (
+        *("trace", "trace_pipe", "per_cpu/cpu0/trace_pipe", "per_cpu/cpu0/trace_pipe_raw", "trace_marker"),
+        *("trace_marker_raw", "snapshot", "free_buffer", "error_log", "instances/new/trace_pipe"),
+        *("available_events", "events/header_page", "events"),
+    )
+    file = tmp_path / "no.probes"
+    file.write_text("".join(f"{name} = 1\n" for name in names))
+    tracing = mounted.directory / "tracing"
+    (tracing / "trace_marker").write_text("kept")
+    result = command("apply", mounted, str(file))
+    assert result.returncode == 1
+    expected = [f"kprobefs: {file}:{number}: not a setting" for number in range(1, len(names) + 1)]
+    assert [line for line in result.stderr.splitlines() if line.startswith("kprobefs")] == expected
+    assert "kept" in (tracing / "trace").read_text()
+    assert not (tracing / "instances/new").exists()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError
@@ -25,7 +24,7 @@ def address(kernel: Kernel, name: str) -> int:
 
 
 def dmesg(kernel: Kernel) -> str:
-    return "\n".join(message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms))
+    return "\n".join(message.text for message in kernel.guest.kernel.messages())
 
 
 def body(kernel: Kernel, name: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 
 import pytest
@@ -47,7 +48,7 @@ KINDS: dict[str, Callable[[Kernel], Probed]] = {
 }
 
 
-@pytest.mark.parametrize("missing", [MemoryError, ImportError])
+@pytest.mark.parametrize("missing", [MemoryError, ImportError, OSError])
 @pytest.mark.parametrize("step", ["emit", "program"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hits_stay_with_python(
@@ -70,8 +71,30 @@ def test_hits_stay_with_python(
         assert (hits(), kernel.kprobes.compiler.made) == (3, 0)
         # Lack of memory the daemon tells itself; a package that is broken nobody else would.
         lines = ["handlers stay with Python: no guest code can be made: no such package"]
-        assert [record.getMessage() for record in caplog.records] == lines * (missing is ImportError)
+        assert [record.getMessage() for record in caplog.records] == lines * (missing is not MemoryError)
         change()
         assert [kernel.call("gcd", 12, 18) for _ in range(2)] == [6] * 2
         assert kernel.kprobes.compiler.made > 0
         assert (hits(), ledger_mismatches(kernel.machine.text)) == (5, [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_that_cannot_be_loaded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded before the first probe is armed, and again at each later attempt to compile."""
+
+    def no_descriptor() -> None:
+        attempts.append(None)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    attempts: list[None] = []
+    with Kernel() as kernel:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel.arch, "load_decoder", no_descriptor)
+            hits, change = KINDS[kind](kernel)
+            assert attempts
+            assert [kernel.call("gcd", 12, 18) for _ in range(3)] == [6] * 3
+        assert (hits(), kernel.kprobes.compiler.made) == (3, 0)
+        change()
+        assert [kernel.call("gcd", 12, 18) for _ in range(2)] == [6] * 2
+        assert kernel.kprobes.compiler.made > 0
+        assert hits() == 5

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.guest_log import read_log
-from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import ARCHITECTURES
@@ -44,7 +42,7 @@ def test_all_come_up(boot: Boot, arch: str, cpus: int) -> None:
         idle = kernel.guest.kernel.task_of(number)
         comm = kernel.machine.memory.read(idle + kernel.image.abi["task_struct.comm"], 16)
         assert comm.split(b"\0")[0].decode() == f"swapper/{number}"
-    texts = [message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms)]
+    texts = [message.text for message in kernel.guest.kernel.messages()]
     assert (f"smp: Brought up 1 node, {cpus} CPUs" in texts) == (cpus > 1)
 
 
@@ -86,7 +84,7 @@ def test_forks_go_to_other_cpus(boot: Boot) -> None:
     for pid in range(700, 720):
         kernel.guest.kernel.set_field(parent.addr, "host_clone_pid", pid)
         assert kernel.guest.runner.syscall(parent, nr, 17, 0, 0, 0, 0) == pid
-        tasks = read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+        tasks = kernel.guest.kernel.tasks()
         cpus.add(next(kernel.guest.kernel.cpu_of(task.addr) for task in tasks if task.pid == pid))
     assert len(cpus) > 1
 

@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.guest_log import read_log
-from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Request
 from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.kernel.api import Kernel
@@ -80,7 +78,7 @@ def function_calls(
 
 def assert_well(kernel: Kernel) -> None:
     """No report of the guest's about itself."""
-    texts = [message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms)]
+    texts = [message.text for message in kernel.guest.kernel.messages()]
     assert not [text for text in texts if "BUG" in text or "WARNING" in text or "Oops" in text], texts
     assert not kernel.guest.is_dead
 
@@ -113,7 +111,7 @@ def test_memory_is_given_once(boot: Boot, arch: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_storm_of_forks_and_exits(boot: Boot, arch: str, seed: int) -> None:
     kernel = boot(4, arch, seed=seed, quantum=25)
-    before = {task.pid for task in read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)}
+    before = {task.pid for task in kernel.guest.kernel.tasks()}
     tasks = clients(kernel, 4)
     clone, leave = (kernel.guest.syscalls.number(name) for name in ("clone", "exit"))
     children: list[GuestTask] = []
@@ -126,7 +124,7 @@ def test_a_storm_of_forks_and_exits(boot: Boot, arch: str, seed: int) -> None:
         calls += [(child, Request(leave, (0,), None)) for child in children]
         pids = together(kernel, calls)[:4]
         assert pids == [1000 + 4 * round_ + number for number in range(4)]
-        found = {t.pid: t for t in read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)}
+        found = {t.pid: t for t in kernel.guest.kernel.tasks()}
         assert set(found) == before | {task.pid for task in tasks} | set(pids)
         children = [GuestTask(pid, found[pid].addr, "child", 0, 0) for pid in pids]
         for child in children:

@@ -19,7 +19,7 @@ from emulated_kernel.arch.x86.asm_parser import X86Assembler
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
 from emulated_kernel.arch.x86.encoder import INT3
 from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_live
-from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all
+from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all, load_decoder
 from emulated_kernel.arch.x86.probe_checks import STRATEGIES, X86ProbeChecker
 from emulated_kernel.arch.x86.pt_regs import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.image.text_tables import ProbedTables
@@ -58,6 +58,9 @@ class X86(Arch):
     relative_call = staticmethod(detours.relative_call)
     returns: X86ReturnCode
     _frame: RegsFrame
+
+    def load_decoder(self) -> None:
+        load_decoder()
 
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         return tuple(at for at, _, _ in decode_all(code, addr, self.bits))

@@ -102,6 +102,11 @@ def _decode(code: bytes, bits: int) -> X86Insn:
         raise KernelError(EINVAL, "instruction is not complete") from None
 
 
+def load_decoder() -> None:
+    """Import iced-x86, which opens files. Raises: ImportError, OSError, MemoryError."""
+    import iced_x86  # noqa: F401
+
+
 def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
     """Return an iced-x86 decoder that, like Linux, accepts encodings that the processor would refuse.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from emulated_kernel.guests.builtin.readers.guest_log import read_log
-from emulated_kernel.guests.builtin.readers.memory_info import read_memory
+from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
 from emulated_kernel.guests.builtin.readers.module_list import ModuleReader
 from emulated_kernel.guests.builtin.readers.stack_scanner import StackScanner
 from emulated_kernel.guests.builtin.readers.task_list import read_cpus, read_tasks
@@ -15,11 +15,20 @@ from emulated_kernel.guests.common.guest_data import readable
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.image.live_image import Module
-from emulated_kernel.machine.guest_info import CpuInfo, MemoryInfo, Message, ModuleInfo, TaskInfo
+from emulated_kernel.machine.guest_info import (
+    CpuInfo,
+    MemoryInfo,
+    Message,
+    ModuleInfo,
+    SlabCache,
+    TaskInfo,
+)
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestPool
+from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.task_stacks import TaskStacks
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.errors import KernelError
 
@@ -76,9 +85,7 @@ class BuiltinKernel(TaskStacks):
     """Gives the host, the probe engine and tracing access to the data of a booted kernel that is stopped.
 
     Structures are read by the kernel's ABI table. Variables that are used often are read through memoryviews,
-    which takes 0.1 us each.
-
-    Raises: KernelError EIO (by methods that read lists of the guest: the guest has corrupted them).
+    which takes 0.1 us each. What the guest has damaged is left out of lists, and reported once.
     """
 
     def __init__(self, machine: Machine, image: KernelImage) -> None:
@@ -89,6 +96,7 @@ class BuiltinKernel(TaskStacks):
         areas = machine.per_cpu_bases
         memory = machine.memory
         self._memory = memory
+        self.damage = machine.damage
         self._currents = [_pointer(memory, area + abi["percpu.current_task"]) for area in areas]
         self._mailboxes = [_pointer(memory, area + abi["percpu.host_mailbox"]) for area in areas]
         self._sent = [memory.view(area + abi["percpu.host_irr"], 4).cast("I") for area in areas]
@@ -103,8 +111,17 @@ class BuiltinKernel(TaskStacks):
         self._child_reaper = address_of(symbols, "child_reaper")
         self._host_find_task = address_of(symbols, "host_find_task")
         self._printk = address_of(symbols, "_printk")
-        self._module_reader = ModuleReader(memory, symbols, abi)
-        self._stacks = StackScanner(memory, symbols, abi, machine)
+        self._stacks = StackScanner(lambda: self._reader("stacks"), symbols, abi, machine)
+
+    def _reader(self, what: str) -> GuestReader:
+        """Return a reader for one use; `what` names the data that it reads."""
+        return GuestReader(self._memory, what, self.damage)
+
+    def _module_reader(self) -> ModuleReader:
+        image = self.image
+        return ModuleReader(
+            self._reader("module list"), image.kallsyms, image.abi, self.machine.modules.holds
+        )
 
     def _switch_to(self, cpu: int) -> None:
         """Use the variables of another CPU, which has become the current one."""
@@ -135,8 +152,14 @@ class BuiltinKernel(TaskStacks):
         return int(self._syncs[cpu][0])
 
     def cpu_of(self, task: int) -> int:
-        """Return the CPU that a task ran on last or waits to run on; `task` is its task_struct's address."""
-        return self._memory.read_u32(task + self.image.abi["task_struct.cpu"])
+        """Return the CPU that a task ran on last or waits to run on; `task` is its task_struct's address.
+
+        Raises: MemoryFault (there is no such CPU).
+        """
+        cpu = self._memory.read_u32(task + self.image.abi["task_struct.cpu"])
+        if cpu >= len(self._currents):
+            raise MemoryFault(task, f"a task on CPU {cpu}")
+        return cpu
 
     def is_queued(self, task: int) -> bool:
         """Return True if a task runs or is runnable, and False if it sleeps."""
@@ -193,7 +216,11 @@ class BuiltinKernel(TaskStacks):
     def find_task(self, pid: int) -> int:
         """Return the address of the task_struct with this pid, or 0 if there is none."""
         with readable("task list"):
-            return self.machine.call(self._host_find_task, pid)
+            found = self.machine.call(self._host_find_task, pid)
+            # The host writes fields of this task later.
+            if found and self.get_field(found, "pid") != pid:
+                raise MemoryFault(found, f"no task {pid}")
+            return found
 
     def print(self, message: str) -> None:
         """Print a line in the kernel log; bytes that are no UTF-8 are printed as they are.
@@ -208,26 +235,30 @@ class BuiltinKernel(TaskStacks):
 
     def messages(self) -> list[Message]:
         """Return the messages of the kernel log, oldest first."""
-        with readable("log"):
-            return list(read_log(self._memory, self.image.kallsyms))
+        found: list[Message] = []
+        with self.damage.left_out("log"):
+            for message in read_log(self._reader("log"), self.image.kallsyms, self.image.abi):
+                found.append(message)
+        return found
 
     def tasks(self) -> list[TaskInfo]:
         """Return all tasks, the idle task first."""
-        with readable("task list"):
-            return list(read_tasks(self._memory, self.image.kallsyms, self.image.abi))
+        return list(read_tasks(self._reader("task list"), self.image.kallsyms, self.image.abi))
 
     def task_structs(self) -> Iterator[int]:
         return (task.addr for task in self.tasks())
 
     def cpus(self) -> list[CpuInfo]:
         """Return the state of each CPU and the task that it runs."""
-        with readable("CPU's area"):
-            return list(read_cpus(self._memory, self.image.abi, self.machine.per_cpu_bases))
+        return list(read_cpus(self._reader("per-CPU area"), self.image.abi, self.machine.per_cpu_bases))
 
     def memory(self) -> MemoryInfo:
         """Return how much memory there is, and how much of it is used for which purpose."""
-        with readable("list of slab caches"):
-            return read_memory(self._memory, self.image.kallsyms, self.image.abi)
+        return read_memory(self._reader("list of slab caches"), self.image.kallsyms, self.image.abi)
+
+    def slabs(self) -> list[SlabCache]:
+        """Return all slab caches, oldest first."""
+        return list(read_slabs(self._reader("list of slab caches"), self.image.kallsyms, self.image.abi))
 
     def file_pages(self) -> int:
         """Return the number of pages that files in memory use."""
@@ -245,16 +276,15 @@ class BuiltinKernel(TaskStacks):
 
     def modules(self) -> list[ModuleInfo]:
         """Return the loaded modules, newest first."""
-        with readable("module list"):
-            return list(self._module_reader.modules())
+        return list(self._module_reader().modules())
 
     def module_name(self, module: int) -> str:
         """Return the name of the struct module at address `module`. Raises: MemoryFault."""
-        return self._module_reader.name(module)
+        return self._module_reader().name(module)
 
     def read_module(self, module: int) -> Module:
         """Return all tables and contents of a module in the state COMING. Raises: MemoryFault."""
-        return self._module_reader.read(module)
+        return self._module_reader().read(module)
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         """Return the ranges [start, end) that contain a CPU's ip or an address on a task's stack.

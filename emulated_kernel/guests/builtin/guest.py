@@ -12,7 +12,6 @@ from emulated_kernel.guests.builtin.processes.process_tracker import INIT_PID, P
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler, Request
 from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.guests.builtin.runner.syscalls import Syscalls, check
-from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
@@ -41,6 +40,7 @@ class Guest:
         self._argument_counts = load_argument_counts(image.path)
         """Name of a function -> least number of its arguments, if that is known."""
         self.runner = runner
+        kernel.damage.tell = runner.note
         self.processes = processes
         self.syscalls = syscalls
         self.buffers = kernel.buffers
@@ -57,13 +57,6 @@ class Guest:
     def is_watched(self) -> bool:
         """Whether a probe or tracer could notice a system call, since some of the guest's text is patched."""
         return bool(self.patched) and not self.runner.is_dead
-
-    def client_call(self, pid: int, uid: int) -> ClientCall | None:
-        """Return the system call in which a process waits, for the guest to execute it.
-
-        Return None if no probe could notice the call, or if it is unknown.
-        """
-        return self.processes.call_of(pid, uid) if self.patched else None
 
     @property
     def is_dead(self) -> bool:
@@ -262,12 +255,7 @@ class Guest:
 
     def messages(self) -> list[Message]:
         """Return the messages of the kernel log, as far as it is readable, followed by those of the host."""
-        try:
-            messages = self.kernel.messages()
-        except KernelError as error:
-            self.runner.note(str(error.strerror))
-            messages = []
-        return messages + self.runner.notes
+        return self.kernel.messages() + self.runner.notes
 
 
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:

@@ -192,6 +192,8 @@ class Modules:
         raise KernelError(errno.EINVAL, f"unknown operation {op}")
 
     def _alloc(self, size: int, *, is_text: bool) -> int:
+        if not size:
+            raise KernelError(errno.EINVAL, "a module of no bytes")
         try:
             return self._pages.alloc(size, is_text=is_text)
         except HardwareError as error:

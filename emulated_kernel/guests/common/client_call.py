@@ -1,4 +1,7 @@
-"""System calls of host processes that wait for kprobefs, read from /proc since FUSE does not report them."""
+"""System calls of host processes that wait for kprobefs, read from /proc since FUSE does not report them.
+
+Nothing here may be called with the control lock: the memory of a process can keep its reader waiting.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 from collections.abc import Mapping
 from time import sleep
 
+from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -63,6 +67,7 @@ ARGUMENTS: Mapping[str, str] = {
 n is a number, f a descriptor, and d a descriptor that is used if the path is empty. The other letters are
 addresses: p of a path, s of a text, o of output or data, t of two struct timespec, h of a struct open_how.
 """
+OPENS = frozenset({"open", "openat", "openat2", "creat"})
 SIZES = {"t": 32, "h": 24}
 """Letter of a structure in `ARGUMENTS` -> size of that structure in bytes."""
 
@@ -81,6 +86,8 @@ _GENERIC = (
     "renameat2 276 statx 291 openat2 437 faccessat2 439"
 )
 _FD_LIMIT = 1 << 20
+_LONGEST = 2 * PAGE_SIZE
+"""Bytes of a string that are read at most; a path is shorter."""
 _LINE = 256
 """Bytes to read of /proc/PID/syscall; its line is shorter."""
 _TRIES = 20
@@ -105,25 +112,65 @@ class ClientCall:
     args: tuple[int, ...]
     data: Mapping[int, bytes]
     """Number of an argument -> the path or string without its NUL, or the structure."""
+    is_hidden: bool = False
+    """True if the process's memory did not answer, so that `data` lacks the paths of the call."""
 
     @property
     def fd(self) -> int | None:
         """The descriptor that the call works on; None if the call names its file by a path."""
         kind = ARGUMENTS[self.name][0]
-        return self.args[0] & 0xFFFFFFFF if kind == "f" or (kind == "d" and not self.data.get(1)) else None
+        is_empty = kind == "d" and not self.is_hidden and not self.data.get(1)
+        return self.args[0] & 0xFFFFFFFF if kind == "f" or is_empty else None
+
+    @property
+    def opens(self) -> bool:
+        """True if the call opens a file."""
+        return self.name in OPENS
+
+    @property
+    def flags(self) -> int:
+        """The flags of a call that opens a file; 0 for other calls."""
+        if self.name == "creat":
+            return os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+        if self.name == "openat2":
+            return int.from_bytes(self.data[2][:8], "little")
+        return self.args[-2] if self.opens else 0
+
+    def opens_as(self, path: str, flags: int) -> bool:
+        """Return True if a request to open `path` with `flags` is for this call.
+
+        FUSE passes on the access mode, O_TRUNC and O_APPEND. They are others if a file system above the mount
+        opens a file of its own, as overlayfs does for a copy. A file that the call creates has its name.
+        """
+        decisive = os.O_ACCMODE | os.O_APPEND
+        # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.
+        if not (flags & os.O_CREAT or self.flags & os.O_EXCL):
+            decisive |= os.O_TRUNC
+        if not self.opens or (self.flags ^ flags) & decisive:
+            return False
+        if self.is_hidden or not self.flags & os.O_CREAT:
+            return True
+        return any(text.rstrip("/").rpartition("/")[2] == path.rpartition("/")[2] for _at, text in self.paths)
 
     @property
     def paths(self) -> list[tuple[int, str]]:
-        """The paths of the call, each with the number of its argument."""
+        """The known paths of the call, each with the number of its argument."""
         kinds = enumerate(ARGUMENTS[self.name])
-        return [(number, os.fsdecode(self.data[number])) for number, kind in kinds if kind == "p"]
+        return [(at, os.fsdecode(self.data[at])) for at, kind in kinds if kind == "p" and at in self.data]
+
+    def names(self, count: int) -> bool:
+        """Return True if the call names `count` files by paths that are not empty."""
+        if self.is_hidden:
+            return ARGUMENTS[self.name].count("p") == count
+        return sum(bool(text) for _at, text in self.paths) == count
 
 
-def client_call(pid: int) -> ClientCall | None:
+def client_call(pid: int, memory: ProcessMemory) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
     Return None if `ARGUMENTS` does not list the call, or if the call is unknown because the caller lacks the
-    right to trace the process.
+    right to trace the process. If the memory of the process does not answer, the call is hidden, or None if
+    it needs more than paths.
     """
     fields = _waiting_in(pid)
     name = _NAMES.get(int(fields[0])) if fields else None
@@ -134,21 +181,21 @@ def client_call(pid: int) -> ClientCall | None:
     # This is a 32-bit program: its numbers name other calls, so the argument is no descriptor.
     if kinds[0] == "f" and args[0] & 0xFFFFFFFF >= _FD_LIMIT:
         return None
-    pointers = [(at, kind) for at, kind in enumerate(kinds) if kind in "psth"]
-    if not pointers:
-        return ClientCall(name, args, {})
-    try:
-        memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        data = {at: _read_argument(memory, args[at], SIZES.get(kind)) for at, kind in pointers}
-        if name == "openat2":
-            data[2] = _without_host_flags(data[2])
-    except (OSError, OverflowError):
-        return None
-    finally:
-        os.close(memory)
+    pointers = [at for at, kind in enumerate(kinds) if kind in "psth"]
+    named = [at for at in pointers if args[at]]
+    data = dict.fromkeys(pointers, b"")
+    if named:
+        pieces = [(args[at], SIZES.get(kinds[at], -_LONGEST)) for at in named]
+        try:
+            found = memory.read(f"/proc/{pid}/mem", pieces)
+        except TimeoutError:
+            needs_more = any(kinds[at] != "p" for at in pointers)
+            return None if needs_more else ClientCall(name, args, {}, is_hidden=True)
+        if found is None:
+            return None
+        data.update(zip(named, found, strict=True))
+    if name == "openat2":
+        data[2] = _without_host_flags(data[2])
     return ClientCall(name, args, data)
 
 
@@ -187,21 +234,3 @@ def _without_host_flags(how: bytes) -> bytes:
     """Return a struct open_how without O_DIRECT and `resolve`, which the host's kernel has applied."""
     flags = int.from_bytes(how[:8], "little") & ~os.O_DIRECT
     return flags.to_bytes(8, "little") + how[8:16] + bytes(8)
-
-
-def _read_argument(memory: int, address: int, size: int | None) -> bytes:
-    """Return `size` bytes at the address, or if `size` is None a C string of at most two pages.
-
-    Return no bytes for NULL.
-    """
-    if not address:
-        return b""
-    if size is not None:
-        return os.pread(memory, size, address)
-    data = b""
-    for _ in range(2):
-        # The read ends at the page's end, since the next page may not be mapped.
-        data += os.pread(memory, PAGE_SIZE - (address + len(data)) % PAGE_SIZE, address + len(data))
-        if b"\0" in data:
-            break
-    return data.split(b"\0")[0]

@@ -1,4 +1,4 @@
-"""Reading the guest's own data: a guest that has corrupted it must not look like an error of kprobefs."""
+"""Calls of guest functions by the host: a guest that fails in one is not an error of kprobefs."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import select
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from emulated_kernel.guests.common.client_call import ClientCall, client_call, n
 from emulated_kernel.guests.common.families import Families
 from emulated_kernel.guests.common.fork_events import ForkEvents
 from emulated_kernel.guests.common.proc import fields, read
+from emulated_kernel.guests.common.process_memory import ProcessMemory
+from emulated_kernel.guests.common.programs import program_of
 from emulated_kernel.util.fast_dataclass import dataclass
 
 EXEC_WITHIN = 1.0
@@ -23,6 +26,14 @@ MAX_FORKS_PER_LOOK = 64
 """Maximum number of forks that are handled for one request; older ones are left out."""
 _OPEN_COMMS = 64
 """Maximum number of files /proc/PID/comm that are kept open."""
+_PIDFDS = 1024
+"""Maximum number of pidfds. The ends of further processes are found by their start times."""
+_SPARE = 24
+"""Descriptors that are left to the rest of the process, however many processes are followed."""
+_UNKNOWN = "?"
+"""Start time of a process that could not be looked at."""
+_STARTS_PER_LOOK = 32
+"""Processes without a pidfd that are checked in one look. Each takes 10 us."""
 _CHECK = 0.1
 """Seconds between two checks whether the host's kernel still reports events.
 
@@ -55,8 +66,9 @@ class Fork:
 class ProcessWatch:
     """Interface by which the process tracker learns of host processes.
 
-    This base class reports no events; the Python API and tests use it. call() and next_fd() take pids of the
-    host. All other methods take and return pids of the guest, which number() gives.
+    This base class reports no events; the Python API and tests use it. call(), next_fd() and program() take
+    pids of the host and are called without the control lock, since they can take a tenth of a second. All
+    other methods take and return pids of the guest, which number() gives, and need the lock.
     """
 
     def number(self, pid: int) -> int:
@@ -79,7 +91,10 @@ class ProcessWatch:
         return False
 
     def forks(self) -> list[Fork]:
-        """Return the processes forked since the last call, oldest first, without threads."""
+        """Return the processes forked since the last call, oldest first, without threads.
+
+        Processes whose parents are not followed may be left out.
+        """
         return []
 
     def exited(self) -> list[int]:
@@ -90,8 +105,22 @@ class ProcessWatch:
         """Return the current name of the process, or None if it has ended."""
         return None
 
+    def known_comm(self, pid: int) -> str | None:
+        """Return the name of the process, or None if only comm() can find it out. Lock: leaves.
+
+        It is up to date if has_news(), called afterwards and without the lock as well, returns False.
+        """
+        return self.comm(pid)
+
     def follow(self, pid: int) -> None:
         """Let exited() report this process or thread when it has ended."""
+
+    def has_ended(self, pid: int) -> bool:  # noqa: ARG002
+        """Return True if a followed process has ended, and exited() will not report it any more.
+
+        exited() finds the ends of some processes late. A request of the pid then comes from another process.
+        """
+        return False
 
     def pinned_to(self, pid: int) -> int | None:  # noqa: ARG002
         """Return the CPU that the process is pinned to; None if it may run on several or the host has one."""
@@ -103,6 +132,10 @@ class ProcessWatch:
 
     def next_fd(self, pid: int) -> int | None:  # noqa: ARG002
         """Return the descriptor that the process's open(2) will return, or None if it is unknown."""
+        return None
+
+    def program(self, pid: int, comm: str) -> str | None:  # noqa: ARG002
+        """Return the path of the program that gave the process this name, or None if it is unknown."""
         return None
 
     def close(self) -> None:
@@ -127,6 +160,9 @@ class HostProcesses(ProcessWatch):
         self._epoll = select.epoll()
         self._pidfds: dict[int, int] = {}
         self._pid_of: dict[int, int] = {}
+        self._starts: OrderedDict[int, str] = OrderedDict()
+        """Pid of a followed process without a pidfd -> its start time. Those checked last are at the end."""
+        self._most_pidfds, self._most_comms = _descriptor_bounds()
         self._comms: OrderedDict[int, int] = OrderedDict()
         self._lost: list[int] = []
         self._fork_events = _fork_events() if sees_forks else None
@@ -145,12 +181,16 @@ class HostProcesses(ProcessWatch):
         """New pid without an event or a process -> time until which its process may still appear."""
         self._families = Families()
         """Families of clients; used on hosts that report no forks."""
+        self._memory = ProcessMemory()
 
     def _read_last_pid(self) -> int:
         return int(os.pread(self._loadavg, 64, 0).rsplit(None, 1)[-1])
 
     def has_news(self) -> bool:
-        if not self._relies_on_events or self._lost or self._epoll.poll(0):
+        # A request may come after the mount has ended.
+        if self._epoll.closed:
+            return False
+        if not self._relies_on_events or self._lost or self._starts or self._epoll.poll(0):
             return True
         return monotonic() >= self._next_check
 
@@ -186,15 +226,25 @@ class HostProcesses(ProcessWatch):
         if last == self._last_pid and not self._beginning:
             return []
         pids = list(_pids_between(self._last_pid, last, self._pid_max))
-        latest = pids[-MAX_FORKS_PER_LOOK:]
         self._last_pid = last
         if self._fork_events is not None and pids:
             self._check(had_events=self._take_events(self._fork_events) or had_events)
+        pids = self._related(pids)
+        latest = pids[-MAX_FORKS_PER_LOOK:]
         found = self._looked_at([*self._beginning, *latest])
         self._parents = {pid: parent for pid, parent in self._parents.items() if pid > last}
         if self._fork_events is None:
             found = self._forked_unseen(found, is_all=latest == pids)
         return found
+
+    def _related(self, pids: list[int]) -> list[int]:
+        """Return the pids without those whose parents, by the events, are neither followed nor related."""
+        found: dict[int, None] = {}
+        for pid in pids:
+            parent = self._parents.get(pid)
+            if parent is None or self._follows(parent) or parent in found:
+                found[pid] = None
+        return list(found)
 
     def _looked_at(self, pids: list[int]) -> list[Fork]:
         """Return forks of the pids that are processes; keep a pid whose process may still appear."""
@@ -243,42 +293,71 @@ class HostProcesses(ProcessWatch):
         return Fork(pid, parent, known["Name"], uid, gid, alive)
 
     def follow(self, pid: int) -> None:
-        if pid in self._pidfds:
+        if self._follows(pid) or self._follow_by_pidfd(pid):
             return
-        # If the process cannot be followed, report it as ended: its task would otherwise exist for ever.
+        start = _start_time(pid)
+        if start is None:
+            self._lost.append(pid)
+        else:
+            self._starts[pid] = start
+
+    def _follows(self, pid: int) -> bool:
+        return pid in self._pidfds or pid in self._starts
+
+    def _follow_by_pidfd(self, pid: int) -> bool:
+        """Return False if there is no descriptor for the process, or if it has ended."""
+        if len(self._pidfds) >= self._most_pidfds:
+            return False
         try:
             fd = _open_pidfd(pid)
         except OSError:
-            self._lost.append(pid)
-            return
+            return False
         try:
             self._epoll.register(fd, select.EPOLLIN)
         except OSError:
             os.close(fd)
-            self._lost.append(pid)
-            return
+            return False
         self._pidfds[pid] = fd
         self._pid_of[fd] = pid
+        return True
 
     def exited(self) -> list[int]:
-        events = self._epoll.poll(0)
-        if not events and not self._lost:
-            return []
-        ended = [self._pid_of[fd] for fd, _ in events if fd in self._pid_of]
+        ended = [self._pid_of[fd] for fd, _ in self._epoll.poll(0) if fd in self._pid_of]
+        for pid in list(self._starts)[:_STARTS_PER_LOOK]:
+            if self._runs_on(pid):
+                self._starts.move_to_end(pid)
+            else:
+                ended.append(pid)
+        ended += self._lost
+        self._lost = []
         for pid in ended:
             self._unfollow(pid)
-        lost = self._lost
-        self._lost = []
-        for pid in lost:
-            self._families.forget(pid)
-        return ended + lost
+        return ended
+
+    def has_ended(self, pid: int) -> bool:
+        if pid not in self._starts or self._runs_on(pid):
+            return False
+        self._unfollow(pid)
+        return True
+
+    def _runs_on(self, pid: int) -> bool:
+        """Return True unless a process without a pidfd has certainly ended."""
+        before = self._starts[pid]
+        now = _start_time(pid)
+        if now is None:
+            return False
+        if before == _UNKNOWN:
+            self._starts[pid] = now
+        return _UNKNOWN in (before, now) or before == now
 
     def _unfollow(self, pid: int) -> None:
-        fd = self._pidfds.pop(pid)
-        del self._pid_of[fd]
+        self._starts.pop(pid, None)
         self._families.forget(pid)
         self._names.pop(pid, None)
-        os.close(fd)
+        fd = self._pidfds.pop(pid, None)
+        if fd is not None:
+            del self._pid_of[fd]
+            os.close(fd)
         comm = self._comms.pop(pid, None)
         if comm is not None:
             os.close(comm)
@@ -292,9 +371,12 @@ class HostProcesses(ProcessWatch):
         if name is not None:
             return name
         name = self._look_at_comm(pid)
-        if name is not None and self._relies_on_events and pid in self._pidfds:
+        if name is not None and self._relies_on_events and self._follows(pid):
             self._names[pid] = name
         return name
+
+    def known_comm(self, pid: int) -> str | None:
+        return self._names.get(pid)
 
     def _look_at_comm(self, pid: int) -> str | None:
         if self._fork_events is None:
@@ -307,16 +389,17 @@ class HostProcesses(ProcessWatch):
             # The process has ended, and another process may have its pid already.
             os.close(self._comms.pop(pid))
         try:
-            return _comm(os.pread(self._open_comm(pid), 16, 0))
+            fd = os.open(f"/proc/{pid}/comm", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
-
-    def _open_comm(self, pid: int) -> int:
-        fd = os.open(f"/proc/{pid}/comm", os.O_RDONLY | os.O_CLOEXEC)
         self._comms[pid] = fd
-        if len(self._comms) > _OPEN_COMMS:
-            os.close(self._comms.popitem(last=False)[1])
-        return fd
+        try:
+            return _comm(os.pread(fd, 16, 0))
+        except OSError:
+            return None
+        finally:
+            if len(self._comms) > self._most_comms:
+                os.close(self._comms.popitem(last=False)[1])
 
     def pinned_to(self, pid: int) -> int | None:
         try:
@@ -328,19 +411,52 @@ class HostProcesses(ProcessWatch):
     def call(self, pid: int, uid: int) -> ClientCall | None:
         """Return client_call() for processes of root and of this process's user, and None for others.
 
-        Hazard: reading memory of another user's process can block for ever.
+        Another user could let each read of memory take its full time.
         """
-        return client_call(pid) if uid in (0, self._uid) else None
+        return client_call(pid, self._memory) if uid in (0, self._uid) else None
 
     def next_fd(self, pid: int) -> int | None:
         return next_fd(pid)
 
+    def program(self, pid: int, comm: str) -> str | None:
+        try:
+            is_own = os.stat(f"/proc/{pid}").st_uid in (0, self._uid)
+        except OSError:
+            return None
+        return program_of(pid, comm, self._memory if is_own else None)
+
     def close(self) -> None:
+        self._memory.close()
         for fd in (self._loadavg, *self._pidfds.values(), *self._comms.values()):
             os.close(fd)
         self._epoll.close()
         if self._fork_events is not None:
             self._fork_events.close()
+
+
+def _descriptor_bounds() -> tuple[int, int]:
+    """Return the most pidfds and the most open files /proc/PID/comm, by the limit of open files."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return _PIDFDS, _OPEN_COMMS
+    free = max(0, most - len(os.listdir("/proc/self/fd")) - _SPARE)
+    comms = min(_OPEN_COMMS, free // 4)
+    return min(_PIDFDS, free - comms), comms
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start time of a process or thread in clock ticks since the boot, or None if it has ended.
+
+    Return _UNKNOWN if the host has no descriptor or memory for the look.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            values = file.read().rpartition(b")")[2].decode().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except OSError:
+        return _UNKNOWN
+    return None if values[0] in ("Z", "X") else values[19]
 
 
 def _fork_events() -> ForkEvents | None:

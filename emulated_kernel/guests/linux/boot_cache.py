@@ -21,7 +21,7 @@ from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import kernel_file
-from emulated_kernel.machine.traps.trap import GuestFault, HardwareError
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
 
 _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
@@ -76,7 +76,7 @@ def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, mem
     try:
         found = snapshot.load(place, with_parts=with_parts)
         return None if found is None else (LinuxTasks(found.machine, found.facts), found.parts)
-    except (HardwareError, GuestFault, KeyError) as error:
+    except (HardwareError, GuestFault, MemoryFault, KeyError) as error:
         log.warning("%s: not usable: %s", place, error)
         return None
 

@@ -34,8 +34,8 @@ Rest = Callable[[int], bytes]
 """Return the code that follows a handler, for its address. Raises: KernelError (out of reach)."""
 EmitAll = Callable[[ProgramBuilder], object]
 """Adds everything that is to run to a program."""
-NO_MEMORY = (MemoryError, ImportError)
-"""Exceptions that mean that the host has no memory; also importing a library may fail then.
+SHORTAGES = (MemoryError, ImportError, OSError)
+"""Exceptions that mean that the host has no memory or descriptor, or that no address is within reach.
 
 They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.tell,
 because a package that can't be imported looks the same.
@@ -53,7 +53,7 @@ def _or_none(
     def made(compiler: Compiler, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made | None:
         try:
             return make(compiler, *args, **kwargs)
-        except NO_MEMORY as error:
+        except SHORTAGES as error:
             compiler.tell(error)
             return None
 
@@ -80,7 +80,7 @@ class Compiler:
         self.saves_all = profile.saving is RegisterSaving.ALL
         """Whether handlers save every register."""
         self.enabled = profile.compiled
-        """Whether new code is compiled. Existing code stays until it is dropped."""
+        """Whether new code is to be compiled. Existing code stays until it is dropped."""
         self.made = 0
         """Number of handlers compiled so far."""
         self.fixups: dict[int, int] = {}
@@ -105,18 +105,35 @@ class Compiler:
         head.sample = {name: getattr(regs, name) for name in self._sampled}
 
     def tell(self, error: Exception) -> None:
-        """Log once that guest code can't be compiled because an import failed.
+        """Log once that guest code can't be compiled because an import or a call of the host failed.
 
         Python handles the hits meanwhile.
         """
         text = str(error)
-        if isinstance(error, ImportError) and text != self._told:
+        if isinstance(error, (ImportError, OSError)) and text != self._told:
             # There may be no memory for logging either.
             with suppress(MemoryError):
                 _log.warning("handlers stay with Python: no guest code can be made: %s", text)
                 self._told = text
 
     # Creation
+
+    def load(self) -> bool:
+        """Load the decoder that compiling needs; return False if the host has nothing to load it with.
+
+        It is called before the first probe is armed. If it fails, each compilation tries it again.
+        """
+        try:
+            self._arch.load_decoder()
+        except SHORTAGES as error:
+            self.tell(error)
+            return False
+        return True
+
+    @property
+    def may_compile(self) -> bool:
+        """True if new code is to be compiled, and can be."""
+        return self.enabled and self.load()
 
     def may_make(self, handlers: int = 1) -> bool:
         """Reserve the compilation of some handlers; return False if it must wait for a later request."""
@@ -288,7 +305,7 @@ class Compiler:
             return None
         try:
             made = returns.dispatch(program, buffer, own, saves_all=saves_all)
-        except NO_MEMORY:
+        except SHORTAGES:
             self._text.free_text(buffer)
             raise
         self._text.poke(buffer, made.code)
@@ -311,7 +328,7 @@ class Compiler:
     def _make(self, head: AggrKprobe, way: EntryKind, behind: int, rest: Rest) -> CompiledCode | None:
         """Compile a probe's actions at a hit; `rest` adds at most `behind` bytes to the code."""
         builder = ProgramBuilder()
-        if not self.enabled or not head.emit(builder, way):
+        if not self.may_compile or not head.emit(builder, way):
             return None
         # A post_handler may read registers that the function doesn't read any more.
         live = self._verdict.all_live if head.has_post_handler else None
@@ -337,7 +354,7 @@ class Compiler:
             return None
         try:
             whole = handler.code + rest(buffer + len(handler.code))
-        except (KernelError, *NO_MEMORY) as error:
+        except SHORTAGES as error:
             self._text.free_text(buffer)
             self.tell(error)
             return None

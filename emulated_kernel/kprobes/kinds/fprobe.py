@@ -21,7 +21,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
     PerCpuVars,
     handler_texts,
 )
-from emulated_kernel.kprobes.codegen.compiler import NO_MEMORY
+from emulated_kernel.kprobes.codegen.compiler import SHORTAGES
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.hit.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.kprobe import CompileHandler, RegsT
@@ -351,11 +351,11 @@ class Fprobes:
         builder = ProgramBuilder()
         assert sites is not None
         try:
-            if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
+            if self._kprobes.compiler.may_compile and self._emit_entry(fp, builder):
                 registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
             if registered.code is not None:
                 self._set_code(registered, dict.fromkeys(fp.functions, registered.code.entry))
-        except NO_MEMORY as error:
+        except SHORTAGES as error:
             self._kprobes.compiler.tell(error)
             self._drop_code(registered)
         registered.is_python = registered.code is None

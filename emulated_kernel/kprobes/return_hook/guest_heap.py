@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from emulated_kernel.machine.memory.pool import UnitPool
-from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
@@ -34,7 +34,10 @@ class PageSource(Protocol):
 
 
 class GuestHeap:
-    """Allocates small pieces of zeroed memory; `words[address]` is the word at an address."""
+    """Allocates small pieces of zeroed memory; `words[address]` is the word at an address.
+
+    Raises: MemoryFault (by `words[address]`: the address, which the guest can change, is not in a piece).
+    """
 
     def __init__(self, source: PageSource, word_size: int) -> None:
         self._source = source
@@ -46,10 +49,16 @@ class GuestHeap:
         """Address of a piece -> its size in bytes, and its chunk."""
 
     def __getitem__(self, address: int) -> int:
-        return self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift]
+        try:
+            return self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift]
+        except KeyError:
+            raise MemoryFault(address, "not in a shadow stack") from None
 
     def __setitem__(self, address: int, value: int) -> None:
-        self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift] = value
+        try:
+            self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift] = value
+        except KeyError:
+            raise MemoryFault(address, "not in a shadow stack", write=True) from None
 
     def view(self, address: int, size: int) -> memoryview:
         """Return the live bytes of an allocated piece, or of a part of it."""

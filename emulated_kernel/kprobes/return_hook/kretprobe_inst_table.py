@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from emulated_kernel.arch.program.ir import (
     Arithmetic,
@@ -20,7 +19,7 @@ from emulated_kernel.arch.program.ir import (
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListStack
-from emulated_kernel.kprobes.return_hook.shadow_stack import POOL, Pending
+from emulated_kernel.kprobes.return_hook.shadow_stack import DAMAGED, POOL, Pending
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -34,6 +33,7 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     unless,
 )
 from emulated_kernel.kprobes.table import GOLDEN_RATIO, KPROBE_HASH_BITS, hash_address
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 NEXT = 0
 """Index of a word in struct kretprobe_instance: the next one in its list."""
@@ -99,12 +99,13 @@ class KretprobeInstTable(RethookListStack):
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         for node in nodes:
-            self._recycle(hook, node)
+            self._put_back(hook, node)
 
     def _count_free(self, hook: int) -> int:
         node = self.words[hook + POOL * self.words.word_size]
         count = 0
-        while node:
+        # The list may be a circle.
+        while node and count < self.hooks[hook]:
             node = self.words[node + NEXT * self.words.word_size]
             count = count + 1
         return count
@@ -112,21 +113,28 @@ class KretprobeInstTable(RethookListStack):
     def _take(self, hook: int) -> int:
         node = self.words[hook + POOL * self.words.word_size]
         if node:
-            self._unlink(node)
+            self._unlink(self._known_node(hook, node))
         return node
 
-    def _recycle(self, hook: int, node: int) -> None:
+    def _put_back(self, hook: int, node: int) -> None:
         self._link(hook + POOL * self.words.word_size, node)
 
     def _link(self, head: int, node: int) -> None:
-        """Add a node at the head of a list. Mirrors: include/linux/list.h:hlist_add_head."""
+        """Add a node at the head of a list, without the rest of a list that the guest has damaged.
+
+        Mirrors: include/linux/list.h:hlist_add_head.
+        """
         words = self.words
         word = self.words.word_size
         first = words[head]
+        if first:
+            try:
+                words[first + PPREV * word] = node
+            except MemoryFault as fault:
+                self.damage.report(DAMAGED, fault)
+                first = 0
         words[node + NEXT * word] = first
         words[node + PPREV * word] = head
-        if first:
-            words[first + PPREV * word] = node
         words[head] = node
 
     def _unlink(self, node: int) -> None:
@@ -147,25 +155,34 @@ class KretprobeInstTable(RethookListStack):
         words[node + FRAME * word] = frame
         self._link(self._bucket(task), node)
         # Count the task's calls, so that the table is not searched when a task without calls ends.
-        self.tasks.of(task)[RETHOOKS] += 1
+        self._count_calls(task, 1)
 
-    def pending(self, task: int) -> Iterator[Pending]:
+    def _count_calls(self, task: int, change: int) -> None:
+        fields = self.tasks.of(task)
+        # The guest can set the count to any number.
+        fields[RETHOOKS] = fields[RETHOOKS] + change & (1 << 8 * self.words.word_size) - 1
+
+    def _calls(self, task: int) -> Iterator[Pending]:
         words = self.words
         word = self.words.word_size
         node = words[self._bucket(task)] if self.table else 0
-        while node:
+        # The list may be a circle in which all calls are those of other tasks.
+        for _ in range(sum(self.hooks.values())):
+            if not node:
+                return
+            hook = words[node + RP * word]
+            self._known_node(hook, node)
             following = words[node + NEXT * word]
             if words[node + OWNER * word] == task:
-                yield Pending(
-                    node, words[node + RP * word], words[node + RET_ADDR * word], words[node + FRAME * word]
-                )
+                yield Pending(node, hook, words[node + RET_ADDR * word], words[node + FRAME * word])
             node = following
 
-    def pop(self, task: int, count: int) -> None:
-        for call in list(islice(self.pending(task), count)):
-            self._unlink(call.node)
-            self.put_back(call.hook, call.node)
-        self.tasks.of(task)[RETHOOKS] -= count
+    def _remove(self, task: int, call: Pending) -> None:
+        self._count_calls(task, -1)
+        self._unlink(call.node)
+
+    def _clear(self, task: int) -> None:
+        self.tasks.of(task)[RETHOOKS] = 0
 
 
 class InstancesCode(StackCode[KretprobeInstTable]):

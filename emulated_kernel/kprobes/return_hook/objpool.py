@@ -16,7 +16,7 @@ from emulated_kernel.arch.program.ir import (
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListCode, RethookListStack
-from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, POOL, ShadowStack, note_taken
+from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, POOL, ShadowStack, count, note_taken
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -48,14 +48,18 @@ class ObjpoolStack(RethookListStack):
     def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
         self._counter = (1 << 8 * words.word_size) - 1
+        self._rings: dict[int, tuple[int, int]] = {}
+        """Hook -> addresses of its array of ring addresses, and of its rings."""
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         words = self.words
         word = self.words.word_size
         slots = words.alloc(self.cpus * word)
         words[hook + POOL * word] = slots
+        self._rings[hook] = slots, 0
         stride = self.stride(hook)
         rings = words.alloc(self.cpus * stride)
+        self._rings[hook] = slots, rings
         for cpu in range(self.cpus):
             words[slots + cpu * word] = rings + cpu * stride
         for number, node in enumerate(nodes):
@@ -66,11 +70,11 @@ class ObjpoolStack(RethookListStack):
 
         Mirrors: struct objpool_head, cpu_slots (v6.7).
         """
-        return self.words[hook + POOL * self.words.word_size]
+        return self._rings[hook][0]
 
     def ring(self, hook: int, cpu: int) -> int:
         """Return the address of a CPU's ring; the rings are contiguous."""
-        return self.words[self.slots(hook) + cpu * self.words.word_size]
+        return self._rings[hook][1] + cpu * self.stride(hook)
 
     def stride(self, hook: int) -> int:
         """Return the bytes of a ring."""
@@ -99,15 +103,15 @@ class ObjpoolStack(RethookListStack):
     # The maximum needs a counter, because the nodes are used in turn.
     high_water = ShadowStack.high_water
 
-    def try_get(self, hook: int, task: int) -> int:
-        node = super().try_get(hook, task)
+    def _get(self, hook: int, task: int) -> int:
+        node = super()._get(hook, task)
         if node:
             note_taken(self.counters[hook])
         return node
 
-    def put_back(self, hook: int, node: int) -> None:
-        self.counters[hook][ACTIVE] -= 1
-        super().put_back(hook, node)
+    def _put_back(self, hook: int, node: int) -> None:
+        count(self.counters[hook], ACTIVE, -1)
+        self._put(hook, self.ring(hook, self.tasks.cpu), node)
 
     def _take(self, hook: int) -> int:
         words = self.words
@@ -118,18 +122,13 @@ class ObjpoolStack(RethookListStack):
             head = words[ring + HEAD * word]
             if head != words[ring + TAIL * word]:
                 words[ring + HEAD * word] = head + 1 & self._counter
-                return words[self._entry(hook, ring, head)]
+                return self._known_node(hook, words[self._entry(hook, ring, head)])
         return 0
 
-    def _recycle(self, hook: int, node: int) -> None:
-        self._put(hook, self.ring(hook, self.tasks.cpu), node)
-
     def _release(self, hook: int) -> None:
-        slots = self.slots(hook)
-        if slots:
-            if self.words[slots]:
-                self.words.free(self.words[slots])
-            self.words.free(slots)
+        for piece in self._rings.pop(hook, ()):
+            if piece:
+                self.words.free(piece)
         super()._release(hook)
 
     def memory_of(self, hook: int) -> int:

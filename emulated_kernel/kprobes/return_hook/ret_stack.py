@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from emulated_kernel.arch.program.ir import (
     Arithmetic,
@@ -19,7 +18,7 @@ from emulated_kernel.arch.program.ir import (
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
-from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, Pending, ShadowStack, note_taken
+from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, Pending, ShadowStack, count, note_taken
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -34,6 +33,7 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     set_to,
     unless,
 )
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
@@ -103,8 +103,9 @@ class RetStack(ShadowStack):
     def give_stacks(self, tasks: Iterable[int]) -> None:
         """Allocate arrays for the tasks that have none. Raises: KernelError ENOMEM."""
         for task in tasks:
-            if not self._array(task):
-                self._allocate(task)
+            with self.damage.left_out("task list"):
+                if not self._array(task):
+                    self._allocate(task)
 
     def _allocate(self, task: int) -> None:
         # If a rollback of guest memory has cleared the task's field, the array exists already.
@@ -121,10 +122,13 @@ class RetStack(ShadowStack):
         self.words.free(self._stacks.pop(task))
 
     def _array(self, task: int) -> int:
-        """Return the address of a task's array, or 0."""
-        return int(self.tasks.of(task)[RET_STACK])
+        """Return the address of a task's array, or 0. Raises: MemoryFault (the guest names another one)."""
+        array = int(self.tasks.of(task)[RET_STACK])
+        if array and array != self._stacks.get(task):
+            raise MemoryFault(array, "no shadow stack of the task")
+        return array
 
-    def try_get(self, hook: int, task: int) -> int:
+    def _get(self, hook: int, task: int) -> int:
         """Return a node on the task's stack, or 0. Only this task uses the stack, so nothing is reserved."""
         if not self._array(task):
             try:
@@ -136,12 +140,16 @@ class RetStack(ShadowStack):
         size = self._entry_words[hook]
         used = self.words[array + self.used_at]
         if (used + size) * word > SHADOW_STACK_SIZE:
-            self.words[array + self.overruns_at] += 1
+            self._count_overrun(array)
             return 0
         note_taken(self.counters[hook])
         node = array + used * word
         self._fill(node, size, hook)
         return node
+
+    def _count_overrun(self, array: int) -> None:
+        at = array + self.overruns_at
+        self.words[at] = self.words[at] + 1 & (1 << 8 * self.words.word_size) - 1
 
     def _fill(self, node: int, size: int, hook: int) -> None:
         """Initialize an entry. Its data must become zeros, because another call may have used the words."""
@@ -153,12 +161,8 @@ class RetStack(ShadowStack):
         words[end - (TRAILER - HOOK) * word] = hook
         words[end - (TRAILER - SIZE) * word] = size
 
-    def put_back(self, hook: int, node: int) -> None:  # noqa: ARG002 - nothing lies above it
-        self._less(hook)
-
-    def _less(self, hook: int) -> None:
-        self.counters[hook][ACTIVE] -= 1
-        self._release_if_unused(hook)
+    def _put_back(self, hook: int, node: int) -> None:  # noqa: ARG002 - nothing lies above it
+        count(self.counters[hook], ACTIVE, -1)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
         words = self.words
@@ -169,21 +173,30 @@ class RetStack(ShadowStack):
         words[end - (TRAILER - FRAME) * word] = frame
         words[array + self.used_at] = (end - array) // word
 
-    def pending(self, task: int) -> Iterator[Pending]:
+    def _calls(self, task: int) -> Iterator[Pending]:
         words = self.words
         word = self.words.word_size
         array = self._array(task)
-        end = array + words[array + self.used_at] * word if array else 0
-        while end > array:
+        used = words[array + self.used_at] if array else 0
+        while used:
+            # Each entry is within the array and below the previous one.
+            if not TRAILER <= used <= SHADOW_STACK_SIZE // word:
+                raise MemoryFault(array, f"{used} words in use")
+            end = array + used * word
             hook, ret_addr, frame, size = (words[end - number * word] for number in range(TRAILER, 0, -1))
-            end -= size * word
-            yield Pending(end, hook, ret_addr, frame)
+            if not TRAILER <= size <= used:
+                raise MemoryFault(end, f"an entry of {size} words")
+            used -= size
+            yield Pending(array + used * word, hook, ret_addr, frame)
 
-    def pop(self, task: int, count: int) -> None:
+    def _remove(self, task: int, call: Pending) -> None:
         array = self._array(task)
-        for call in list(islice(self.pending(task), count)):
-            self.words[array + self.used_at] = (call.node - array) // self.words.word_size
-            self._less(call.hook)
+        self.words[array + self.used_at] = (call.node - array) // self.words.word_size
+
+    def _clear(self, task: int) -> None:
+        array = self._array(task)
+        if array:
+            self.words[array + self.used_at] = 0
 
     def flush(self, task: int) -> list[int]:
         """Remove the calls of an ended task, and free its array.

@@ -34,7 +34,7 @@ class RethookStack(RethookListStack):
         if self._number(hook, nodes.stop) > self.number_mask:
             raise KernelError(errno.ENOMEM, f"maxactive: {len(nodes)} instances are too many")
         for node in nodes:
-            self._recycle(hook, node)
+            self._put_back(hook, node)
 
     def _change(self, hook: int, number: int) -> None:
         """Set the head of the free list to the node with this number."""
@@ -48,7 +48,7 @@ class RethookStack(RethookListStack):
         return self._blocks[hook] - self.words.word_size
 
     def _node(self, hook: int, number: int) -> int:
-        return self.origin(hook) + number * self.words.word_size
+        return self._known_node(hook, self.origin(hook) + number * self.words.word_size)
 
     def _number(self, hook: int, node: int) -> int:
         return (node - self.origin(hook)) // self.words.word_size
@@ -58,7 +58,8 @@ class RethookStack(RethookListStack):
         word = self.words.word_size
         count = 0
         number = words[hook + POOL * word] & self.number_mask
-        while number:
+        # The list may be a circle.
+        while number and count < self.hooks[hook]:
             number = words[self._node(hook, number) + NEXT_FREE * word]
             count += 1
         return count
@@ -73,7 +74,7 @@ class RethookStack(RethookListStack):
         self._change(hook, words[node + NEXT_FREE * word])
         return node
 
-    def _recycle(self, hook: int, node: int) -> None:
+    def _put_back(self, hook: int, node: int) -> None:
         words = self.words
         word = self.words.word_size
         words[node + NEXT_FREE * word] = words[hook + POOL * word] & self.number_mask

@@ -20,6 +20,7 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     StackCode,
     unless,
 )
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 NEXT_FREE = 1
 """Index of a word in struct rethook_node: next node in a free list (v6.1), or part of an rcu_head."""
@@ -65,17 +66,29 @@ class RethookListStack(ShadowStack):
         return hook
 
     def _nodes(self, hook: int) -> range:
-        """Return the addresses of all nodes of a hook."""
-        first = self._blocks[hook]
+        """Return the addresses of all nodes of a hook. Raises: MemoryFault (there is no such hook)."""
+        first = self._blocks.get(hook)
+        if first is None:
+            raise MemoryFault(hook, "no return hook")
         size = self.words.size_of(first)
         return range(first, first + size, size // self.hooks[hook])
 
+    def _known_node(self, hook: int, node: int) -> int:
+        """Return `node`, which the guest names. Raises: MemoryFault (it is no node of the hook)."""
+        if node not in self._nodes(hook):
+            raise MemoryFault(node, "no node of the return hook")
+        return node
+
     def active(self, hook: int) -> int:
-        return self.hooks[hook] - self._count_free(hook)
+        nodes = self.hooks[hook]
+        free = 0
+        with self.damage.left_out("pool of a return hook"):
+            free = self._count_free(hook)
+        return nodes - min(free, nodes)
 
     @abstractmethod
     def _count_free(self, hook: int) -> int:
-        """Return the number of nodes in the pool."""
+        """Return the number of nodes in the pool. Raises: MemoryFault (the pool is damaged)."""
 
     def high_water(self, hook: int) -> int:
         """Return the highest number of nodes that were in use: those that have ever had a return address.
@@ -96,18 +109,10 @@ class RethookListStack(ShadowStack):
 
     @abstractmethod
     def _take(self, hook: int) -> int:
-        """Take a node from the pool; return its address, or 0."""
+        """Take a node from the pool; return its address, or 0. Raises: MemoryFault (it is damaged)."""
 
-    @abstractmethod
-    def _recycle(self, hook: int, node: int) -> None:
-        """Put a node back into the pool."""
-
-    def try_get(self, hook: int, task: int) -> int:  # noqa: ARG002 - the pool is global
+    def _get(self, hook: int, task: int) -> int:  # noqa: ARG002 - the pool is global
         return self._take(hook)
-
-    def put_back(self, hook: int, node: int) -> None:
-        self._recycle(hook, node)
-        self._release_if_unused(hook)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:  # noqa: ARG002
         words = self.words
@@ -118,22 +123,21 @@ class RethookListStack(ShadowStack):
         words[node + LLIST * word] = fields[RETHOOKS]
         fields[RETHOOKS] = node
 
-    def pending(self, task: int) -> Iterator[Pending]:
+    def _calls(self, task: int) -> Iterator[Pending]:
         words = self.words
         word = self.words.word_size
         node = int(self.tasks.of(task)[RETHOOKS])
         while node:
-            yield Pending(
-                node, words[node + HOOK * word], words[node + RET_ADDR * word], words[node + FRAME * word]
-            )
+            hook = words[node + HOOK * word]
+            self._known_node(hook, node)
+            yield Pending(node, hook, words[node + RET_ADDR * word], words[node + FRAME * word])
             node = words[node + LLIST * word]
 
-    def pop(self, task: int, count: int) -> None:
-        fields = self.tasks.of(task)
-        for _ in range(count):
-            node = int(fields[RETHOOKS])
-            fields[RETHOOKS] = self.words[node + LLIST * self.words.word_size]
-            self.put_back(self.words[node + HOOK * self.words.word_size], node)
+    def _remove(self, task: int, call: Pending) -> None:
+        self.tasks.of(task)[RETHOOKS] = self.words[call.node + LLIST * self.words.word_size]
+
+    def _clear(self, task: int) -> None:
+        self.tasks.of(task)[RETHOOKS] = 0
 
     def _release(self, hook: int) -> None:
         block = self._blocks.pop(hook, None)

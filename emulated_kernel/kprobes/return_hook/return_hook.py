@@ -10,7 +10,7 @@ from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
-from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack
+from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack, count
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
@@ -109,7 +109,7 @@ class ReturnHook(AssemblyOwner):
 
     def miss(self) -> None:
         """Count a call as missed."""
-        self.stack.counters[self.address][MISSED] += 1
+        count(self.stack.counters[self.address], MISSED, 1)
 
     def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
         if self.assembled is not None:

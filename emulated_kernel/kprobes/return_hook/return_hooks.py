@@ -20,7 +20,7 @@ from emulated_kernel.kprobes.return_hook.objpool import ObjpoolCode, ObjpoolStac
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack, RetStackCode, UnifiedStack
 from emulated_kernel.kprobes.return_hook.rethook import RethookCode, RethookStack
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHandler, ReturnHook
-from emulated_kernel.kprobes.return_hook.shadow_stack import RETURNED, Pending, ShadowStack
+from emulated_kernel.kprobes.return_hook.shadow_stack import RETURNED, Pending, ShadowStack, count
 from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.probed_machine import ProbedMachine
@@ -92,7 +92,9 @@ class ReturnHooks:
         except KeyError:
             known = ", ".join(SHADOW_STACKS)
             raise KernelError(errno.EINVAL, f"no return hook {name}; there are {known}") from None
-        return kind(self._words, self._tasks, len(self._machine.per_cpu_bases))
+        stack = kind(self._words, self._tasks, len(self._machine.per_cpu_bases))
+        stack.damage = self._machine.damage
+        return stack
 
     @property
     def return_hook(self) -> str:
@@ -265,7 +267,7 @@ class ReturnHooks:
                 break
             hook = self._hooks.get(call.hook)
             if hook is not None:
-                self.stack.counters[call.hook][RETURNED] += 1
+                count(self.stack.counters[call.hook], RETURNED, 1)
                 hook.handler(_instance(hook, call, task), regs)
         self.stack.pop(task, len(calls))
         return caller
@@ -377,7 +379,11 @@ class ReturnHooks:
         """Remove the calls of a run on a host stack that was given up; they never return."""
         if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
-        task = self._tasks.current()
+        with self._machine.damage.left_out("current task"):
+            self._abandon(self._tasks.current())
+
+    def _abandon(self, task: int) -> None:
+        """Remove the calls of a task that are on no stack of its own or of the CPU. Raises: MemoryFault."""
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
         area = self._machine.per_cpu_bases[self._machine.cpu]
         top = self._memory.read_word(area + self._abi["percpu.hardirq_stack_ptr"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import ClassVar, NamedTuple
 
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
+from emulated_kernel.machine.memory.guest_reader import DamageReports
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 HANDLER = 1
 """Index of a word in a hook (struct rethook): guest code that handles returns; 0 if Python does."""
@@ -23,6 +26,9 @@ ACTIVE = 2
 HIGH_WATER = 3
 """Index of a counter of a hook: most nodes in use at a time; only kept if the nodes do not show it."""
 _COUNTERS_SIZE = 4 * 8
+_COUNTER_MASK = (1 << 64) - 1
+DAMAGED = "shadow stack"
+"""Name of these data in reports of damage."""
 
 
 class Pending(NamedTuple):
@@ -41,7 +47,8 @@ class ShadowStack(ABC):
 
     A node is taken by `try_get`, and then pushed or put back. `pop` removes calls and puts their nodes back.
     Nodes of a removed hook stay valid until they are popped. All state is words of guest memory, which guest
-    code changes too (stack_code.py), so the host must not cache it.
+    code changes too (stack_code.py), so the host must not cache it. The guest may damage it: calls that can't
+    be found any more never return, their nodes stay in use, and a damaged pool has no free node.
     """
 
     name: ClassVar[str]
@@ -66,6 +73,7 @@ class ShadowStack(ABC):
         self._removed: set[int] = set()
         self.counters: dict[int, memoryview] = {}
         """Hook -> live counters, indexed by MISSED, RETURNED, ACTIVE and HIGH_WATER."""
+        self.damage = DamageReports()
 
     @abstractmethod
     def add_hook(self, nodes: int, data_size: int) -> int:
@@ -108,25 +116,71 @@ class ShadowStack(ABC):
     def _release(self, hook: int) -> None:
         """Free the memory of a removed hook without pending calls."""
 
-    @abstractmethod
     def try_get(self, hook: int, task: int) -> int:
         """Return a free node, or 0 if the call must be missed."""
+        try:
+            # Without the task's field, the call could not be pushed.
+            self.tasks.of(task)
+            return self._get(hook, task)
+        except MemoryFault as fault:
+            self.damage.report(DAMAGED, fault)
+            return 0
 
     @abstractmethod
+    def _get(self, hook: int, task: int) -> int:
+        """Return a free node, or 0. Raises: MemoryFault (the pool is damaged)."""
+
     def put_back(self, hook: int, node: int) -> None:
-        """Put back a node that was not pushed."""
+        """Put back a node that is not pushed."""
+        try:
+            self._put_back(hook, node)
+            self._release_if_unused(hook)
+        except MemoryFault as fault:
+            self.damage.report(DAMAGED, fault)
+
+    @abstractmethod
+    def _put_back(self, hook: int, node: int) -> None:
+        """Put back a node. Raises: MemoryFault (the pool is damaged)."""
 
     @abstractmethod
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
         """Add the newest pending call of a task."""
 
-    @abstractmethod
     def pending(self, task: int) -> Iterator[Pending]:
-        """Iterate over the pending calls of a task, newest first."""
+        """Iterate over the pending calls of a task, newest first, up to one that is damaged."""
+        known: set[int] = set()
+        try:
+            for call in self._calls(task):
+                if call.hook not in self.hooks or call.node in known:
+                    raise MemoryFault(call.node, "no pending call")
+                known.add(call.node)
+                yield call
+        except MemoryFault as fault:
+            self.damage.report(DAMAGED, fault)
 
     @abstractmethod
+    def _calls(self, task: int) -> Iterator[Pending]:
+        """Iterate over the pending calls of a task, newest first; the list may be a circle.
+
+        Raises: MemoryFault (the list leads to a node that is none).
+        """
+
     def pop(self, task: int, count: int) -> None:
         """Remove the newest calls, and put their nodes back."""
+        for call in list(islice(self.pending(task), count)):
+            try:
+                self._remove(task, call)
+            except MemoryFault as fault:
+                self.damage.report(DAMAGED, fault)
+            self.put_back(call.hook, call.node)
+
+    @abstractmethod
+    def _remove(self, task: int, call: Pending) -> None:
+        """Remove a task's newest call from its list. Raises: MemoryFault (the list is damaged)."""
+
+    @abstractmethod
+    def _clear(self, task: int) -> None:
+        """Make a task's list empty. Raises: MemoryFault (the task has none)."""
 
     def data(self, node: int, size: int) -> memoryview:
         """Return the private data of a node, live."""
@@ -140,6 +194,8 @@ class ShadowStack(ABC):
         """Remove all calls of a task; return their hooks."""
         hooks = [call.hook for call in self.pending(task)]
         self.pop(task, len(hooks))
+        with self.damage.left_out(DAMAGED):
+            self._clear(task)
         return hooks
 
     def flush(self, task: int) -> list[int]:
@@ -184,5 +240,10 @@ def counter_at(hook: int, counter: int, word_size: int) -> int:
 
 def note_taken(counters: memoryview) -> None:
     """Count one more instance in use."""
-    counters[ACTIVE] += 1
+    count(counters, ACTIVE, 1)
     counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])
+
+
+def count(counters: memoryview, counter: int, change: int) -> None:
+    """Add `change` to a counter. It may wrap around, because the guest can set it to any number."""
+    counters[counter] = counters[counter] + change & _COUNTER_MASK

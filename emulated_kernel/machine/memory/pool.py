@@ -31,6 +31,9 @@ class UnitPool:
         Raises: HardwareError (no free range is large enough).
         """
         count = max(1, -(-size // self.unit))
+        # Hazard: the guest names sizes up to 2^64, and the host must not allocate so much for the search.
+        if count > len(self._used):
+            raise HardwareError(f"no {size} bytes left in [{self.base:#x}, {self.end:#x})")
         free = bytes(count)
         last = len(self._used) if limit is None else (limit - self.base) // self.unit
         index = self._used.find(free, self._next, last)

@@ -57,6 +57,11 @@ class ModuleSpace:
         """Return the requested size of the allocation at `va`. Raises: KeyError (there is none)."""
         return self._pieces[va].size
 
+    def holds(self, va: int, size: int) -> bool:
+        """Return True if an allocation begins at `va` and has at least `size` bytes."""
+        piece = self._pieces.get(va)
+        return piece is not None and size <= piece.size
+
     def place(self, va: int, code: bytes) -> None:
         """Write the text of a module, once; it becomes original text.
 

@@ -113,7 +113,7 @@ class Text:
         )
         self.ledger = OriginalBytes()
         """The ledger; only this class changes it."""
-        self.before_first_change: list[Callable[[], None]] = []
+        self.before_first_change: list[Callable[[], object]] = []
         """Functions to call before the first change of unmodified original text; they may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus

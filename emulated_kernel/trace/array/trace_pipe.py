@@ -18,7 +18,8 @@ from emulated_kernel.trace.output.line_formatter import (
     encode_text,
 )
 from emulated_kernel.trace.output.options import TraceOption
-from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.buffer import Consumed, RingBuffer
+from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError, WouldBlock
 
@@ -175,10 +176,19 @@ class TracePipe(PipeReader):
         following = next(islice(self._buffers[entry.cpu], 1, None), None)
         return graph.line(entry, None if following is None else following[1], formatter)
 
+    def _peek(self, cpu: int) -> Consumed | None:
+        """Return the next event of a CPU; skip records without a header, which the guest has damaged."""
+        buffer = self._buffers[cpu]
+        event = buffer.peek()
+        while event is not None and len(event.record) < TRACE_ENTRY.size:
+            buffer.consume()
+            event = buffer.peek()
+        return event
+
     def _next_entry(self) -> tuple[TimedRecord, int] | None:
         best: tuple[TimedRecord, int] | None = None
         for cpu in self._cpus:
-            event = self._buffers[cpu].peek()
+            event = self._peek(cpu)
             if event is not None and (best is None or event.time_stamp < best[0].time_stamp):
                 best = TimedRecord(event.time_stamp, cpu, event.record), event.lost_events
         return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from emulated_kernel.machine.guest_clock import GuestClock
+from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -26,8 +27,16 @@ _NO_PID = 0xFFFFFFFF
 class GuestRecords(TaskObserver):
     """Allocates the memory of compiled handlers, and answers their host calls."""
 
-    def __init__(self, cells: RecordMemory, tasks: Tasks, cmdlines: SavedCmdlines, clock: GuestClock) -> None:
+    def __init__(
+        self,
+        cells: RecordMemory,
+        tasks: Tasks,
+        cmdlines: SavedCmdlines,
+        clock: GuestClock,
+        damage: DamageReports,
+    ) -> None:
         self._cells = cells
+        self._damage = damage
         self.tasks = tasks
         self._cmdlines = cmdlines
         self._request_at = cells.alloc_percpu(2 * _CELL)
@@ -54,7 +63,12 @@ class GuestRecords(TaskObserver):
             pages = cells.alloc_pages(size)
         except HardwareError as error:
             raise MemoryError(f"{size} bytes for a ring buffer") from error
-        return RingMemory(cells.view(pages, size), pages, release=lambda: cells.free_pages(pages))
+        return RingMemory(
+            cells.view(pages, size),
+            pages,
+            release=lambda: cells.free_pages(pages),
+            report=self._damage.report,
+        )
 
     def allocate_controls(self, cpus: int) -> RingControls:
         """Allocate control blocks for the ring buffers of `cpus` CPUs. Raises: MemoryError."""

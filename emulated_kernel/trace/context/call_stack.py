@@ -18,6 +18,8 @@ from emulated_kernel.trace.symbols import KernelSymbols
 
 MAX_CALLERS = 1024
 """Addresses in the longest call chain. Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1)."""
+MOST_FRAMES = 2 * MAX_CALLERS
+"""Maximum number of frames that are followed."""
 _RECORDING = ("host_trace_commit", "trace_event_raw_event_", "__traceiter_")
 """Prefixes of the names of functions that run when a tracepoint is hit."""
 
@@ -108,11 +110,17 @@ class CallStack:
         return [ip] if 0 < ip < arch.task_size else []
 
     def returns(self, ip: int, regs: Any) -> Iterator[Caller]:
-        """Yield the callers that led to `ip`, innermost first; `regs` has the other registers."""
+        """Yield the callers that led to `ip`, innermost first; `regs` has the other registers.
+
+        The chain ends at MOST_FRAMES: what the guest has on its stack may be a circle.
+        """
         known = ((name, getattr(regs, name, None)) for name in self._registers)
         place = _CallSite({name: value for name, value in known if value is not None}, ip, False)
         with suppress(MemoryFault):
-            while (found := self._step(self._probed(place))) is not None:
+            for _ in range(MOST_FRAMES):
+                found = self._step(self._probed(place))
+                if found is None:
+                    return
                 caller, place = found
                 yield caller
 

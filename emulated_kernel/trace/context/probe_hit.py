@@ -11,6 +11,9 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.fast_dataclass import dataclass
 
+_NEST_START = 2
+"""Amount that ring_buffer_nest_start() and the reserved entry of the hit add to preempt_count."""
+
 
 @dataclass(frozen=True)
 class TaskContext:
@@ -43,12 +46,19 @@ class Tasks:
         return int(self._currents[self._machine.cpu][0])
 
     def pid(self) -> int:
-        """Return the current task's pid."""
-        return int.from_bytes(self._memory.read(self.current() + self._pid, 4), "little", signed=True)
+        """Return the current task's pid; 0 if the guest has damaged the address of its current task."""
+        return int.from_bytes(self._field(self._pid, 4), "little", signed=True)
 
     def comm(self) -> bytes:
         """Return the current task's name without padding, 15 bytes at most."""
-        return self._memory.read(self.current() + self._comm, 16).split(b"\0", 1)[0]
+        return self._field(self._comm, 16).split(b"\0", 1)[0]
+
+    def _field(self, offset: int, size: int) -> bytes:
+        try:
+            return self._memory.read(self.current() + offset, size)
+        except MemoryFault as fault:
+            self._machine.damage.report("current task", fault)
+            return bytes(size)
 
     def context(self) -> TaskContext:
         """Return the current task and CPU, for records that no probe makes."""
@@ -62,11 +72,12 @@ class ProbeHit:
         self,
         memory: GuestMemory,
         tasks: Tasks,
-        context: Callable[[Any], tuple[int, int]],
+        context: Callable[[Any, int], tuple[int, int]],
         regs: Any = None,
     ) -> None:
         """Keep `context`, which returns common_flags and common_preempt_count for given registers.
 
+        Its second argument is an amount to add to preempt_count.
         `regs` are the registers of records that no hit makes. Otherwise the caller sets `regs` at each hit.
         """
         self.return_address = 0
@@ -82,14 +93,15 @@ class ProbeHit:
         """Whether several users may handle the hit."""
         self.handler_preempt_count = 0
         """Amount that Linux's own handler adds to preempt_count and that appears in the entry."""
+        self.nested = 0
+        """Number of entries that are being written within the entry of the hit, each within the next one."""
         self.entry_waits = False
         """Whether the entry may still be rejected; it is built in a separate page and not in the buffer."""
 
     @property
     def context(self) -> tuple[int, int]:
         """common_flags and common_preempt_count of the hit's entry."""
-        flags, count = self._context(self.regs)
-        return flags, count + self.handler_preempt_count
+        return self._context(self.regs, self.handler_preempt_count)
 
     @property
     def comm(self) -> bytes:
@@ -102,6 +114,28 @@ class ProbeHit:
             return self._memory.read(address, size)
         except MemoryFault:
             return None
+
+
+MOST_NESTED = 32
+"""Maximum number of entries of a buffer that are being written, each within the next one.
+
+Linux: each has a bit of 32 in the buffer's current_context, five bits after the previous one, modulo 32.
+Mirrors: kernel/trace/ring_buffer.c:trace_recursive_lock, ring_buffer_nest_start (v6.1).
+"""
+
+
+@contextmanager
+def nested_in(hit: ProbeHit) -> Iterator[bool]:
+    """Let an entry be made while the entry of the hit is being written; yield False if that is too deep.
+
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_nest_start, ring_buffer_nest_end (v6.1).
+    """
+    hit.nested += 1
+    try:
+        with within_another(hit, preempt_count=_NEST_START):
+            yield hit.nested < MOST_NESTED
+    finally:
+        hit.nested -= 1
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from emulated_kernel.trace.ring.trace_entry import EntryFlag
 SOFTIRQ_SERVED = 1 << 8
 """SOFTIRQ_OFFSET: added while a softirq is served. Each local_bh_disable() adds two of it."""
 _COUNT_MASK = 0xFF
+_MOST_COUNT = 0xF
+"""Highest count that a record has room for."""
 
 
 class HitContext:
@@ -56,18 +58,32 @@ class HitContext:
         """Make another CPU the current one."""
         self._count, self._need_resched = self._variables[cpu]
 
-    def hit_trace_ctx(self, regs: Any) -> tuple[int, int]:
-        """Return common_flags and common_preempt_count of a probe's hit with these registers."""
-        if self._ctlblk.by_breakpoint:
+    def hit_trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
+        """Return common_flags and common_preempt_count of a probe's hit with these registers.
+
+        `more` is what Linux's handler adds to preempt_count.
+        """
+        if not self._ctlblk.by_breakpoint:
+            return self.trace_ctx(regs, more)
+        if not more:
             return self.breakpoint_trace_ctx
-        return self.trace_ctx(regs)
+        # There is something to subtract one from.
+        flags, _ = self.breakpoint_trace_ctx
+        return flags | EntryFlag.IRQS_OFF, self._shown(more - self.disabled_once)
+
+    def _shown(self, count: int) -> int:
+        """Return a count as a record shows it: Linux limits it before it subtracts its handler's own one."""
+        return max(min(count, _MOST_COUNT - self.disabled_once), 0)
 
     def resched_flags(self) -> int:
         """Return the flags for a pending reschedule of the current task, or 0."""
         return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if self._need_resched[0] else 0
 
-    def trace_ctx(self, regs: Any) -> tuple[int, int]:
-        """Return common_flags and common_preempt_count of the current context, without a probe's hit."""
+    def trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
+        """Return common_flags and common_preempt_count of the current context, without a probe's hit.
+
+        `more` is what Linux's handler adds to preempt_count.
+        """
         count = int(self._count[0])
         flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)
         flags |= self.resched_flags()
@@ -78,7 +94,7 @@ class HitContext:
         if count & self._softirq & ~SOFTIRQ_SERVED:
             flags |= EntryFlag.BH_OFF
         in_list = self.disabled_once if self._ctlblk.in_ops_list else 0
-        return flags, (count & _COUNT_MASK) + in_list
+        return flags, self._shown((count & _COUNT_MASK) + in_list + more)
 
 
 def _variable(memory: GuestMemory, abi: Mapping[str, int], area: int, name: str) -> memoryview:

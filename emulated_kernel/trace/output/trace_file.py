@@ -15,6 +15,7 @@ from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedReco
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _TGID_COLUMN = ("   TGID   ", "     |    ")
@@ -143,4 +144,5 @@ def timed_records(buffers: Sequence[RingBuffer], cpus: Iterable[int]) -> Iterato
 
 
 def _cpu_entries(buffer: RingBuffer, cpu: int) -> Iterator[TimedRecord]:
-    return (TimedRecord(stamp, cpu, record) for stamp, record in buffer)
+    # Only guest code that damages the buffer can have written a record without a header.
+    return (TimedRecord(stamp, cpu, record) for stamp, record in buffer if len(record) >= TRACE_ENTRY.size)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import stat
 from collections.abc import Hashable, Iterator
 from itertools import islice
+from time import monotonic
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
@@ -25,9 +25,12 @@ from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import BoundedFileReader
 
 UPROBE_EVENT_SYSTEM = "uprobes"
 _RETURN = "%return"
+PATIENCE = 0.1
+"""Seconds for which a definition waits for the file system of its file."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
     def __init__(self, arch: Arch, commands: EventCommands) -> None:
         super().__init__(commands)
         self._arch = arch
+        self._files = BoundedFileReader()
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of uprobe_profile from line `start` on."""
@@ -130,7 +134,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
             return False
         log = TraceProbeLog(self.error_log, "trace_uprobe", argv)
         log.index = 1
-        place = _parse_place(argv[1], argv[0][0] == "r", self._arch.bits, log)
+        place = _parse_place(argv[1], argv[0][0] == "r", self._arch.bits, log, self._files)
         log.index = 0
         group = UPROBE_EVENT_SYSTEM
         name = ""
@@ -158,10 +162,12 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
                 )
 
 
-def _parse_place(word: str, is_return: bool, bits: int, log: TraceProbeLog) -> UprobePoint:
+def _parse_place(
+    word: str, is_return: bool, bits: int, log: TraceProbeLog, files: BoundedFileReader
+) -> UprobePoint:
     path, _, rest = word.rpartition(":")
     at = len(path) + 1
-    inode = _find_file(path, log)
+    inode = _find_file(path, log, files)
     digits, brace, counter = rest.partition("(")
     reference = 0
     if brace:
@@ -173,10 +179,13 @@ def _parse_place(word: str, is_return: bool, bits: int, log: TraceProbeLog) -> U
     return UprobePoint(path, offset, reference, is_return or bool(percent), inode)
 
 
-def _find_file(path: str, log: TraceProbeLog) -> tuple[int, int]:
-    """Return device and inode of the file, which identify it independently of its path."""
+def _find_file(path: str, log: TraceProbeLog, files: BoundedFileReader) -> tuple[int, int]:
+    """Return device and inode of the file, which identify it independently of its path.
+
+    The control lock is held, so a file system that does not answer is given up.
+    """
     try:
-        found = os.stat(path.encode("latin-1"))
+        found = files.look(path.encode("latin-1"), monotonic() + PATIENCE)
     except (OSError, ValueError) as failure:
         code = getattr(failure, "errno", None) or errno.ENOENT
         raise log.error(0, ProbeError.FILE_NOT_FOUND, code) from failure

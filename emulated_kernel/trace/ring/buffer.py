@@ -37,6 +37,8 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _DISABLED = RingFlag.DISABLED.value
 _MISSED_COUNT_SIZE = 8
+_SMALLEST = 4
+"""Bytes of the smallest event."""
 
 
 class Consumed(NamedTuple):
@@ -68,9 +70,10 @@ class RingBuffer(RingWriter):
     # -- reading
 
     def __len__(self) -> int:
-        """Return the number of unread events."""
+        """Return the number of unread events; it is no more than the pages can hold."""
         control = self._control
-        return control.entries + control.tail_entries - control.overrun - control.read
+        count = control.entries + control.tail_entries - control.overrun - control.read
+        return min(max(count, 0), (self.nr_pages + 1) * PAGE_DATA_SIZE // _SMALLEST)
 
     def peek(self) -> Consumed | None:
         """Return the event that consume() would take. This may move the reader to the next sub-buffer.
@@ -99,7 +102,9 @@ class RingBuffer(RingWriter):
 
     def _next_event(self) -> tuple[int, bytes, int] | None:
         control = self._control
-        while self._take_reader_page():
+        for _ in range(self.nr_pages + 2):
+            if not self._take_reader_page():
+                break
             page = control.reader_page
             offset = control.reader_read
             end = self._commit(page)
@@ -116,6 +121,7 @@ class RingBuffer(RingWriter):
         Return False if there is nothing to read.
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
         """
+        self.check()
         control = self._control
         table = self._table
         count = self.nr_pages
@@ -125,7 +131,10 @@ class RingBuffer(RingWriter):
         if not len(self) or reader == control.tail_page:
             return False
         head = control.head_slot
-        taken = table[SLOTS + head]
+        taken = self._page_in(head)
+        if taken == reader or (head == control.tail_slot) is not (taken == control.tail_page):
+            self.empty_damaged()
+            return False
         control.changing = 1
         self._clear_page(reader)
         # Hazard: the process may end here; recover.py finds out from this order how far the swap got.
@@ -143,6 +152,7 @@ class RingBuffer(RingWriter):
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield (time stamp, record) of every unread event, oldest first, without consuming any."""
+        self.check()
         control = self._control
         for stamp, record, _ in self._events(control.reader_page, control.reader_read, control.read_stamp):
             yield stamp, record
@@ -154,7 +164,7 @@ class RingBuffer(RingWriter):
         """Yield (time stamp, payload, end offset) of each event of a page, from `offset` on.
 
         `stamp` is the time before the first event. Payloads are padded to four bytes, because the format
-        stores lengths in units of four.
+        stores lengths in units of four. An event that leaves the page is damaged, and ends it.
         """
         words = self._words32
         memory = self._memory
@@ -164,6 +174,8 @@ class RingBuffer(RingWriter):
             at = data + offset
             header = words[at >> 2]
             kind = header & 31
+            if not 0 < kind < PADDING and offset + TIME_EVENT_SIZE > end:
+                return
             if kind <= MAX_TYPE_LEN:
                 stamp += header >> 5
                 if kind:
@@ -173,6 +185,8 @@ class RingBuffer(RingWriter):
                     start = at + 8
                     stop = at + 4 + words[(at + 4) >> 2]
                 offset = stop - data
+                if offset > end:
+                    return
                 yield stamp, bytes(memory[start:stop]), offset
             elif kind == PADDING:
                 if not header >> 5:
@@ -191,7 +205,7 @@ class RingBuffer(RingWriter):
             return []
         head = control.head_slot
         used = (control.tail_slot - head) % count + 1
-        return [self._table[SLOTS + (head + i) % count] for i in range(used)]
+        return [self._page_in((head + i) % count) for i in range(used)]
 
     def read_page(self, *, full: bool = False) -> bytes | None:
         """Consume the rest of one sub-buffer and return it as a page of 4096 bytes.
@@ -253,6 +267,7 @@ class RingBuffer(RingWriter):
 
     @disabled.setter
     def disabled(self, value: bool) -> None:
+        self.check()
         self._set_flag(RingFlag.DISABLED, value)
         if value:
             self._park(self._tail())
@@ -271,14 +286,16 @@ class RingBuffer(RingWriter):
     @property
     def dirty_pages(self) -> int:
         """Number of full unread sub-buffers, which poll(2) compares with buffer_percent."""
+        self.check()
         return max(0, len(self._unread_pages()) - 1)
 
     def stats(self) -> RingStats:
         """Return the counters. As in Linux, `oldest_event_ts` survives a reset."""
+        self.check()
         control = self._control
         page = control.tail_page
         if page != control.reader_page:
-            page = self._table[SLOTS + control.head_slot]
+            page = self._page_in(control.head_slot)
         return RingStats(
             entries=len(self),
             overrun=control.overrun,
@@ -294,12 +311,13 @@ class RingBuffer(RingWriter):
 
         Mirrors: kernel/trace/ring_buffer.c:rb_reset_cpu (v6.1)
         """
+        self.check()
         control = self._control
-        anchor = control.anchor_slot
+        anchor = control.anchor_slot % self.nr_pages
         control.changing = 1
         control.head_slot = anchor
         control.tail_slot = anchor
-        control.tail_page = self._table[SLOTS + anchor]
+        control.tail_page = self._page_in(anchor)
         self._clear_page(control.tail_page)
         self._clear_page(control.reader_page)
         control.reader_read = 0
@@ -316,6 +334,7 @@ class RingBuffer(RingWriter):
         The caller releases the old pages when no guest code writes to them any longer.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
+        self.check()
         tail = self._tail()
         old = self._control
         table = self._table

@@ -115,6 +115,10 @@ def _keep() -> None:
     """Do nothing: the memory is freed with its last user."""
 
 
+def _ignore(_what: str, _why: object) -> None:
+    """Do nothing: only the host writes to the memory."""
+
+
 @dataclass(frozen=True)
 class RingMemory:
     """The memory of a ring buffer.
@@ -133,6 +137,8 @@ class RingMemory:
     control_at: int = 0
     release: Callable[[], None] = _keep
     """Frees the pages."""
+    report: Callable[[str, object], None] = _ignore
+    """Reports data that the guest has damaged: what it is, and why it is no such data."""
 
     @property
     def control_block(self) -> memoryview:

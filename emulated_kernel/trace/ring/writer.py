@@ -120,7 +120,39 @@ class RingWriter:
     def _commit(self, page: int) -> int:
         if page == self._control.tail_page:
             return self._tail()
-        return self._table[self._page_word(page) + 1] & COMMIT_MASK
+        return min(self._table[self._page_word(page) + 1] & COMMIT_MASK, PAGE_DATA_SIZE)
+
+    def _page_in(self, slot: int) -> int:
+        """Return the number of the sub-buffer in a ring slot; guest code may have written any number."""
+        return min(self._table[SLOTS + slot], self.nr_pages)
+
+    def check(self) -> None:
+        """Empty the buffer if guest code has written a control block that is none."""
+        control = self._control
+        last = self.nr_pages
+        if (
+            control.tail_page <= last
+            and control.reader_page <= last
+            and control.head_slot < last
+            and control.tail_slot < last
+            and control.reader_read <= PAGE_DATA_SIZE
+            and 0 <= self._tail() <= PAGE_DATA_SIZE
+            and not self._tail() % 4
+        ):
+            return
+        self.empty_damaged()
+
+    def empty_damaged(self) -> None:
+        """Empty the buffer, because guest code has damaged it.
+
+        Linux: recording stops, and a warning is logged.
+        Mirrors: kernel/trace/ring_buffer.c:RB_WARN_ON (v6.1)
+        """
+        self.place.report("ring buffer", "its control block does not describe its pages")
+        control = self._control
+        aside = control.aside
+        self._format(self.place, self.nr_pages, control.flags & (_OVERWRITE | _DISABLED))
+        self.is_aside = bool(aside)
 
     def _tail(self) -> int:
         """Return the bytes of data on the tail page."""
@@ -152,6 +184,7 @@ class RingWriter:
         control = self._control
         if control.flags & _DISABLED:
             return False
+        self.check()
         tail = self._tail()
         delta = time_stamp - control.write_stamp if tail else 0
         extra = TIME_EVENT_SIZE if delta >> DELTA_BITS else 0
@@ -208,7 +241,7 @@ class RingWriter:
         page = control.tail_page
         head = control.head_slot
         slot = (control.tail_slot + 1) % count
-        target = self._table[SLOTS + slot]
+        target = self._page_in(slot)
         # A tail on the reader page means that the ring is empty: its head can be written at once.
         full = slot == head and page != control.reader_page
         self._pad_tail()

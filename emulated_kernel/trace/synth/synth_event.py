@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
+from emulated_kernel.trace.context.probe_hit import ProbeHit, nested_in
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -43,13 +43,15 @@ class SyntheticEvent(TraceEvent):
         return position < len(fields) and fields[position].takes(type_, size, is_signed)
 
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
-        """Trigger the event.
+        """Trigger the event, unless it is one of too many events that trigger each other.
 
         Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1).
         """
-        if self.recorders:
-            # Linux: this entry is written while the entry of the event that was hit is still reserved.
-            with within_another(hit, preempt_count=2):
+        if not self.recorders:
+            return
+        # Linux: this entry is written while the entry of the event that was hit is still reserved.
+        with nested_in(hit) as is_possible:
+            if is_possible:
                 self.record(self._payload(values), hit)
 
     def _payload(self, values: Sequence[int | bytes]) -> bytes:

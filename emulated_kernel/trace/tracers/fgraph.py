@@ -11,7 +11,7 @@ from typing import Any
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.codegen.compiler import NO_MEMORY
+from emulated_kernel.kprobes.codegen.compiler import SHORTAGES
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.hit.ftrace import FtraceOps
 from emulated_kernel.kprobes.registry import Kprobes
@@ -227,14 +227,14 @@ class FunctionGraph:
         running.is_settled = True
         try:
             self._make_code(running)
-        except NO_MEMORY as error:
+        except SHORTAGES as error:
             self._kprobes.compiler.tell(error)
             self._drop_code(running)
             running.is_settled = True
 
     def _settings(self, running: _Running) -> CompiledGraph | None:
         """Return the parameters of the user's guest code; None if Python must handle the calls."""
-        may_compile = self._kprobes.compiler.enabled and running.hooks.native is not None
+        may_compile = self._kprobes.compiler.may_compile and running.hooks.native is not None
         return running.user.compiled() if may_compile else None
 
     def _make_code(self, running: _Running) -> None:

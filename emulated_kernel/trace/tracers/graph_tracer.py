@@ -170,7 +170,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._record(EntryType.GRAPH_RET, payload, regs, now)
 
     def _record(self, kind: EntryType, payload: bytes, regs: Any, stamp: int, disabled: int = 0) -> None:
-        flags, preempt_count = self._context.hit_trace_ctx(regs)
+        flags, preempt_count = self._context.hit_trace_ctx(regs, disabled)
         task = self._tasks.context()
         self._array.append(
             kind,
@@ -179,7 +179,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             pid=task.pid,
             comm=task.comm,
             flags=flags,
-            preempt_count=preempt_count + disabled,
+            preempt_count=preempt_count,
             timestamp_ns=stamp,
         )
 

@@ -26,6 +26,8 @@ class Client(NamedTuple):
     gid: int
     umask: int = 0
     """The process's umask if the front end knows it, else 0. Modes in requests have it applied already."""
+    facts: object = None
+    """What the guest has to know about the process, as FileSystem.informed() has read it."""
 
 
 class Stat(NamedTuple):

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.guest_log import read_log
-from emulated_kernel.guests.builtin.readers.task_list import TaskInfo, read_tasks
+from emulated_kernel.guests.builtin.readers.task_list import TaskInfo
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
 from emulated_kernel.kernel.api import Kernel
@@ -28,6 +27,9 @@ class ScriptedWatch(ProcessWatch):
     calls: dict[int, ClientCall] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
     free_fds: dict[int, int] = field(default_factory=dict)
+    programs: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Pid and name -> path of the program."""
+    restarted: set[int] = field(default_factory=set)
 
     def has_news(self) -> bool:
         return bool(self.pending_forks or self.pending_exits)
@@ -55,6 +57,14 @@ class ScriptedWatch(ProcessWatch):
     def next_fd(self, pid: int) -> int | None:
         return self.free_fds.get(pid)
 
+    def program(self, pid: int, comm: str) -> str | None:
+        return self.programs.get((pid, comm))
+
+    def has_ended(self, pid: int) -> bool:
+        is_new = pid in self.restarted
+        self.restarted.discard(pid)
+        return is_new
+
 
 @pytest.fixture
 def watch() -> ScriptedWatch:
@@ -69,10 +79,10 @@ def kernel(watch: ScriptedWatch) -> Iterator[Kernel]:
 
 def tasks(kernel: Kernel) -> dict[int, TaskInfo]:
     """The guest's tasks by pid."""
-    found = read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+    found = kernel.guest.kernel.tasks()
     return {task.pid: task for task in found}
 
 
 def dmesg(kernel: Kernel) -> str:
     """The kernel log, a message a line."""
-    return "\n".join(message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms))
+    return "\n".join(message.text for message in kernel.guest.kernel.messages())

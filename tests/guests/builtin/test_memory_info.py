@@ -10,8 +10,6 @@ from itertools import repeat
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
-from emulated_kernel.guests.builtin.readers.task_list import read_cpus
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.guest_info import MemoryInfo, SlabCache
 from emulated_kernel.util.abi import PAGE_SIZE
@@ -20,11 +18,11 @@ from tests.guests.builtin.conftest import tasks
 
 
 def info(kernel: Kernel) -> MemoryInfo:
-    return read_memory(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+    return kernel.guest.kernel.memory()
 
 
 def slabs(kernel: Kernel) -> Iterable[SlabCache]:
-    return read_slabs(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+    return kernel.guest.kernel.slabs()
 
 
 def no_space(actions: Iterable[Callable[[], object]]) -> None:
@@ -108,19 +106,18 @@ def test_a_sparse_file_cannot_either(kernel: Kernel) -> None:
 
 
 def test_a_cpu_counts_switches_and_interrupts(kernel: Kernel) -> None:
-    areas = [kernel.image.abi["percpu.base"]]
-    (before,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
+    (before,) = kernel.guest.kernel.cpus()
     for _ in range(3):
         kernel.guest.processes.resident(600, "other")
         kernel.guest.syscalls.call(kernel.guest.processes.resident(600, "other"), "getpid")
         kernel.guest.syscalls.call(kernel.guest.processes.init, "getpid")
-    (after,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
+    (after,) = kernel.guest.kernel.cpus()
     assert after.switches >= before.switches + 6
     assert (after.task.comm, after.is_idle) == ("init", False)
     with kernel.guest.buffers.borrowed() as request:
         kernel.machine.memory.write(request, (0).to_bytes(8, "little") + (10**8).to_bytes(8, "little"))
         kernel.guest.syscalls.call(kernel.guest.processes.init, "nanosleep", request, 0)
-    (slept,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
+    (slept,) = kernel.guest.kernel.cpus()
     assert slept.interrupts >= after.interrupts + 25
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.guests.builtin.processes import process_tracker as mirror_module
-from emulated_kernel.guests.builtin.processes.process_tracker import ProcessTracker
+from emulated_kernel.guests.builtin.processes.process_tracker import MAX_EXITS
+from emulated_kernel.guests.common.client_facts import ClientFacts
 from emulated_kernel.guests.common.host_processes import Fork
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -96,20 +96,42 @@ def test_exec_renames(kernel: Kernel, watch: ScriptedWatch) -> None:
     assert tasks(kernel)[CHILD].comm == "cat"
 
 
-def test_who_executes_and_forks_in_one_breath_has_done_so_in_this_order(
-    kernel: Kernel, watch: ScriptedWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_execve_is_shown_at_the_processs_own_request(kernel: Kernel, watch: ScriptedWatch) -> None:
+    """Until then the task only follows the name, so that others' requests don't decide what a trace shows."""
     mirror = kernel.guest.processes
     watch.comms[SHELL] = watch.comms[CHILD] = "bash"
     mirror.task_of(SHELL, 0, 0)
     watch.pending_forks = [fork(CHILD, SHELL, "bash")]
     mirror.catch_up()
-    executed: list[tuple[int, str]] = []
-    monkeypatch.setattr(mirror_module, "program_of", lambda pid, comm: executed.append((pid, comm)))
-    watch.comms[CHILD] = watch.comms[CHILD + 1] = "sh"
-    watch.pending_forks = [fork(CHILD + 1, CHILD, "sh")]
-    mirror.catch_up()
-    assert executed == [(CHILD, "sh")]
+    paths: list[str] = []
+
+    def note(_kprobe: Kprobe, regs: Any) -> None:
+        text = kernel.machine.memory.read(regs.si, 64)
+        paths.append(text.partition(b"\0")[0].decode())
+
+    kernel.register_kprobes([Kprobe(symbol_name="strncpy_from_user", pre_handler=note)])
+    watch.comms[CHILD] = "cat"
+    watch.programs[CHILD, "cat"] = "/bin/cat"
+    mirror.task_of(SHELL, 0, 0)
+    assert tasks(kernel)[CHILD].comm == "cat"
+    assert paths == []
+    unshown = mirror.unshown_program(CHILD)
+    assert unshown == "cat"
+    mirror.task_of(CHILD, 0, 0, mirror.facts(CHILD, 0, unshown))
+    assert paths == ["/bin/cat"]
+    assert mirror.unshown_program(CHILD) is None
+    mirror.task_of(CHILD, 0, 0, ClientFacts(comm="cat", program="/bin/cat"))
+    assert paths == ["/bin/cat"]
+
+
+def test_a_program_that_is_not_the_latest_one_is_not_shown(kernel: Kernel, watch: ScriptedWatch) -> None:
+    """The process has executed another one since its facts were read: the next request shows that."""
+    mirror = kernel.guest.processes
+    watch.comms[SHELL] = "bash"
+    mirror.task_of(SHELL, 0, 0)
+    watch.comms[SHELL] = "dog"
+    mirror.task_of(SHELL, 0, 0, ClientFacts(comm="cat", program="/bin/cat"))
+    assert tasks(kernel)[SHELL].comm == "dog"
 
 
 def test_a_pid_that_is_used_again(kernel: Kernel, watch: ScriptedWatch) -> None:
@@ -128,6 +150,7 @@ def test_unknown_and_repeated_news(kernel: Kernel, watch: ScriptedWatch, counted
     mirror = kernel.guest.processes
     watch.pending_exits = [4242]
     watch.comms = {SHELL: "bash"}
+    mirror.task_of(SHELL, 1000, 1000)
     watch.pending_forks = [fork(CHILD, SHELL), fork(CHILD, SHELL)]
     mirror.catch_up()
     assert counted == {"kernel_clone": 1}
@@ -163,57 +186,61 @@ def test_many_processes_come_and_go(kernel: Kernel, watch: ScriptedWatch) -> Non
     assert tasks(kernel).keys() == before
 
 
-def test_strangers_have_a_share_of_a_request(
-    kernel: Kernel, watch: ScriptedWatch, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Clients' forks and the asking process's own ancestors are told; exits wait, and none is lost."""
-    stranger, grandchild = 4242, 4250
-    watch.comms = {SHELL: "bash", stranger: "cc"}
+def test_strangers_are_never_seen(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
+    """Neither forks of processes that make no request, nor their descendants, until these make one."""
+    stranger, its_child = 4242, 4250
+    watch.comms = {SHELL: "bash", stranger: "cc", its_child: "as"}
     mirror = kernel.guest.processes
     mirror.task_of(SHELL, 0, 0)
-    monkeypatch.setattr("emulated_kernel.guests.builtin.processes.process_tracker.UNRELATED_MOST", 0.0)
-    watch.pending_forks = [
-        *(fork(4300 + number, stranger) for number in range(5)),
-        *(fork(CHILD, SHELL), fork(4249, stranger), fork(grandchild, 4249), fork(4400, grandchild)),
-    ]
-    mirror.task_of(grandchild, 0, 0)
-    assert counted["kernel_clone"] == 3
-    assert {pid for pid in tasks(kernel) if pid > 100} >= {SHELL, CHILD, 4249, grandchild}
-    assert tasks(kernel)[grandchild].parent == 4249
-    watch.pending_exits = [CHILD, 4249, grandchild]
-    # A client that has the number of one that is over gets a task of its own.
-    assert mirror.task_of(grandchild, 7, 7).uid == 7
-    assert counted["do_exit"] == 2
+    watch.pending_forks = [fork(CHILD, SHELL), fork(its_child, stranger), fork(4300, its_child, alive=False)]
     mirror.task_of(SHELL, 0, 0)
-    assert counted["do_exit"] == 3
-    assert {task.pid for task in mirror} >= {SHELL, grandchild}
-    assert not {CHILD, 4249} & {task.pid for task in mirror}
+    assert counted == {"kernel_clone": 1}
+    assert {pid for pid in tasks(kernel) if pid > 100} == {SHELL, CHILD}
+    watch.pending_exits = [stranger, its_child]
+    mirror.task_of(SHELL, 0, 0)
+    assert counted == {"kernel_clone": 1}
+    mirror.task_of(its_child, 0, 0)
+    watch.pending_forks = [fork(4301, its_child, alive=False)]
+    mirror.task_of(SHELL, 0, 0)
+    assert counted == {"kernel_clone": 2, "do_exit": 1}
 
 
-def test_strangers_have_a_share_of_the_time(
-    kernel: Kernel, watch: ScriptedWatch, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+def test_descendants_of_clients_are_seen(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
+    watch.comms = {SHELL: "bash"}
+    mirror = kernel.guest.processes
+    mirror.task_of(SHELL, 0, 0)
+    watch.pending_forks = [
+        fork(CHILD, SHELL),
+        fork(CHILD + 1, CHILD),
+        fork(CHILD + 2, CHILD + 1, alive=False),
+    ]
+    mirror.catch_up()
+    assert counted == {"kernel_clone": 3, "do_exit": 1}
+    assert tasks(kernel)[CHILD + 1].parent == CHILD
+
+
+def test_a_request_replays_a_bounded_number_of_exits(
+    kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]
 ) -> None:
-    """Requests that come one behind the other don't have as many forks of others each."""
-    clock = [1000.0, 0.0]
-    module = "emulated_kernel.guests.builtin.processes.process_tracker"
-    mirror, fork_one = kernel.guest.processes, ProcessTracker._fork
-
-    def slow_fork(mirror: ProcessTracker, told: Fork) -> None:
-        fork_one(mirror, told)
-        clock[1] += 0.03
-
-    monkeypatch.setattr(ProcessTracker, "_fork", slow_fork)
-    monkeypatch.setattr(f"{module}.monotonic", lambda: clock[0])
-    monkeypatch.setattr(f"{module}.thread_time", lambda: clock[1])
-    watch.comms = {SHELL: "bash", 4242: "cc"}
-    told = []
-    for wait in (0.0, 1.0, 0.0, 0.2, 0.01, 1.0):
-        clock[0] += wait
-        before, first = counted["kernel_clone"], 4300 + 10 * len(told)
-        watch.pending_forks = [fork(first + number, 4242) for number in range(6)]
+    """The others wait for the next request, and none is lost."""
+    mirror = kernel.guest.processes
+    mirror.task_of(SHELL, 0, 0)
+    children = range(1000, 1000 + MAX_EXITS + 10)
+    watch.pending_forks = [fork(pid, SHELL) for pid in children]
+    mirror.catch_up()
+    watch.pending_exits = list(children)
+    for expected in (MAX_EXITS, len(children), len(children)):
         mirror.task_of(SHELL, 0, 0)
-        told.append(counted["kernel_clone"] - before)
-    assert told[1:] == [4, 0, 2, 1, 4]
+        assert counted["do_exit"] == expected
+
+
+def test_a_pid_of_a_process_whose_end_was_not_reported(kernel: Kernel, watch: ScriptedWatch) -> None:
+    mirror = kernel.guest.processes
+    first = mirror.task_of(SHELL, 0, 0)
+    watch.restarted = {SHELL}
+    again = mirror.task_of(SHELL, 5, 5)
+    assert again is not first
+    assert tasks(kernel)[SHELL].uid == 5
 
 
 def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:

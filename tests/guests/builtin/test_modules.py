@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.kernel.api import Kernel
@@ -48,7 +47,7 @@ def file_of(name: str) -> bytes:
 
 
 def last_message(kernel: Kernel) -> str:
-    return list(read_log(kernel.machine.memory, kernel.image.kallsyms))[-1].text
+    return kernel.guest.kernel.messages()[-1].text
 
 
 def free_pages(kernel: Kernel) -> int:
@@ -134,9 +133,9 @@ class TestLoading:
 
     def test_a_warning_within_one(self, kernel: Kernel) -> None:
         kernel.load_module("ktgt")
-        before = len(list(read_log(kernel.machine.memory, kernel.image.kallsyms)))
+        before = len(kernel.guest.kernel.messages())
         assert kernel.call("ktgt_warn", 11) & 0xFFFFFFFF == (1 << 32) - errno.EINVAL
-        lines = [m.text for m in read_log(kernel.machine.memory, kernel.image.kallsyms)][before - 1 :]
+        lines = [m.text for m in kernel.guest.kernel.messages()][before - 1 :]
         assert any("ktgt.c" in line and "ktgt_warn+0x10/" in line and "[ktgt]" in line for line in lines)
 
     def test_nothing_is_lost(self, kernel: Kernel) -> None:

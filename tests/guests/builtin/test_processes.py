@@ -23,6 +23,17 @@ LIMIT = 5.0
 
 @pytest.fixture
 def watch() -> Iterator[HostProcesses]:
+    """A watch of this process, as if this process were a client."""
+    watch = HostProcesses()
+    watch.follow(os.getpid())
+    yield watch
+    watch.close()
+
+
+@pytest.fixture
+def few_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
+    """A watch that may use no descriptor for a process."""
+    monkeypatch.setattr("emulated_kernel.guests.common.host_processes._descriptor_bounds", lambda: (0, 0))
     watch = HostProcesses()
     yield watch
     watch.close()
@@ -218,6 +229,8 @@ def test_names_are_read_anew(watch: HostProcesses) -> None:
     try:
         for name in ("renamed", "again"):
             comm.write_text(name, encoding="utf-8")
+            if watch.has_news():
+                watch.forks()
             assert watch.comm(own) == name
     finally:
         comm.write_text(before, encoding="utf-8")
@@ -248,6 +261,86 @@ def test_no_processes() -> None:
     watch = ProcessWatch()
     watch.follow(1)
     assert (watch.forks(), watch.exited(), watch.comm(1)) == ([], [], None)
+    watch.close()
+
+
+def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> None:
+    """By the start time, at the next look."""
+    watch = few_descriptors
+    before = len(os.listdir("/proc/self/fd"))
+    with child() as followed, child() as other:
+        watch.follow(followed)
+        watch.follow(other)
+        assert watch.comm(followed) == watch.comm(other) == watch.comm(os.getpid())
+        assert len(os.listdir("/proc/self/fd")) == before + 2
+        assert watch.exited() == []
+        assert watch.has_news()
+    assert sorted(watch.exited()) == sorted((followed, other))
+    assert watch.exited() == []
+    assert not watch._starts
+
+
+def test_the_next_process_of_a_pid_is_another_one(few_descriptors: HostProcesses) -> None:
+    """Its request ends the one before at once, although a look checks only some processes."""
+    watch = few_descriptors
+    with child() as pid:
+        watch.follow(pid)
+        assert not watch.has_ended(pid)
+        watch._starts[pid] = "1"
+        assert watch.has_ended(pid)
+        assert not watch.has_ended(pid)
+        assert watch.exited() == []
+        watch.follow(pid)
+        assert not watch.has_ended(pid)
+    assert watch.exited() == [pid]
+
+
+def test_a_look_that_fails_ends_nobody(
+    few_descriptors: HostProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host has no descriptor for the look, a process counts as alive."""
+    watch = few_descriptors
+
+    def no_descriptor(*_arguments: object, **_options: object) -> object:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with child() as early, child() as late:
+        watch.follow(early)
+        with monkeypatch.context() as patched:
+            patched.setattr("builtins.open", no_descriptor)
+            watch.follow(late)
+            assert watch.exited() == []
+            assert not watch.has_ended(early)
+        assert watch.exited() == []
+    assert sorted(watch.exited()) == sorted((early, late))
+
+
+def test_every_process_is_looked_at_in_turn(
+    few_descriptors: HostProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emulated_kernel.guests.common.host_processes._STARTS_PER_LOOK", 2)
+    watch = few_descriptors
+    with child() as first, child() as second:
+        with child() as third:
+            for pid in (first, second, third):
+                watch.follow(pid)
+        assert watch.exited() + watch.exited() == [third]
+        assert watch.exited() == []
+
+
+@pytest.mark.usefixtures("events")
+def test_forks_of_strangers_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither their own nor those of their children, as long as the host's kernel names the parents."""
+    watch = HostProcesses()
+    looked: list[int] = []
+    monkeypatch.setattr(watch, "_look_at", looked.append)
+    with child() as pid:
+        watch.forks()
+        assert pid not in looked
+    watch.follow(os.getpid())
+    with child() as pid:
+        watch.forks()
+        assert pid in looked
     watch.close()
 
 

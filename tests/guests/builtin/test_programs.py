@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
 
+import pytest
+
+from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.guests.common.programs import program_of
 
 
-def test_a_binary_and_a_script(tmp_path: Path) -> None:
+@pytest.fixture
+def memory() -> Iterator[ProcessMemory]:
+    memory = ProcessMemory()
+    yield memory
+    memory.close()
+
+
+def test_a_binary_and_a_script(tmp_path: Path, memory: ProcessMemory) -> None:
     script = tmp_path / "a-script-with-a-long-name"
     script.write_text("#!/bin/sh\nread line\n")
     script.chmod(0o755)
@@ -18,25 +29,39 @@ def test_a_binary_and_a_script(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             deadline = monotonic() + 5
             # execve() gives the name first, what stands on the stack afterwards.
-            while (program := program_of(process.pid, comm)) != command[0] and monotonic() < deadline:
+            while (program := program_of(process.pid, comm, memory)) != command[0] and monotonic() < deadline:
                 sleep(0.01)
             process.communicate()
         assert program == command[0]
-        assert program_of(process.pid, comm) is None
+        assert program_of(process.pid, comm, memory) is None
 
 
-def test_a_program_by_a_link(tmp_path: Path) -> None:
+def test_a_program_by_a_link(tmp_path: Path, memory: ProcessMemory) -> None:
     """It is called as execve(2) was told, not as its first argument says, nor as the file behind the link."""
     link = tmp_path / "dog"
     link.symlink_to("/bin/cat")
     command = ["neither", "-"]
     with subprocess.Popen(command, executable=link, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         deadline = monotonic() + 5
-        while (program := program_of(process.pid, "dog")) is None and monotonic() < deadline:
+        while (program := program_of(process.pid, "dog", memory)) is None and monotonic() < deadline:
             sleep(0.01)
         process.communicate()
     assert program == str(link)
 
 
-def test_a_name_of_its_own() -> None:
-    assert program_of(os.getpid(), "no program's") is None
+def test_a_name_of_its_own(memory: ProcessMemory) -> None:
+    assert program_of(os.getpid(), "no program's", memory) is None
+
+
+def test_a_program_whose_memory_is_not_read(tmp_path: Path) -> None:
+    """The link of /proc names a binary. The path of a script, and that of a link to a binary, are unknown."""
+    (tmp_path / "dog").symlink_to("/bin/cat")
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        deadline = monotonic() + 5
+        while (program := program_of(process.pid, "cat", None)) is None and monotonic() < deadline:
+            sleep(0.01)
+        process.communicate()
+    assert program == os.path.realpath("/bin/cat")
+    with subprocess.Popen([tmp_path / "dog"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert program_of(process.pid, "dog", None) is None
+        process.communicate()

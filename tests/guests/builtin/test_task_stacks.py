@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.guests.builtin.readers.stack_scanner import StackScanner
-from emulated_kernel.guests.builtin.readers.task_list import read_tasks
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.machine.memory.guest_reader import DamageReports, GuestReader
 
 NOWHERE = (0x1000, 0x1001)
 
@@ -21,14 +21,18 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def stacks(kernel: Kernel) -> StackScanner:
-    machine, image = kernel.machine, kernel.image
-    return StackScanner(machine.memory, image.kallsyms, image.abi, machine)
+    image = kernel.image
+
+    def reader() -> GuestReader:
+        return GuestReader(kernel.machine.memory, "stacks", DamageReports())
+
+    return StackScanner(reader, image.kallsyms, image.abi, kernel.machine)
 
 
 def _with_stack(kernel: Kernel, stacks: StackScanner, base: int) -> set[tuple[int, int]]:
     """What is occupied when the last task's stack is said to be there."""
     memory, image = kernel.machine.memory, kernel.image
-    *_, task = read_tasks(memory, image.kallsyms, image.abi)
+    *_, task = kernel.guest.kernel.tasks()
     field = task.addr + image.abi["task_struct.stack"]
     saved = memory.read_word(field)
     memory.write_word(field, base)

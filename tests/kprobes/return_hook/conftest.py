@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
@@ -45,4 +44,4 @@ def kernel(boot: Boot, stack: str) -> Kernel:
 
 def dmesg(kernel: Kernel) -> list[str]:
     """The messages of the kernel log."""
-    return [message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms)]
+    return [message.text for message in kernel.guest.kernel.messages()]

@@ -174,6 +174,7 @@ class Hit:
     comm: bytes = b"python3"
     return_address: int = 0
     handler_preempt_count: int = 0
+    nested: int = 0
     entry_waits: bool = False
 
     def read(self, address: int, size: int) -> bytes | None:

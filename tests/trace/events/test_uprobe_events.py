@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
+from threading import Event
+from time import sleep
 
 import pytest
 
 from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.trace.probes import uprobe_events
 from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.safe_read import MOST_LATE
 from tests.trace.events.kernel import Kernel, errno_of, make_kernel
 
 
@@ -131,3 +136,35 @@ def test_they_cannot_be_enabled(kernel: Kernel, uprobes: UprobeEvents, program: 
         event.enable(kernel.recorder)
     assert not event.is_enabled
     assert "field:unsigned long __probe_ip;" in event.format_text()
+
+
+def test_a_file_system_that_does_not_answer(
+    uprobes: UprobeEvents, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A definition waits a bounded time for its file; after some that are late, none is waited for."""
+    plain = os.stat
+    answers = Event()
+    asked: list[object] = []
+
+    def slow(path: str | bytes | int) -> os.stat_result:
+        if os.fspath(program).encode() == path:
+            asked.append(path)
+            answers.wait(60)
+        return plain(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", slow)
+        patched.setattr(uprobe_events, "PATIENCE", 0.01)
+        for number in range(MOST_LATE + 2):
+            with pytest.raises(KernelError) as refused:
+                uprobes.create(f"p:u{number} {program}:0x10")
+            expected = errno.EBUSY if number >= MOST_LATE else errno.ETIMEDOUT
+            assert refused.value.errno == expected
+        assert len(asked) == MOST_LATE
+        answers.set()
+    # The threads that were late end first.
+    for _ in range(500):
+        if not uprobes._files._late:
+            break
+        sleep(0.01)
+    assert uprobes.create(f"p:answered {program}:0x10")

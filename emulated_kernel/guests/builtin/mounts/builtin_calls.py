@@ -16,6 +16,7 @@ from functools import partial
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls, unless_deadlock
 from emulated_kernel.guests.builtin.runner.guest_runner import DeferToGuest, GuestTask
+from emulated_kernel.guests.common.client_facts import facts_of
 from emulated_kernel.util.abi import HostfsOp
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.control_fs import ControlDirectory, ControlFile, GuestCalls, PendingWrite
@@ -43,13 +44,17 @@ class BuiltinCalls(GuestCalls):
         """See GuestCalls. The value is that of Guest.is_watched, computed here to save a call."""
         return bool(self._patched) and not self._runner.is_dead
 
+    def informed(self, client: Client) -> Client:
+        """See FileSystem."""
+        return self._clients.informed(client)
+
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
         """See GuestCalls."""
         self._clients.looked_up(client, path, found, self.on_file)
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
         """See GuestCalls."""
-        call = self._guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is None or call.fd is None or call.name not in names:
             return
         if file is None:
@@ -62,11 +67,11 @@ class BuiltinCalls(GuestCalls):
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
         """See GuestCalls. The guest's call changes nothing in the guest."""
-        call = self._guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is None:
             return
         with suppress(KernelError):
-            if call.name in names and len(call.paths) == 1 + len(more):
+            if call.name in names and call.names(1 + len(more)):
                 exists = call.name not in ("mknod", "mknodat")
                 self._clients.as_called(client, call, [path, *more], exists=exists)
             else:
@@ -167,7 +172,7 @@ class BuiltinCalls(GuestCalls):
 
     def _number(self, client: Client, file: ControlFile) -> int | None:
         """Return the number of the file's descriptor in the client that reads or writes it; None: unknown."""
-        call = self._guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         return file.number if call is None or call.fd is None else call.fd
 
     def write(self, write: PendingWrite) -> int:
@@ -254,7 +259,7 @@ class BuiltinCalls(GuestCalls):
 
         try:
             task = self._clients.task(client)
-            call = self._guest.client_call(client.pid, client.uid)
+            call = facts_of(client).call
             if call is not None and call.name in names:
                 self._clients.as_called(client, call, [path], serve, exists=not args)
             else:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from emulated_kernel.guests.builtin.guest import Guest
-from emulated_kernel.guests.builtin.mounts.path_walk import OPENS, walks_at_end
+from emulated_kernel.guests.builtin.mounts.path_walk import walks_at_end
+from emulated_kernel.guests.builtin.processes.process_tracker import INIT_PID
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, HostfsHandler
 from emulated_kernel.guests.builtin.runner.syscalls import HostLookup
 from emulated_kernel.guests.common.client_call import ClientCall
+from emulated_kernel.guests.common.client_facts import facts_of
+from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
 from emulated_kernel.vfs.core.client import Client, Stat
@@ -35,13 +38,24 @@ def unless_deadlock(error: KernelError) -> None:
 class ClientCalls:
     """Clients' tasks in the guest and the system calls that they repeat."""
 
-    def __init__(self, guest: Guest) -> None:
+    def __init__(self, guest: Guest, lock: ControlLock) -> None:
         self._guest = guest
+        self._lock = lock
         self._syscalls = guest.syscalls
+
+    def informed(self, client: Client) -> Client:
+        """See FileSystem. While no probe could notice the client's call, nothing is read."""
+        guest = self._guest
+        if not guest.is_watched or client.pid <= INIT_PID:
+            return client
+        processes = guest.processes
+        with self._lock:
+            unshown = processes.unshown_program(client.pid)
+        return client._replace(facts=processes.facts(client.pid, client.uid, unshown))
 
     def task(self, client: Client) -> GuestTask:
         """Return the client's task. Raises: KernelError (the guest has no room for it, or is dead)."""
-        return self._guest.processes.task_of(client.pid, client.uid, client.gid)
+        return self._guest.processes.task_of(client.pid, client.uid, client.gid, facts_of(client))
 
     def task_for_control(self, client: Client) -> GuestTask | None:
         """Return the client's task; None if the guest is too broken to create one.
@@ -49,7 +63,7 @@ class ClientCalls:
         Raises: KernelError EDEADLK (see unless_deadlock).
         """
         try:
-            return self._guest.processes.task_of(client.pid, client.uid, client.gid)
+            return self._guest.processes.task_of(client.pid, client.uid, client.gid, facts_of(client))
         except KernelError as error:
             unless_deadlock(error)
             self._guest.runner.note(f"no task for process {client.pid}: {error.strerror}")
@@ -87,10 +101,10 @@ class ClientCalls:
 
         Return the guest's descriptor and the process's number for it, or None if that is unknown.
         """
-        call = self._guest.client_call(client.pid, client.uid)
-        if call is None or call.name not in OPENS:
+        call = facts_of(client).call
+        if call is None or not call.opens_as(path, flags):
             return self._syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve), None
-        number = self._guest.processes.next_fd(client.pid)
+        number = facts_of(client).next_fd
         with self._syscalls.numbered(task, number):
             fd = self.as_called(client, call, [path], serve)
             return (fd if number is None else self._syscalls.real_fd(task)), number
@@ -100,7 +114,7 @@ class ClientCalls:
 
         The result of the guest's call is ignored, because the host has served the client already.
         """
-        call = self._guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is None:
             return
         with suppress(KernelError):
@@ -114,7 +128,7 @@ class ClientCalls:
 
         If the client's call is not known to be chdir(2) or fchdir(2), do nothing.
         """
-        call = self._guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is None or call.name not in ("chdir", "fchdir"):
             return
         with suppress(KernelError):
@@ -125,7 +139,7 @@ class ClientCalls:
 
     def listed(self, client: Client, fd: int | None) -> None:
         """Repeat a client's getdents64(2) on a directory, which is `fd` in the guest if not None."""
-        call = self._guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is not None and call.name == "getdents64" and fd is not None:
             with suppress(KernelError):
                 self.on_descriptor(client, call, fd)

@@ -24,7 +24,7 @@ LASTING = ("kprobes", "machine", "scratch", "tracing")
 
 def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, FileSystem]:
     """Return prefix -> file system for a mount that shows `files` and the guest's own directories in it."""
-    clients = ClientCalls(guest)
+    clients = ClientCalls(guest, lock)
     names = files.root.names()
     table: dict[str, FileSystem] = {"/": ControlFs(files, lock, BuiltinCalls(guest, clients))}
     for number, top in enumerate(GUESTS_OWN, start=1):

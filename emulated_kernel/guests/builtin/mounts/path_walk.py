@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.vfs.core.client import Stat
 
-OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _LOOKS = frozenset({"newstat", "newlstat", "newfstatat", "statx", "access", "faccessat", "faccessat2"})
 _MAKES = frozenset({"mkdir", "mkdirat", "mknod", "mknodat", "symlink", "symlinkat", "link", "linkat"})
 _RENAMES = frozenset({"rename", "renameat2"})
@@ -40,8 +39,11 @@ def walk_of(text: str, path: str) -> tuple[str, bool] | None:
 def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[str] | None:
     """Return where the paths of a call lead if the call ends with the lookup of `path`, else None.
 
-    `found`: the attributes of the file at `path`; None if it does not exist.
+    `found`: the attributes of the file at `path`; None if it does not exist. If the paths of the call are
+    hidden, its end is unknown.
     """
+    if call.is_hidden:
+        return None
     paths = call.paths
     matches = [walk_of(text, path) for _at, text in paths]
     for (number, (_at, text)), match in zip(enumerate(paths), matches, strict=True):
@@ -59,7 +61,7 @@ def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[st
 
 def _misses(call: ClientCall, is_last: bool) -> bool:
     """Return True if the call fails because a name does not exist that the call does not create."""
-    makes = call.name in _MAKES or call.name in _RENAMES or bool(_open_flags(call) & os.O_CREAT)
+    makes = call.name in _MAKES or call.name in _RENAMES or bool(call.flags & os.O_CREAT)
     return not (is_last and makes)
 
 
@@ -77,18 +79,10 @@ def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
         return not is_directory
     if call.name in ("unlink", "unlinkat"):
         return is_directory
-    flags = _open_flags(call)
+    flags = call.flags
     if flags & os.O_CREAT and flags & os.O_EXCL:
         return True
     return bool(flags & os.O_DIRECTORY) and not is_directory and not stat.S_ISLNK(found.mode)
-
-
-def _open_flags(call: ClientCall) -> int:
-    if call.name == "creat":
-        return os.O_CREAT
-    if call.name == "openat2":
-        return int.from_bytes(call.data[2][:8], "little")
-    return call.args[-2] if call.name in OPENS else 0
 
 
 def _beside(text: str, walk: str, other: str) -> str:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
-from emulated_kernel.guests.builtin.mounts.path_walk import OPENS
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
 from emulated_kernel.guests.builtin.runner.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
 from emulated_kernel.guests.common.client_call import ClientCall
+from emulated_kernel.guests.common.client_facts import facts_of
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
@@ -166,9 +166,18 @@ class ScratchFs(FileSystem):
         with self.lock:
             return self.guest.is_dead
 
+    @property
+    def sees_lookups(self) -> bool:
+        """See FileSystem."""
+        return self.guest.is_watched
+
+    def informed(self, client: Client) -> Client:
+        """See FileSystem."""
+        return self.calls.informed(client)
+
     def _task(self, client: Client) -> GuestTask:
         self.guest.times.remember()
-        return self.guest.processes.task_of(client.pid, client.uid, client.gid)
+        return self.guest.processes.task_of(client.pid, client.uid, client.gid, facts_of(client))
 
     # Names
 
@@ -246,15 +255,15 @@ class ScratchFs(FileSystem):
 
     def _open(self, client: Client, path: str, flags: int, mode: int = 0) -> ScratchFile:
         """Let the guest open a file, or a directory if the flags contain O_DIRECTORY."""
-        call = self.guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         task = self._task(client)
-        if call is None or call.name not in OPENS:
+        if call is None or not call.opens_as(path, flags):
             if flags & os.O_CREAT:
                 self._sys.set_umask(task, 0)
             file = ScratchFile(self, self._sys.open(task, path, flags, mode), path, flags)
             self.opened[file] = None
             return file
-        number = self.guest.processes.next_fd(client.pid)
+        number = facts_of(client).next_fd
         self._sys.set_umask(task, client.umask)
         with self._sys.numbered(task, number):
             fd = self._sys.of_client(task, call, [path])
@@ -266,7 +275,7 @@ class ScratchFs(FileSystem):
     def read(self, client: Client, file: ScratchFile, size: int, offset: int) -> bytes:
         """See ScratchFile. Lock: needs."""
         task = self._task(client)
-        call = self.guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is not None and call.fd is not None:
             with self._sys.numbered(task, call.fd, file.fd):
                 self._follow(task, call, "read", file, offset)
@@ -285,7 +294,7 @@ class ScratchFs(FileSystem):
     def write(self, client: Client, file: ScratchFile, data: bytes, offset: int) -> int:
         """See ScratchFile. Lock: needs."""
         task = self._task(client)
-        call = self.guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is not None and call.fd is not None:
             with self._sys.numbered(task, call.fd, file.fd):
                 self._follow(task, call, "write", file, offset)
@@ -325,7 +334,7 @@ class ScratchFs(FileSystem):
         self, client: Client, path: str, file: ScratchFile | None, names: Collection[str]
     ) -> int | None:
         """Make the client's call on a descriptor if it is one of `names`; return its result, else None."""
-        call = self.guest.client_call(client.pid, client.uid)
+        call = facts_of(client).call
         if call is None or call.fd is None or call.name not in names:
             return None
         file = file or self._opened_as(path, call.fd)
@@ -356,9 +365,8 @@ class ScratchFs(FileSystem):
 
         `walks`: the paths of the call, from the mount's root.
         """
-        call = self.guest.client_call(client.pid, client.uid)
-        named = [text for _at, text in call.paths if text] if call is not None else []
-        if call is None or call.name not in names or len(named) != len(walks):
+        call = facts_of(client).call
+        if call is None or call.name not in names or not call.names(len(walks)):
             return False
         task = self._task(client)
         self._sys.set_umask(task, client.umask)

@@ -61,6 +61,14 @@ class IsolatedProcesses(HostProcesses):
             del self._pids[number]
         return ended
 
+    def has_ended(self, pid: int) -> bool:
+        host = self.host_pid(pid)
+        if not super().has_ended(host):
+            return False
+        del self._numbers[host]
+        del self._pids[pid]
+        return True
+
     def comm(self, pid: int) -> str | None:
         return super().comm(self.host_pid(pid))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from time import monotonic, thread_time
+from collections.abc import Iterator
+from time import monotonic
 
 from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask
 from emulated_kernel.guests.builtin.runner.syscalls import check
+from emulated_kernel.guests.common.client_facts import UNKNOWN, ClientFacts
 from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, Fork, ProcessWatch
-from emulated_kernel.guests.common.programs import program_of
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
@@ -22,18 +22,12 @@ FORK_FLAGS = 0x01200011
 INIT_PID = 1
 PID_MAX = 4194304
 """Upper bound of pids, exclusive. Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1)."""
-KTHREADD_PID = 2
 MAX_UNNAMED = 8
 """Maximum number of newly forked tasks whose names are watched for an execve."""
 MAX_TASKS = 500
 """Maximum number of tasks; above it, a task ends right after its fork, since tasks take guest memory."""
-UNRELATED_SHARE = 0.25
-"""Share of the time that the guest may spend on forks and exits of unrelated processes.
-
-If it is used up, forks are left out, and exits wait.
-"""
-UNRELATED_MOST = 0.1
-"""Maximum CPU seconds that forks and exits of unrelated processes may take in one request."""
+MAX_EXITS = 64
+"""Maximum number of exits that are replayed in one request; the others wait for the next one."""
 
 
 class ProcessTracker(TaskObserver):
@@ -49,10 +43,6 @@ class ProcessTracker(TaskObserver):
         self._buffers = kernel.buffers
         self._cpus = kernel.machine.config.cpus
         self._watch = watch
-        self.call_of = watch.call
-        """Returns the system call in which a process waits for kprobefs; see ProcessWatch.call."""
-        self.next_fd = watch.next_fd
-        """Returns the descriptor that a process's open(2) will return; see ProcessWatch.next_fd."""
         self._nr = kernel.syscall_numbers
         self._own_pid = watch.number(os.getpid())
         self.init = init
@@ -61,14 +51,10 @@ class ProcessTracker(TaskObserver):
         """Tasks that were forked lately and have their parents' names; most will soon call execve(2)."""
         self._unnamed_until = 0.0
         """Monotonic time until which names of `_unnamed` are watched."""
-        self._clients: set[int] = set()
-        """Pids of the processes that have made a request."""
+        self._forked: list[Fork] = []
+        """Forks that must still be replayed, oldest first."""
         self._ended: dict[int, None] = {}
         """Pids of the processes whose tasks must still exit, in the order of their ends."""
-        self._credit = UNRELATED_MOST
-        """CPU seconds that forks and exits of unrelated processes may still take."""
-        self._credited = monotonic()
-        """Monotonic time when `_credit` was last increased."""
         self._events.watch(self)
 
     def __iter__(self) -> Iterator[GuestTask]:
@@ -77,11 +63,34 @@ class ProcessTracker(TaskObserver):
     def died(self, pid: int) -> None:
         """Forget a task that has ended."""
         task = self._by_pid.pop(pid, None)
-        self._clients.discard(pid)
         if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
-    def task_of(self, pid: int, uid: int, gid: int) -> GuestTask:
+    def facts(self, pid: int, uid: int, unshown: str | None) -> ClientFacts:
+        """Return what the guest has to know about a client. Lock: leaves; this can take 0.2 s.
+
+        `unshown`: the result of unshown_program().
+        """
+        watch = self._watch
+        call = watch.call(pid, uid)
+        next_fd = watch.next_fd(pid) if call is not None and call.opens else None
+        program = watch.program(pid, unshown) if unshown else None
+        return ClientFacts(call, next_fd, unshown or "", program)
+
+    def unshown_program(self, pid: int) -> str | None:
+        """Return the name of a client whose latest execve the guest has not repeated, else None.
+
+        Lock: needs.
+        """
+        if pid <= INIT_PID:
+            return None
+        self._look(pid)
+        number = self._watch.number(pid)
+        task = self._by_pid.get(number)
+        comm = self._watch.comm(number)
+        return comm if task is None or task.has_executed or comm != task.comm else None
+
+    def task_of(self, client: int, uid: int, gid: int, facts: ClientFacts = UNKNOWN) -> GuestTask:
         """Return the task of the process that makes a request, after earlier events on the host are replayed.
 
         Return init's task if the request has no process (pid 0: the host's kernel makes it). Also return it
@@ -92,18 +101,17 @@ class ProcessTracker(TaskObserver):
         for tell in self._events.request_begins:
             tell()
         try:
-            self.catch_up(pid)
-            if pid <= INIT_PID:
+            self.catch_up(client)
+            if client <= INIT_PID:
                 return self.init
-            pid = self._watch.number(pid)
-            self._clients.add(pid)
+            pid = self._watch.number(client)
             task = self._by_pid.get(pid)
             comm = self._watch.comm(pid)
             if task is None:
                 task = self._adopt_or_stand_in(pid, comm or "?", uid, gid)
             else:
                 self._set_owner(task, uid, gid)
-                self._set_comm(task, comm)
+            self._repeat_execve(task, comm, facts)
             if self._cpus > 1 and task.request is None:
                 self._pin(task)
         except MemoryFault as fault:
@@ -157,47 +165,34 @@ class ProcessTracker(TaskObserver):
         return pid
 
     def catch_up(self, client: int = 0) -> None:
-        """Replay in the guest the forks and exits of host processes since the last request.
+        """Replay in the guest the forks and exits of clients and of their descendants since the last request.
 
-        All forks and exits of clients are replayed. Unrelated processes get only a share of the time, because
-        a fork can take long if it is traced.
+        `client`: pid on the host of the process that makes the request.
         """
-        forks: list[Fork] = []
-        if self._watch.has_news():
-            forks = self._watch.forks()
-            self._ended.update(dict.fromkeys(self._watch.exited()))
-        if forks or self._ended:
-            now = monotonic()
-            begun = thread_time()
-            credit = min(UNRELATED_MOST, self._credit + UNRELATED_SHARE * (now - self._credited))
-            self._forks(forks, client, begun + credit)
-            self._exits(client, begun + credit)
-            self._credit = max(0.0, credit - (thread_time() - begun))
-            self._credited = now
+        self._look(client)
+        while self._forked:
+            self._fork(self._forked.pop(0))
+        if self._ended:
+            self._exits(self._watch.number(client) if client > INIT_PID else 0)
         if self._unnamed:
             self._look_for_execs()
 
-    def _forks(self, forks: list[Fork], client: int, until: float) -> None:
-        """Replay forks by clients, forks that led to this client, and until a deadline all other forks.
+    def _look(self, client: int) -> None:
+        """Ask the host for new forks and exits."""
+        if self._watch.has_news():
+            self._forked += self._watch.forks()
+            self._ended.update(dict.fromkeys(self._watch.exited()))
+        if client > INIT_PID:
+            pid = self._watch.number(client)
+            if pid in self._by_pid and self._watch.has_ended(pid):
+                self._ended[pid] = None
 
-        The deadline is a CPU time of the thread.
-        """
-        ancestors = _ancestors(forks, client)
-        for fork in forks:
-            if thread_time() < until or fork.pid in ancestors or fork.parent in self._clients:
-                self._fork(fork)
-
-    def _exits(self, client: int, until: float) -> None:
-        """Replay exits of clients, the exit of a process with this client's pid, and others until a deadline.
-
-        The deadline is a CPU time of the thread.
-        """
-        is_over = False
-        for pid in list(self._ended):
-            if not is_over or pid == client or pid in self._clients:
+    def _exits(self, client: int) -> None:
+        """Replay exits, oldest first, and in any case that of an earlier process with this client's pid."""
+        for pid in [client, *list(self._ended)[:MAX_EXITS]]:
+            if pid in self._ended:
                 del self._ended[pid]
                 self.exit(pid)
-                is_over = thread_time() > until
 
     def _look_for_execs(self) -> None:
         """Rename new tasks whose processes have called execve(2) since their fork.
@@ -207,16 +202,16 @@ class ProcessTracker(TaskObserver):
         if monotonic() > self._unnamed_until:
             self._unnamed.clear()
         for task in list(self._unnamed):
-            self._set_comm(task, self._watch.comm(task.pid))
+            self._follow_name(task, self._watch.comm(task.pid))
 
     def _fork(self, fork: Fork) -> None:
-        """Replay a host fork as kernel_clone in the parent's task; ignore it if the parent is unknown."""
+        """Replay a host fork as kernel_clone in the parent's task; ignore it if the parent has no task."""
         parent = self._parent(fork)
         if fork.pid in self._by_pid or parent is None:
             return
         if parent in self._unnamed and fork.comm != parent.comm:
             # The parent is a shell that was executed before it forked.
-            self._set_comm(parent, self._watch.comm(parent.pid))
+            self._follow_name(parent, self._watch.comm(parent.pid))
         child = self.clone(parent, fork.pid)
         if child is None:
             return
@@ -227,7 +222,7 @@ class ProcessTracker(TaskObserver):
         self._unnamed.append(child)
         self._unnamed_until = monotonic() + EXEC_WITHIN
         self._set_owner(child, fork.uid, fork.gid)
-        self._set_comm(child, fork.comm)
+        self._follow_name(child, fork.comm)
 
     def clone(self, parent: GuestTask, pid: int) -> GuestTask | None:
         """Let a task fork a child with this pid; return the child's task, or None if the fork has failed.
@@ -238,6 +233,8 @@ class ProcessTracker(TaskObserver):
         if self._runner.syscall(parent, self._nr["clone"], FORK_FLAGS, 0, 0, 0, 0) != pid:
             return None
         found = self._kernel.find_task(pid)
+        if not found:
+            raise KernelError(errno.EIO, f"the task list lacks task {pid}, which was made just now")
         child = GuestTask(pid, found, parent.comm, parent.uid, parent.gid, parent.cpu)
         self._runner.add(child)
         self._by_pid[pid] = child
@@ -247,16 +244,9 @@ class ProcessTracker(TaskObserver):
 
     def _parent(self, fork: Fork) -> GuestTask | None:
         """Return the task that must fork, or None if it is unknown, has ended or is in a system call."""
-        if fork.parent is None:
-            return None
-        parent = self._by_pid.get(fork.parent) or self._bystander(fork.parent, fork)
+        parent = None if fork.parent is None else self._by_pid.get(fork.parent)
         # If the parent sleeps in a blocking read, another thread of its process has forked.
         return None if parent is None or parent.request is not None else parent
-
-    def _bystander(self, pid: int, fork: Fork) -> GuestTask | None:
-        """Return a new task for an unrelated process that has forked; its owner is taken from the child."""
-        comm = self._watch.comm(pid) if pid > KTHREADD_PID else None
-        return None if comm is None else self._adopt_or_stand_in(pid, comm, fork.uid, fork.gid)
 
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         """Return a new task for a process that is first seen at its request.
@@ -269,7 +259,6 @@ class ProcessTracker(TaskObserver):
             task = self._create(pid, comm, uid, gid)
         else:
             self._set_owner(task, uid, gid)
-            self._set_comm(task, comm)
         self._watch.follow(pid)
         return task
 
@@ -291,24 +280,39 @@ class ProcessTracker(TaskObserver):
             task.uid = uid
             task.gid = gid
 
-    def _set_comm(self, task: GuestTask, comm: str | None) -> None:
-        """Rename a task whose process has called execve(2) or has changed its name.
+    def _follow_name(self, task: GuestTask, comm: str | None) -> None:
+        """Rename a task whose process has changed its name, without the execve(2) that probably did so.
 
-        A task that sleeps in a system call keeps its name.
+        The guest repeats the execve at the process's own request: then its path is known, and whether a trace
+        shows it does not depend on the requests of others. A task in a system call keeps its name.
         """
         if not comm or comm == task.comm or task.request is not None:
             return
+        self._rename(task, comm)
+        task.has_executed = True
+
+    def _rename(self, task: GuestTask, comm: str) -> None:
         if task in self._unnamed:
             self._unnamed.remove(task)
-        program = program_of(self._watch.host_pid(task.pid), comm)
         with self._buffers.borrowed() as name:
-            if program is not None:
-                self._memory.write(name, os.fsencode(program) + b"\0")
-                self._runner.syscall(task, self._nr["execve"], name, 0, 0)
-            else:
-                self._memory.write(name, _comm_bytes(comm))
-                self._runner.syscall(task, self._nr["host_set_comm"], 0, name)
+            self._memory.write(name, _comm_bytes(comm))
+            self._runner.syscall(task, self._nr["host_set_comm"], 0, name)
         task.comm = comm
+
+    def _repeat_execve(self, task: GuestTask, comm: str | None, facts: ClientFacts) -> None:
+        """Repeat the execve(2) that gave a client its name; if its path is unknown, only rename the task."""
+        if task is self.init or task.request is not None:
+            return
+        if comm and facts.program is not None and facts.comm == comm and _is_new_name(task, comm):
+            if task in self._unnamed:
+                self._unnamed.remove(task)
+            with self._buffers.borrowed() as name:
+                self._memory.write(name, os.fsencode(facts.program) + b"\0")
+                self._runner.syscall(task, self._nr["execve"], name, 0, 0)
+            task.comm = comm
+        if comm and comm != task.comm:
+            self._rename(task, comm)
+        task.has_executed = False
 
     def exit(self, pid: int) -> None:
         """Let the task of a host process that has ended run do_exit."""
@@ -321,15 +325,8 @@ class ProcessTracker(TaskObserver):
             tell(pid)
 
 
-def _ancestors(forks: Sequence[Fork], pid: int) -> set[int]:
-    """Return the pids of a process and of its ancestors, as far as these forks show them."""
-    parents = {fork.pid: fork.parent for fork in forks}
-    found: set[int] = set()
-    ancestor: int | None = pid
-    while ancestor is not None and ancestor not in found:
-        found.add(ancestor)
-        ancestor = parents.get(ancestor)
-    return found
+def _is_new_name(task: GuestTask, comm: str) -> bool:
+    return task.has_executed or comm != task.comm
 
 
 def _comm_bytes(comm: str) -> bytes:

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from emulated_kernel.image.kallsyms import Kallsyms
+from emulated_kernel.image.kallsyms import Kallsyms, address_of
 from emulated_kernel.machine.guest_info import Message
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_reader import GuestReader
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 _RECORD = struct.Struct("<QQHHB3x")
 """struct printk_record: seq, ts_ns, size, text_len, level; then the text."""
 
 
-def read_log(memory: Memory, symbols: Kallsyms) -> Iterator[Message]:
-    """Yield the messages of the log's ring, oldest first; stop at a record that the guest has corrupted.
+def read_log(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[Message]:
+    """Yield the messages of the log's ring, oldest first.
 
-    Raises: MemoryFault (the guest has corrupted the log's variables).
+    Raises: MemoryFault (after the intact messages: a record is damaged, or the records overlap).
     """
-    variables = {name: symbols.lookup_name(name) or 0 for name in _VARIABLES}
-    buffer = variables["__log_buf"]
-    index = memory.read_u32(variables["log_first_idx"])
-    first = memory.read_u64(variables["log_first_seq"])
-    for expected in range(first, memory.read_u64(variables["log_next_seq"])):
-        sequence, time_ns, size, length, level = _RECORD.unpack(memory.read(buffer + index, _RECORD.size))
-        if not size:
+    buffer = address_of(symbols, "__log_buf")
+    data = reader.read(buffer, abi["log_buf.size"])
+    index = reader.u32(address_of(symbols, "log_first_idx"))
+    first = reader.number(address_of(symbols, "log_first_seq"), 8)
+    following = reader.number(address_of(symbols, "log_next_seq"), 8)
+    left = len(data)
+    for expected in range(first, following):
+        if index + _RECORD.size <= len(data) and not _size_of(data, index):
             index = 0
-            sequence, time_ns, size, length, level = _RECORD.unpack(memory.read(buffer, _RECORD.size))
-        if sequence != expected:
-            return
-        text = memory.read(buffer + index + _RECORD.size, length).decode("utf-8", "replace")
+        if index + _RECORD.size > len(data):
+            raise MemoryFault(buffer + index, "no log record")
+        sequence, time_ns, size, length, level = _RECORD.unpack_from(data, index)
+        left -= size
+        if sequence != expected or size < _RECORD.size + length or left < 0:
+            raise MemoryFault(buffer + index, "no log record")
+        text = data[index + _RECORD.size :][:length].decode("utf-8", "replace")
         yield Message(sequence, time_ns, level, text)
         index += size
 
 
-_VARIABLES = ("__log_buf", "log_first_idx", "log_first_seq", "log_next_seq")
+def _size_of(data: bytes, index: int) -> int:
+    """Return the size of a record; 0 means that the next record is at the start of the ring."""
+    return int(_RECORD.unpack_from(data, index)[2])

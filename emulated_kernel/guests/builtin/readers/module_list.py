@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from emulated_kernel.image import text_tables
@@ -12,50 +12,66 @@ from emulated_kernel.image.live_image import Module
 from emulated_kernel.image.text_tables import BlacklistEntry, Range
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.loader import page_up
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_reader import GuestReader
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import ModuleState
 
 TEXT, DATA, INIT_TEXT, INIT_DATA = range(4)
 """Values of enum mod_mem_type."""
 REF_BASE = 1
 """Value of a module's refcount if the module has no users."""
-_MAX_MODULES = 1 << 12
-"""Maximum number of modules that are read; a longer list is corrupted."""
+_MAX_NAME = 512
+"""Bytes of a symbol's name. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
 _NAME_SIZE = 56
 _STATES = {ModuleState.COMING: "Loading", ModuleState.GOING: "Unloading"}
+_KNOWN_STATES = frozenset(int(state) for state in ModuleState)
 _SYMBOLS = {8: struct.Struct("<IBBHQQ"), 4: struct.Struct("<IIIBBH")}
 """Bytes of a machine word -> layout of Elf_Sym."""
 
 
 class ModuleReader:
-    """Reads each struct module by the layout of the guest's ABI table.
+    """Reads each struct module by the layout of the guest's ABI table."""
 
-    Raises: MemoryFault (by all methods: the guest has corrupted its modules).
-    """
+    def __init__(
+        self,
+        reader: GuestReader,
+        symbols: Kallsyms,
+        abi: Mapping[str, int],
+        is_module_memory: Callable[[int, int], bool],
+    ) -> None:
+        """Use this reader for one list or one module.
 
-    def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> None:
-        self._memory = memory
+        `is_module_memory(start, size)` tells whether the loader has allocated this memory for a module.
+        """
+        self._reader = reader
         self._head = symbols.lookup_name("modules") or 0
         self._abi = abi
-        self._word = memory.read_word
-        self._word_size = memory.word_size
+        self._is_module_memory = is_module_memory
+        self._word = reader.word
+        self._word_size = reader.word_size
 
     def modules(self) -> Iterator[ModuleInfo]:
-        """Yield the modules, newest first, except unformed ones."""
+        """Yield the modules, newest first, except unformed ones; damaged ones are left out."""
         link = self._abi["module.list"]
-        for entry in self._entries(self._head):
-            module = entry - link
-            state = self._u32(module, "module.state")
-            if state != ModuleState.UNFORMED:
-                yield self._info(module, ModuleState(state))
+        found = self._reader.each(self._reader.nodes(self._head), lambda node: self._listed(node - link))
+        return (module for module in found if module is not None)
+
+    def _listed(self, module: int) -> ModuleInfo | None:
+        state = self._u32(module, "module.state")
+        if state not in _KNOWN_STATES:
+            raise MemoryFault(module, f"a module in the state {state}")
+        return None if state == ModuleState.UNFORMED else self._info(module, ModuleState(state))
 
     def name(self, module: int) -> str:
-        """Return the name of the module whose struct module is at address `module`."""
-        raw = self._memory.read(module + self._abi["module.name"], _NAME_SIZE)
+        """Return the name of the module whose struct module is at `module`. Raises: MemoryFault."""
+        raw = self._reader.read(module + self._abi["module.name"], _NAME_SIZE)
         return raw.split(b"\0", 1)[0].decode("ascii", "replace")
 
     def read(self, module: int) -> Module:
-        """Return all tables and contents of a module in the state COMING, given its address."""
+        """Return all tables and contents of a module in the state COMING, given its address.
+
+        Raises: MemoryFault (the guest has damaged them, or they are no module's).
+        """
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
         symbols = tuple(self._symbols(module, parts))
         return Module(
@@ -76,13 +92,13 @@ class ModuleReader:
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
         """Return address -> content, for each part of a module that exists."""
         present = [part for part in parts if part.start]
-        return {part.start: self._memory.read(part.start, part.end - part.start) for part in present}
+        return {part.start: self._reader.read(part.start, part.end - part.start) for part in present}
 
     def _info(self, module: int, state: ModuleState) -> ModuleInfo:
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
         use = self._abi["module_use.source_list"]
         source = self._abi["module_use.source"]
-        users = self._entries(module + self._abi["module.source_list"])
+        users = self._reader.nodes(module + self._abi["module.source_list"])
         return ModuleInfo(
             name=self.name(module),
             size=sum(page_up(part.end - part.start) for part in parts),
@@ -93,26 +109,21 @@ class ModuleReader:
             digits=2 * self._word_size,
         )
 
-    def _entries(self, head: int) -> Iterator[int]:
-        entry = self._word(head)
-        for _ in range(_MAX_MODULES):
-            if entry == head:
-                return
-            yield entry
-            entry = self._word(entry)
-
     def _part(self, module: int, kind: int) -> Range:
         memory = module + self._abi["module.mem"] + kind * self._abi["module_memory.size_of"]
         base = self._word(memory + self._abi["module_memory.base"])
-        return Range(base, base + self._word(memory + self._abi["module_memory.size"]))
+        size = self._word(memory + self._abi["module_memory.size"])
+        if base and not self._is_module_memory(base, size):
+            raise MemoryFault(base, f"{size} bytes that are no module's memory")
+        return Range(base, base + size)
 
     def _symbols(self, module: int, parts: list[Range]) -> Iterator[Symbol]:
         """Yield the symbols in a module's parts; each ends at the next symbol or at the end of its part."""
         table = self._word(module + self._abi["module.kallsyms"])
         count = self._u32(table, "mod_kallsyms.num_symtab")
-        letters = self._memory.read(self._word(table + self._abi["mod_kallsyms.typetab"]), count)
+        letters = self._reader.table(self._word(table + self._abi["mod_kallsyms.typetab"]), count, 1)
         found = []
-        for (name, address), letter in zip(self._named(table, count), letters.decode("ascii"), strict=True):
+        for (name, address), letter in zip(self._named(table, count), letters.decode("latin-1"), strict=True):
             part = next((part for part in parts if part.start <= address < part.end), None)
             if part is not None and name and not name.startswith(".L"):
                 found.append((name, address, letter, part.end))
@@ -126,10 +137,10 @@ class ModuleReader:
     def _named(self, table: int, count: int) -> Iterator[tuple[str, int]]:
         """Yield the name and value of each entry of a symbol table."""
         entry = _SYMBOLS[self._word_size]
-        raw = self._memory.read(self._word(table + self._abi["mod_kallsyms.symtab"]), count * entry.size)
+        raw = self._reader.table(self._word(table + self._abi["mod_kallsyms.symtab"]), count, entry.size)
         strings = self._word(table + self._abi["mod_kallsyms.strtab"])
         for fields in entry.iter_unpack(raw):
-            name = self._memory.read_cstring(strings + fields[0]).decode("ascii", "replace")
+            name = self._reader.cstring(strings + fields[0], _MAX_NAME).decode("ascii", "replace")
             yield name, fields[4] if self._word_size == 8 else fields[1]
 
     def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
@@ -160,10 +171,10 @@ class ModuleReader:
         """
         table = self._word(module + self._abi[f"module.{name}"])
         count = self._word(module + self._abi[f"module.num_{counted or name}"]) if table else 0
-        return table, self._memory.read(table, count * entry)
+        return table, self._reader.table(table, count, entry)
 
     def _string(self, address: int, limit: int) -> str:
-        return self._memory.read_cstring(address, limit).decode("ascii", "replace")
+        return self._reader.cstring(address, limit).decode("ascii", "replace")
 
     def _u32(self, base: int, field: str) -> int:
-        return self._memory.read_u32(base + self._abi[field])
+        return self._reader.u32(base + self._abi[field])

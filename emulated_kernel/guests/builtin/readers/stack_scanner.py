@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from struct import unpack_from
 
-from emulated_kernel.guests.builtin.readers.task_list import read_tasks
+from emulated_kernel.guests.builtin.readers.task_list import task_structs
 from emulated_kernel.guests.common.address_ranges import AddressRanges
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 
@@ -22,8 +22,11 @@ class StackScanner:
     has switched voluntarily. Mirrors: synchronize_rcu_tasks (v6.1).
     """
 
-    def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int], cpus: Machine) -> None:
-        self._memory = memory
+    def __init__(
+        self, reader: Callable[[], GuestReader], symbols: Kallsyms, abi: Mapping[str, int], cpus: Machine
+    ) -> None:
+        """`reader` returns a new reader of the stacks."""
+        self._reader = reader
         self._symbols = symbols
         self._abi = abi
         self._cpus = cpus
@@ -47,35 +50,36 @@ class StackScanner:
         first = wanted.first
         last = wanted.last
         around = wanted.around
-        for words in chain([self._cpus.register_values()], self._stacks(self._cpus.positions())):
+        for words in chain(
+            [self._cpus.register_values()], self._stacks(self._reader(), self._cpus.positions())
+        ):
             for word in words:
                 if first <= word < last:
                     span = around(word)
                     if span is not None:
                         yield span
 
-    def _stacks(self, positions: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    def _stacks(self, reader: GuestReader, positions: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
         """Yield the live words of each stack; `positions` has (ip, sp) of each CPU."""
-        read_word = self._memory.read_word
+        read_word = reader.word
         abi = self._abi
         running = {}
-        tasks = [task.addr for task in read_tasks(self._memory, self._symbols, abi)]
+        tasks = dict.fromkeys(task_structs(reader, self._symbols, abi))
         for area, (_, sp) in zip(self._cpus.per_cpu_bases, positions, strict=True):
             running[read_word(area + abi["percpu.current_task"])] = sp
-            idle = read_word(area + abi["percpu.idle_task"])
-            if idle not in tasks:
-                tasks.append(idle)
-            yield from self._part(read_word(area + abi["percpu.hardirq_stack_ptr"]) - self._size, sp)
+            tasks[read_word(area + abi["percpu.idle_task"])] = None
+            top = read_word(area + abi["percpu.hardirq_stack_ptr"])
+            yield from self._part(reader, top - self._size, sp)
         for task in tasks:
             base = read_word(task + abi["task_struct.stack"])
             sp = running.get(task, read_word(task + abi["task_struct.sp"]))
             # If the CPU is on its interrupt stack, sp on the task's stack is unknown: scan all of that stack.
-            yield from self._part(base, sp if base <= sp <= base + self._size else base)
+            yield from self._part(reader, base, sp if base <= sp <= base + self._size else base)
 
-    def _part(self, base: int, sp: int) -> Iterator[tuple[int, ...]]:
+    def _part(self, reader: GuestReader, base: int, sp: int) -> Iterator[tuple[int, ...]]:
         """Yield the words from `sp` to the top of the stack at `base`; nothing if sp is not on that stack."""
         size = base + self._size - sp
         if base and 0 < size <= self._size:
-            word = self._memory.word_size
+            word = reader.word_size
             code = "Q" if word == 8 else "I"
-            yield unpack_from(f"<{size // word}{code}", self._memory.read(sp, size))
+            yield unpack_from(f"<{size // word}{code}", reader.read(sp, size))

@@ -69,6 +69,8 @@ class GuestTask:
     gid: int
     cpu: int | None = None
     """CPU that the task is pinned to because its process is pinned; None if it is not."""
+    has_executed: bool = False
+    """Whether its process was renamed, and the execve is repeated at the process's next request."""
     request: Request | None = field(default=None, repr=False)
     """System call that the task is to make or has not finished."""
 
@@ -468,6 +470,9 @@ class GuestRunner:
             return -ERESTARTSYS
         except KernelError as error:
             return -(error.errno or errno.EIO)
+        except MemoryFault:
+            # An argument that leads nowhere is the guest's mistake.
+            return -errno.EFAULT
         except Exception as error:
             # The guest's call must end before the exception is raised to the caller.
             request.failure = error

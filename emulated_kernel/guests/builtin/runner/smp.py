@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 
 from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
@@ -234,10 +235,7 @@ class SmpGuestRunner(GuestRunner):
 
     def _stopped_otherwise(self, trap: Trap) -> None:
         if trap.number == Hypercall.CPU_UP:
-            number, entry, stack, _ = trap.args
-            self._machine.start_cpu(number, entry, stack)
-            self._seats[number] = CpuPosition.UNDERWAY, None
-            self._machine.answer(0)
+            self._machine.answer(self._start_cpu(*trap.args[:3]))
             self._at = CpuPosition.ANSWERED
         elif trap.number == Hypercall.YIELD or trap.kind is TrapKind.PREEMPTED:
             self._at = CpuPosition.UNDERWAY
@@ -246,6 +244,14 @@ class SmpGuestRunner(GuestRunner):
             self._count_turn()
         else:
             super()._stopped_otherwise(trap)
+
+    def _start_cpu(self, number: int, entry: int, stack: int) -> int:
+        """Start a CPU that is not online; return 0, or -EINVAL if there is no such CPU."""
+        if number >= len(self._seats) or self._seat(number)[0] is not CpuPosition.OFFLINE:
+            return -errno.EINVAL
+        self._machine.start_cpu(number, entry, stack)
+        self._seats[number] = CpuPosition.UNDERWAY, None
+        return 0
 
     def _count_turn(self) -> None:
         """Count a turn that brought no CPU to rest; send ticks, and interrupt a CPU that seems to loop."""

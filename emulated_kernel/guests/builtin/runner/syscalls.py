@@ -17,6 +17,7 @@ from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE, BuiltinKe
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler
 from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.image.kallsyms import address_of
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -36,8 +37,14 @@ _ENTRY_SIZE = 16
 """Bytes of a struct host_entry with an empty name."""
 _OUTPUT = 64 << 10
 """Offset of output in a buffer, in bytes; slots of names are before it."""
+_REPLY = 8192
+"""Bytes of the guest's buffer for replies. Mirrors: HOST_REPLY_SIZE of the guest's host_abi.h."""
 _SLOT = 2 * PATH_MAX
 """Bytes of a name's slot: first the name as the process passed it, then the path that the guest walks."""
+_MOST_PATHS = 2
+"""Paths that a system call has at most."""
+_WALKS_ONLY = 2
+"""Value of task_struct.host_names if names can't be read. Mirrors: HOST_NAMES_UNKNOWN of host_abi.h."""
 
 _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "access": ("faccessat", ()),
@@ -127,6 +134,8 @@ class Syscalls:
         self._nr = kernel.syscall_numbers
         self._path = image.abi["host_path"]
         self._reply = image.abi["host_reply"]
+        self._slots: int | None = None
+        """Address of the slots for paths that are unknown, see _unreadable_slots(); None until needed."""
         self._look_path = address_of(image.kallsyms, "host_look_path")
         self._look_fd = address_of(image.kallsyms, "host_look_fd")
         self._look_link = address_of(image.kallsyms, "host_look_link")
@@ -191,6 +200,8 @@ class Syscalls:
         `walks` are the paths from the guest's root that the guest walks instead of the call's paths. If the
         call takes or returns a descriptor, the caller must use a numbered() block.
         """
+        if call.is_hidden:
+            return self._of_hidden(task, call, walks, lookup, hostfs)
         with self._buffers.borrowed() as buffer:
             args = list(call.args)
             paths = iter(walks)
@@ -209,6 +220,39 @@ class Syscalls:
                 args[-1] = min(args[-1], BUFFER_SIZE - _OUTPUT)
             with self._set(task, host_names=1, host_lookup=lookup):
                 return self._by_any_name(task, call.name, args, hostfs)
+
+    def _of_hidden(
+        self,
+        task: GuestTask,
+        call: ClientCall,
+        walks: Sequence[str],
+        lookup: HostLookup,
+        hostfs: HostfsHandler | None,
+    ) -> int:
+        """Execute a system call whose paths could not be read, so that reads of its paths fault, too."""
+        slot = self._unreadable_slots()
+        args = list(call.args)
+        named = [at for at, kind in enumerate(ARGUMENTS[call.name]) if kind == "p"]
+        for at, walk in zip(named, walks, strict=True):
+            self._put_path(slot + PATH_MAX, walk)
+            args[at] = slot
+            slot += _SLOT
+        with (
+            self._buffers.borrowed() as buffer,
+            self._set(task, host_names=_WALKS_ONLY, host_lookup=lookup),
+        ):
+            for at, kind in enumerate(ARGUMENTS[call.name]):
+                if kind == "o":
+                    args[at] = buffer
+            return self._by_any_name(task, call.name, args, hostfs)
+
+    def _unreadable_slots(self) -> int:
+        """Return the address of slots of user memory whose first pages, for the names, are not mapped."""
+        if self._slots is None:
+            self._slots = self._buffers.get()
+            for number in range(_MOST_PATHS):
+                self._memory.unmap(self._slots + number * _SLOT, PATH_MAX)
+        return self._slots
 
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
@@ -330,30 +374,44 @@ class Syscalls:
 
     def look_link(self, path: str) -> str:
         """Return the target of a symbolic link in the same way as look()."""
-        return os.fsdecode(self._memory.read(self._reply, self._ask(self._look_link, path)))
+        size = checked_count(self._ask(self._look_link, path), _REPLY)
+        return os.fsdecode(self._memory.read(self._reply, size))
 
     def look_entries(self, path: str) -> Iterator[GuestEntry]:
-        """Yield a directory's entries, without "." and "..", in the same way as look()."""
+        """Yield a directory's entries, without "." and "..", in the same way as look().
+
+        Their positions ascend. What follows an entry whose position does not is damaged, and left out.
+        """
         start = 0
-        while size := self._ask(self._look_entries, path, start):
-            data = self._memory.read(self._reply, size)
-            at = 0
-            while at < size:
-                ino, start, kind, length = _ENTRY.unpack_from(data, at)
-                name = data[at + _ENTRY.size : at + _ENTRY.size + length]
-                yield GuestEntry(os.fsdecode(name), kind << 12, ino)
-                at += (_ENTRY_SIZE + length + 7) & ~7
+        with self._kernel.damage.left_out("list of directory entries"):
+            while size := checked_count(self._ask(self._look_entries, path, start), _REPLY):
+                data = self._memory.read(self._reply, size)
+                at = 0
+                while at + _ENTRY.size <= size:
+                    ino, following, kind, length = _ENTRY.unpack_from(data, at)
+                    if following <= start:
+                        raise MemoryFault(self._reply + at, "a position that does not ascend")
+                    start = following
+                    name = data[at + _ENTRY.size : at + _ENTRY.size + length]
+                    yield GuestEntry(os.fsdecode(name), kind << 12, ino)
+                    at += (_ENTRY_SIZE + length + 7) & ~7
 
     def _ask(self, function: int, path: str, *args: int) -> int:
         """Call a host_look function of the guest and return its result.
 
-        Raises: KernelError, EIO (the guest is dead), EDEADLK (called from a probe's handler).
+        Raises: KernelError, EIO (the guest is dead, or it has damaged its files), EDEADLK (called from a
+        probe's handler).
         """
         self._runner.check_stopped()
         if self._runner.is_dead:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
         self._put_path(self._path, path)
-        return check(self._machine.call(function, *args), self._memory.word_size)
+        try:
+            result = self._machine.call(function, *args)
+        except GuestFault as fault:
+            self._kernel.damage.report("tree of files", fault)
+            raise KernelError(errno.EIO, f"the tree of files leads to {fault}") from fault
+        return check(result, self._memory.word_size)
 
     def _stat(self) -> GuestStat:
         """Return the struct stat that a host_look function has written."""

@@ -25,7 +25,7 @@ from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
 from emulated_kernel.guests.linux.initramfs import SYSCALL, TOUCH, TWO_CALLS
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.guests.linux.pc.linux_machine import IDLE, IN_CALL, LinuxMachine
-from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.errors import KernelError
 
 _CALL_SLOTS = [
@@ -80,7 +80,7 @@ class ClientScheduler:
         if stopped is IN_CALL:
             return self._in_call
         address = self._memory.words[self._current]
-        task = self._by_address.get(address) or self._table.adopt(address)
+        task = self._by_address.get(address) or self._adopt(address)
         if task.pending:
             result = machine.regs.ax
             task.pending = False
@@ -88,6 +88,14 @@ class ClientScheduler:
         machine.pc.pass_time(_ARRIVAL)
         self.current = task
         return task
+
+    def _adopt(self, address: int) -> LinuxTask:
+        """Add a task that has come to its stub. Raises: GuestFault (it is none, so the guest is dead)."""
+        try:
+            return self._table.adopt(address)
+        except MemoryFault as fault:
+            self._machine.death = f"its current task leads to {fault}"
+            raise GuestFault(Trap(TrapKind.FAULT, address), self._machine.death) from fault
 
     def switch(self, to: LinuxTask | None) -> None:
         """Put the task at its stub or in a call to sleep, and wake `to`. The guest must run next."""

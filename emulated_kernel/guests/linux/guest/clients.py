@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
-from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, ProcessWatch
-from emulated_kernel.guests.common.programs import program_of
+from emulated_kernel.guests.common.client_facts import ClientFacts, facts_of
+from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, Fork, ProcessWatch
 from emulated_kernel.guests.linux.guest.execve import ExecObserver
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask, LinuxTasks
+from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
@@ -29,40 +30,82 @@ class LinuxClients:
     """
 
     def __init__(
-        self, tasks: LinuxTasks, watch: ProcessWatch, owner: int, settle: Callable[[], None]
+        self,
+        tasks: LinuxTasks,
+        watch: ProcessWatch,
+        owner: int,
+        settle: Callable[[], None],
+        lock: ControlLock,
     ) -> None:
-        """Start with no tasks.
+        """Start with no tasks. `lock`: the control lock.
 
         `settle`: completes the clients' earlier requests, before the guest learns of a later event.
         """
         self._tasks = tasks
+        self._lock = lock
         self._settle = settle
         self._executions = ExecObserver(tasks)
         self._watch = watch
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
+        self._forked: list[Fork] = []
+        """Forks that must still be applied, oldest first."""
+        self._ended: list[int] = []
+        """Pids of the processes whose tasks must still end."""
+        self._is_closed = False
         self._unnamed: dict[int, float] = {}
         """Pid of a recently forked process with its parent's name -> time until which it may call execve."""
+
+    def informed(self, client: Client) -> Client:
+        """Return the client with the path of the program that it has executed, unless the guest knows it.
+
+        Lock: leaves; this can take 0.1 s.
+        """
+        pid = client.pid
+        task = self._by_pid.get(pid)
+        watch = self._watch
+        # Only the first request after an execve needs the lock for this.
+        is_same = task is not None and not task.has_executed and (watch.known_comm(pid) or "") == task.comm
+        if is_same and not watch.has_news():
+            return client
+        with self._lock:
+            unshown = self._unshown_program(pid)
+        if unshown is None:
+            return client
+        program = watch.program(pid, unshown)
+        return client._replace(facts=ClientFacts(comm=unshown, program=program))
+
+    def _unshown_program(self, pid: int) -> str | None:
+        """Return the name of a client whose latest execve the guest has not repeated, else None."""
+        if pid <= 0 or self._is_closed:
+            return None
+        self._look(pid)
+        task = self._by_pid.get(pid)
+        if task is None and all(fork.pid != pid for fork in self._forked):
+            return None
+        comm = self._watch.comm(pid)
+        return comm if task is None or task.has_executed or comm != task.comm else None
 
     def task_of(self, client: Client) -> LinuxTask:
         """Return the task that makes a client's request, after applying earlier events on the host.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
-        if self._unnamed or self._watch.has_news():
+        pid = client.pid
+        if self._unnamed or self._forked or self._ended or self._watch.has_news():
+            self._look(pid)
             self.catch_up()
-        pid, uid, gid, _ = client
         task = self._by_pid.get(pid)
         if task is None or not task.alive or pid < 0:
             task = self._new_task(pid)
-        owner = (0, 0) if uid == self._owner else (uid, gid)
+        owner = (0, 0) if client.uid == self._owner else (client.uid, client.gid)
         if owner != task.owner:
             self._settle()
             self._tasks.set_creds(task, *owner)
         comm = self._watch.comm(pid)
-        if comm and comm != task.comm:
+        if comm and (comm != task.comm or task.has_executed):
             try:
-                self._rename(task, pid, comm)
+                self._repeat_execve(task, comm, facts_of(client))
             except KernelError:
                 # The task has died of the execve that was repeated; its process goes on.
                 return self._new_task(pid)
@@ -76,20 +119,29 @@ class LinuxClients:
             task = self.known(pid) or self._adopt(pid)
         return task
 
-    def _rename(self, task: LinuxTask, pid: int, comm: str | None) -> None:
-        """Repeat an execve or a name change of the host process in its guest task.
+    def _follow_name(self, task: LinuxTask, comm: str | None) -> None:
+        """Rename a task whose process has changed its name, without the execve(2) that probably did so.
+
+        The guest repeats the execve at the process's own request: then its path is known, and whether a trace
+        shows it does not depend on the requests of others.
+        """
+        if comm and comm != task.comm:
+            self._settle()
+            self._tasks.set_comm(task, comm)
+            task.has_executed = True
+
+    def _repeat_execve(self, task: LinuxTask, comm: str, facts: ClientFacts) -> None:
+        """Repeat the execve(2) that gave a client its name; if its path is unknown, only rename the task.
 
         Raises: KernelError ESRCH (the execve has killed the task).
         """
-        if not comm or comm == task.comm:
-            return
         self._settle()
-        self._unnamed.pop(pid, None)
-        program = None if self.is_shared(task) else program_of(self._watch.host_pid(pid), comm)
-        if program is None:
+        self._unnamed.pop(task.pid, None)
+        task.has_executed = False
+        if facts.program is not None and facts.comm == comm and not self.is_shared(task):
+            self._executions.execute(task, facts.program, comm)
+        elif comm != task.comm:
             self._tasks.set_comm(task, comm)
-        else:
-            self._executions.execute(task, program, comm)
 
     def is_shared(self, task: LinuxTask) -> bool:
         """Return True if the task makes calls for several processes."""
@@ -119,9 +171,18 @@ class LinuxClients:
             self._watch.follow(pid)
         return task
 
+    def _look(self, client: int) -> None:
+        """Ask the host for new forks and exits."""
+        if self._watch.has_news():
+            self._forked += self._watch.forks()
+            self._ended += self._watch.exited()
+        if client in self._by_pid and self._watch.has_ended(client):
+            self._ended.append(client)
+
     def catch_up(self) -> None:
         """Apply the forks and exits of client processes in the guest."""
-        for fork in self._watch.forks():
+        while self._forked:
+            fork = self._forked.pop(0)
             if fork.parent is None:
                 continue
             parent = self.known(fork.parent)
@@ -131,18 +192,18 @@ class LinuxClients:
             with suppress(KernelError):
                 if fork.comm != parent.comm:
                     # The parent has executed a program, such as a shell, before it forked this child.
-                    self._rename(parent, fork.parent, self._watch.comm(fork.parent))
+                    self._follow_name(parent, self._watch.comm(fork.parent))
                 child = self._fork(parent, fork.pid)
                 self._unnamed[fork.pid] = monotonic() + EXEC_WITHIN
-                self._rename(child, fork.pid, fork.comm)
-        for pid in self._watch.exited():
+                self._follow_name(child, fork.comm)
+        while self._ended:
             self._settle()
-            self.end(pid)
+            self.end(self._ended.pop(0))
         if self._unnamed:
             self._look_for_execs()
 
     def _look_for_execs(self) -> None:
-        """Apply execves of recently forked processes.
+        """Follow the names of recently forked processes.
 
         Reading a name costs a microsecond per task, so tasks that have kept their name for long are skipped.
         """
@@ -153,7 +214,7 @@ class LinuxClients:
                 del self._unnamed[pid]
             elif not task.pending:
                 with suppress(KernelError):
-                    self._rename(task, pid, self._watch.comm(pid))
+                    self._follow_name(task, self._watch.comm(pid))
 
     def end(self, pid: int) -> None:
         """End a process's task.
@@ -169,5 +230,6 @@ class LinuxClients:
                 task.alive = False
 
     def close(self) -> None:
-        """Stop watching processes."""
+        """Stop watching processes. Lock: needs."""
+        self._is_closed = True
         self._watch.close()

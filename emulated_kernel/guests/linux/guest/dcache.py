@@ -15,6 +15,7 @@ from emulated_kernel.guests.linux.inodes import Inodes, layout
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.ram import PAGE
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.vfs.core.client import Stat
 
 _GOLDEN_RATIO = 0x61C8864680B583EB
@@ -46,11 +47,10 @@ class DcacheReader:
 
         They are valid while the memory is unchanged.
         """
+        self._limit = len(self._memory.ram) - PAGE
         self._direct = 0
-        self._limit = 0
         self._image = 0
         self._direct = self._follow(facts.symbols["page_offset_base"], 0)
-        self._limit = len(self._memory.ram) - PAGE
         table = facts.symbols["dentry_hashtable"]
         self._image = table - self._memory.translate(machine.cpu.root, table)
         offset = facts.offsets
@@ -71,7 +71,10 @@ class DcacheReader:
         self._no_llseek = 0, facts.symbols.get("no_llseek")
 
     def lstat(self, path: str) -> Stat | None:
-        """Return attributes of a file, or None if it does not exist or only the kernel can look it up."""
+        """Return attributes of a file, or None if it does not exist or only the kernel can look it up.
+
+        A damaged dentry is left to the kernel.
+        """
         answer = self._answers.get(path)
         if answer is not None:
             ram = self._ram
@@ -80,6 +83,12 @@ class DcacheReader:
                     break
             else:
                 return answer[1]
+        with self._machine.damage.left_out("tree of dentries"):
+            return self._found(path)
+        return None
+
+    def _found(self, path: str) -> Stat | None:
+        """Look a path up. Raises: MemoryFault (a dentry or inode is damaged)."""
         self._read = []
         _, top, *names = os.fsencode(path).split(b"/")
         found = self._roots.get(top)
@@ -110,14 +119,20 @@ class DcacheReader:
         return self._follow(file, *self._llseek_at) not in self._no_llseek
 
     def _at(self, va: int) -> int:
-        """Return the physical address; its offset is constant in the direct map and in the image."""
+        """Return the physical address of a structure, which ends in RAM.
+
+        Its offset is constant in the direct map and in the image. Raises: MemoryFault.
+        """
         at = va - self._direct
         if 0 <= at < self._limit:
             return at
         at = va - self._image
         if 0 <= at < self._limit:
             return at
-        return self._memory.translate(self._machine.cpu.root, va)
+        at = self._memory.translate(self._machine.cpu.root, va)
+        if at >= self._limit:
+            raise MemoryFault(va, "at the end of RAM")
+        return at
 
     def _bytes(self, va: int, size: int) -> bytes:
         at = self._at(va)

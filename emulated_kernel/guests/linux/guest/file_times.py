@@ -7,6 +7,7 @@ from struct import pack_into, unpack_from
 from emulated_kernel.guests.common.wall_time import WallTime
 from emulated_kernel.guests.linux.kernel_offsets import COARSE_CLOCKS, TIME_READ, TIMEKEEPER, KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 _SECOND = 10**9
 _WORD = (1 << 64) - 1
@@ -69,7 +70,7 @@ class FileTimes:
         self._known_clock = self._words[self._clock]
         try:
             read = self._memory.read_word(self._root, self._known_clock + self._read)
-        except KeyError:
+        except MemoryFault:
             read = 0
         self._is_tsc = read == self._tsc_read
 

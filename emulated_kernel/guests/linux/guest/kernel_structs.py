@@ -6,10 +6,16 @@ import struct
 from collections.abc import Mapping
 
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+_ALIGNMENT = 4
+"""Alignment of members that are read and written here."""
+_LARGEST = 32
+"""Largest number of bytes that are stored at once."""
 
 
 class KernelStructs:
-    """Translates virtual addresses by the page tables that the CPU uses. Raises: KeyError (not mapped)."""
+    """Translates virtual addresses by the page tables that the CPU uses. Raises: MemoryFault (not in RAM)."""
 
     def __init__(self, machine: LinuxMachine, offsets: Mapping[str, int]) -> None:
         self._cpu = machine.cpu
@@ -18,8 +24,11 @@ class KernelStructs:
         self.offsets = offsets
 
     def physical(self, va: int) -> int:
-        """Return the physical address."""
-        return self._memory.translate(self._cpu.root, va)
+        """Return the physical address of a member of a structure. Members are aligned."""
+        at = self._memory.translate(self._cpu.root, va)
+        if at % _ALIGNMENT or at + _LARGEST > len(self._ram):
+            raise MemoryFault(va, "not an aligned member")
+        return at
 
     def member(self, address: int, path: str) -> int:
         """Return the physical address of a member, such as `task_struct.pid`, of a structure."""

@@ -45,6 +45,8 @@ class LinuxTask:
     owner: tuple[int, int] = 0, 0
     """User id and group id."""
     comm: str = ""
+    has_executed: bool = False
+    """True if its process was renamed, and the execve is repeated at the process's next request."""
     pending: bool = False
     """True while its system call has not returned."""
     result: int = 0

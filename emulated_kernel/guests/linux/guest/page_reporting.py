@@ -13,6 +13,7 @@ from itertools import islice
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.kernel_offsets import KEEPING, ORDERS, KernelOffsets
 from emulated_kernel.guests.linux.pc.ram import PAGE, LinuxMemory
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 MANY = 512
 """Number of freed pages (2 MiB) since the fewest were free, at which memory is returned to the host."""
@@ -45,12 +46,15 @@ class PageReporting:
         self._zones: list[int] = []
         self._pages = 0
         symbols = facts.symbols
-        with suppress(LookupError):
+        with suppress(LookupError, MemoryFault):
             if not any(self._word(symbols[name]) & 0xFFFFFFFF for name in KEEPING if name in symbols):
                 self._find(symbols)
 
     def _find(self, symbols: Mapping[str, int]) -> None:
-        """Find the zones and their counters. Raises: LookupError (the kernel's structures are unknown)."""
+        """Find the zones and their counters.
+
+        Raises: LookupError (the kernel's structures are unknown), MemoryFault (they are damaged).
+        """
         offsets = self._offsets
         node = symbols.get("contig_page_data") or self._word(symbols["node_data"])
         self._pages = self._word(symbols["vmemmap_base"])
@@ -109,7 +113,7 @@ class PageReporting:
         linked = offsets["page.lru"]
         order_at = offsets["page.private"]
         end = len(self._memory.ram) - HOST_SIZE
-        with suppress(LookupError):
+        with suppress(LookupError, MemoryFault):
             for order in reversed(range(offsets[ORDERS])):
                 for zone in self._zones:
                     lists = zone + offsets["zone.free_area"] + order * size_of_area

@@ -20,6 +20,7 @@ from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, Service
 from emulated_kernel.guests.linux.initramfs import TRACEFS
 from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError, WouldBlock
@@ -95,6 +96,8 @@ FMODE_STREAM (bit 21) again.
 """
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
+_LONGEST_PATH = 16 << 10
+"""Bytes that are read for a path: its names, and the dentries' members."""
 _DEEPEST = 64
 """Most parent directories of a dentry. A longer chain must be a loop in corrupt memory."""
 _TOPS = {
@@ -156,6 +159,10 @@ class LinuxControlCalls(GuestCalls):
         """True if a probe could notice a system call."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
+    def informed(self, client: Client) -> Client:
+        """See FileSystem."""
+        return self.guest.clients.informed(client)
+
     @contextmanager
     def request(self, client: Client) -> Iterator[LinuxTask | None]:
         """See GuestCalls.
@@ -171,7 +178,7 @@ class LinuxControlCalls(GuestCalls):
         task = None
         try:
             if not self._tasks.machine.death:
-                with suppress(KernelError, GuestFault):
+                with suppress(KernelError, GuestFault, MemoryFault):
                     if self.is_watched:
                         guest.closes.flush()
                     guest.control_closes.flush()
@@ -207,7 +214,7 @@ class LinuxControlCalls(GuestCalls):
             return
         standing = self._tasks.current
         init = self._tasks.init
-        with suppress(KernelError, GuestFault, Blocked):
+        with suppress(KernelError, GuestFault, MemoryFault, Blocked):
             self._prepare()
             for file in files:
                 if file.fd is None and self._is_ready:
@@ -224,7 +231,7 @@ class LinuxControlCalls(GuestCalls):
             if task is None or not self._can_call(task):
                 return
             path = self._root + directory.path or "/"
-            with suppress(KernelError, GuestFault, Blocked):
+            with suppress(KernelError, GuestFault, MemoryFault, Blocked):
                 fd = self._syscalls.open(task, path, os.O_RDONLY | os.O_DIRECTORY)
                 self._syscalls.close(task, fd)
 
@@ -308,7 +315,7 @@ class LinuxControlCalls(GuestCalls):
     def _called(self, call: Callable[[], int]) -> int | None:
         try:
             return call()
-        except (KernelError, GuestFault, Blocked):
+        except (KernelError, GuestFault, MemoryFault, Blocked):
             return None
 
     # The host's part in the middle of a call
@@ -386,14 +393,15 @@ class LinuxControlCalls(GuestCalls):
             inode = self._inodes[isinstance(node, Directory)]
             count = inode + self._offsets["inode.i_count"]
             uses = int.from_bytes(self._memory.read(count, 4), "little")
-            self._memory.write(count, (uses + 1).to_bytes(4, "little"))
+            self._memory.write(count, (uses + 1 & 0xFFFFFFFF).to_bytes(4, "little"))
             regs.di = dentry
             regs.si = inode
             regs.ip = self._code + _LOOKED_UP + 1
 
     def _path(self, dentry: int) -> str:
         """Return the path of a dentry. Raises: MemoryFault."""
-        word = self._memory.read_word
+        reader = GuestReader(self._memory, "path of a dentry", self._machine.damage, size=_LONGEST_PATH)
+        word = reader.word
         offset = self._offsets
         names = list[bytes]()
         for _ in range(_DEEPEST):
@@ -402,7 +410,7 @@ class LinuxControlCalls(GuestCalls):
                 break
             name = dentry + offset["dentry.d_name"]
             size = word(name + offset["qstr.hash_len"]) >> 32
-            names.append(self._memory.read(word(name + offset["qstr.name"]), size))
+            names.append(reader.read(word(name + offset["qstr.name"]), size))
             dentry = parent
         return "/" + os.fsdecode(b"/".join(reversed(names)))
 

@@ -199,6 +199,10 @@ class GuestFs(FileSystem):
         assert client is not None
         return Request(self.guest, client)
 
+    def informed(self, client: Client) -> Client:
+        """See FileSystem."""
+        return self.guest.clients.informed(client)
+
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:

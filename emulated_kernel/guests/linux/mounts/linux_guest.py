@@ -22,7 +22,7 @@ from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, LinuxTa
 from emulated_kernel.guests.linux.mounts.guest_paths import FORWARDED, MODULES
 from emulated_kernel.guests.linux.mounts.kernel_modules import KernelModules
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
@@ -117,6 +117,9 @@ class Running:
         self._lock.__exit__()
         if isinstance(error, GuestFault):
             raise KernelError(errno.EIO, f"the guest has died: {error}") from error
+        if isinstance(error, MemoryFault):
+            self._guest.tasks.machine.damage.report("kernel's data", error)
+            raise KernelError(errno.EIO, f"the guest's data lead to {error}") from error
 
 
 class Request:
@@ -189,7 +192,7 @@ class LinuxGuest:
         """Deferred closes of the guest's own files."""
         self.control_closes = DeferredCloses[Closable](self._close_control)
         """Deferred closes of control files, which the guest has open, too."""
-        self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush)
+        self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush, self.lock)
         self._asleep: dict[int, int] = {}
         """pid of a client whose call sleeps in the guest -> `_requests` when the call was last run."""
         self._requests = 0
@@ -217,7 +220,7 @@ class LinuxGuest:
 
     def _close_control(self, task: LinuxTask | None, fd: int) -> None:
         """Close a control file in the guest. If the guest dies of it, the next request works all the same."""
-        with suppress(GuestFault):
+        with suppress(GuestFault, MemoryFault):
             self._close(task, fd)
 
     # Requests. Invariant: keep the order of the steps, because traces depend on it.
@@ -324,7 +327,7 @@ class LinuxGuest:
         """
         machine = self.tasks.machine
         if not machine.death:
-            with suppress(GuestFault):
+            with suppress(GuestFault, MemoryFault):
                 return self.syscalls.log()
         return bytes(machine.pc.console) + f"{machine.death}\n".encode()
 

@@ -17,7 +17,7 @@ from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.native.trap_words import TrapWords
-from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
 
@@ -314,7 +314,7 @@ class LinuxCpu:
                 stack = memory.read_word(self.root, tss + _TSS_SP0)
             stack = (stack & ~15) - 8 * len(frame)
             memory.write(self.root, stack, struct.pack(f"<{len(frame)}Q", *frame))
-        except KeyError as fault:
+        except MemoryFault as fault:
             raise GuestFault(
                 Trap(TrapKind.DOUBLE_FAULT, regs.ip, vector), f"no stack for exception {vector}: {fault}"
             ) from None
@@ -331,7 +331,7 @@ class LinuxCpu:
             low, high = _GATE.unpack(
                 self._memory.read(self.root, self._state.idt.base + _GATE_SIZE * vector, _GATE_SIZE)
             )
-        except KeyError:
+        except MemoryFault:
             low = 0
             high = 0
         if not low >> 47 & 1 or (vector + 1) * _GATE_SIZE > self._state.idt.limit + 1:

@@ -18,6 +18,7 @@ from emulated_kernel.machine.cpu.registers import FastRegs, Regs, fast_regs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import (
@@ -74,6 +75,8 @@ class LinuxMachine:
         self, ram: mmap.mmap, seed: int, cells: tuple[int, int], budget: float, cpu_model: int = CPU_MODEL
     ) -> None:
         self.memory = LinuxMemory(ram)
+        self.damage = DamageReports()
+        """Reports what the guest has damaged."""
         self.pc = Pc(seed)
         engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         self.engine = engine
@@ -148,9 +151,15 @@ class LinuxMachine:
     def call_at(self, address: int, function: Callable[[], object]) -> None:
         """Have `function` called whenever the guest reaches an address.
 
-        It may change memory and registers, but not the instruction pointer.
+        It may change memory and registers, but not the instruction pointer. If it raises MemoryFault, the
+        guest continues: its own data are damaged.
         """
-        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: function()), at=address)
+
+        def called(*_arguments: int) -> None:
+            with self.damage.left_out("kernel's data"):
+                function()
+
+        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(called), at=address)
         # Code that is already translated does not contain the call.
         if not self.is_running:
             self.engine.flush_code()

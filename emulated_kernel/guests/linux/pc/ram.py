@@ -5,19 +5,26 @@ from __future__ import annotations
 import mmap
 import struct
 
+from emulated_kernel.machine.traps.trap import MemoryFault
+
 PAGE = 4096
 FRAME = 0x000FFFFFFFFFF000
 PRESENT = 1
 WRITABLE = 2
 _LARGE = 0x80
 _SHIFTS = (39, 30, 21, 12)
+_HALF = 1 << 47
+_WORD = 1 << 64
+_CANONICAL = _WORD - _HALF
+"""Lowest address of the kernel's half; addresses between the halves are not canonical."""
 
 
 class LinuxMemory:
     """All of RAM in one mapping.
 
-    `root` is the physical address of page tables, `va` a virtual address.
-    Raises: KeyError (the address is not mapped).
+    `root` is the physical address of page tables, `va` a virtual address. What page tables map outside of RAM
+    counts as not mapped.
+    Raises: MemoryFault (the address is not mapped).
     """
 
     def __init__(self, ram: mmap.mmap) -> None:
@@ -26,6 +33,8 @@ class LinuxMemory:
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
         """Return the physical address, the last entry and the page's size; None if the page is not mapped."""
+        if _HALF <= va < _CANONICAL or not 0 <= va < _WORD:
+            return None
         table = root & FRAME
         for shift in _SHIFTS:
             slot = table + (va >> shift & 511) * 8 >> 3
@@ -34,7 +43,8 @@ class LinuxMemory:
                 return None
             if shift == 12 or (shift < 39 and entry & _LARGE):
                 inside = (1 << shift) - 1
-                return entry & FRAME & ~inside | va & inside, entry, inside + 1
+                pa = entry & FRAME & ~inside | va & inside
+                return (pa, entry, inside + 1) if pa < len(self.ram) else None
             table = entry & FRAME
         return None
 
@@ -46,6 +56,8 @@ class LinuxMemory:
         for shift in _SHIFTS:
             slot = table + (va >> shift & 511) * 8 >> 3
             size = 1 << shift
+            if slot >= len(self.words):
+                raise MemoryFault(va, "page tables outside of RAM")
             entry = self.words[slot]
             if not entry & PRESENT or (shift < _SHIFTS[0] and entry & _LARGE):
                 break
@@ -56,7 +68,7 @@ class LinuxMemory:
         """Return the physical address."""
         found = self.walk(root, va)
         if found is None:
-            raise KeyError(f"{va:#x} is not mapped")
+            raise MemoryFault(va)
         return found[0]
 
     def read(self, root: int, va: int, size: int) -> bytes:

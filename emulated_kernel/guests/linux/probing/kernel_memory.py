@@ -15,8 +15,6 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _NO_EXECUTE = 1 << 63
-_HALF = 1 << 47
-_WORD = 1 << 64
 
 
 class KernelMemory(GuestMemory):
@@ -50,10 +48,7 @@ class KernelMemory(GuestMemory):
 
     def _entry(self, va: int) -> tuple[int, int, int] | None:
         """Return the physical address, the entry that maps it, and the size of its page."""
-        if not -_HALF <= (va if va < _WORD >> 1 else va - _WORD) < _HALF:
-            return None
-        found = self._memory.walk(self._cpu.root, va)
-        return found if found is not None and found[0] < len(self.ram) else None
+        return self._memory.walk(self._cpu.root, va)
 
     def is_mapped(self, va: int) -> bool:
         return self._entry(va) is not None

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from struct import unpack_from
 
 from emulated_kernel.guests.common.address_ranges import AddressRanges
-from emulated_kernel.guests.common.guest_data import readable
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.task_stacks import TaskStacks
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 _MEMBERS = (
     "task_struct.tasks", "task_struct.stack", "task_struct.thread.sp", "task_struct.signal",
     "task_struct.thread_node", "signal_struct.thread_head",
 )  # fmt: skip
-_LIMIT = 1 << 22
-"""Limit of tasks; a longer list is circular."""
 
 
 class KernelStacks(TaskStacks):
@@ -46,41 +46,51 @@ class KernelStacks(TaskStacks):
         self._irq_stack = per_cpu + irq_stack
 
     def task_structs(self) -> Iterator[int]:
-        """Iterate over all task_structs: those of each process and its threads, then the idle task's."""
-        offset = self._offsets
-        word = self._memory.read_word
-        for leader in self._list(self._first + offset["task_struct.tasks"], "task_struct.tasks"):
-            head = word(leader + offset["task_struct.signal"]) + offset["signal_struct.thread_head"]
-            yield from self._list(head, "task_struct.thread_node")
+        """Iterate over all task_structs: those of each process and its threads, then the idle task's.
+
+        What follows a damaged entry of the list is left out.
+        """
+        with self._machine.damage.left_out("task list"):
+            yield from self._tasks(self._reader())
         yield self._first
 
-    def _list(self, head: int, member: str) -> Iterator[int]:
-        """Iterate over a list's structures, which are linked through `member`. Raises: MemoryFault."""
-        node = self._memory.read_word(head)
-        for _ in range(_LIMIT):
-            if node == head:
-                return
-            yield node - self._offsets[member]
-            node = self._memory.read_word(node)
+    def _reader(self) -> GuestReader:
+        return GuestReader(self._memory, "task list", self._machine.damage)
+
+    def _tasks(self, reader: GuestReader) -> Iterator[int]:
+        """Iterate over the task_structs of processes and threads. Raises: MemoryFault (damaged)."""
+        offset = self._offsets
+        for node in reader.nodes(self._first + offset["task_struct.tasks"]):
+            leader = node - offset["task_struct.tasks"]
+            head = reader.word(leader + offset["task_struct.signal"]) + offset["signal_struct.thread_head"]
+            for thread in reader.nodes(head):
+                yield thread - offset["task_struct.thread_node"]
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """Return the ranges to which a task may return; all of them if the CPU uses an unknown stack."""
+        """Return the ranges to which a task may return.
+
+        If the CPU uses an unknown stack, or the guest has damaged its tasks, return all of them.
+        """
         if not spans:
             return ()
         wanted = AddressRanges(spans)
-        with readable("task list"):
-            stacks = [*self._stacks()]
+        reader = self._reader()
+        try:
+            stacks = [*self._stacks(reader)]
             if self._machine.cpu.privilege == 0 and not any(is_used for _, _, is_used in stacks):
                 return spans
-            parts = [self._registers(), *(self._part(start, end) for start, end, _ in stacks)]
+            parts = [self._registers(), *(self._part(reader, start, end) for start, end, _ in stacks)]
+        except MemoryFault as fault:
+            self._machine.damage.report("task list", fault)
+            return spans
         return {span for words in parts for word in words if (span := wanted.around(word))}
 
     def _registers(self) -> tuple[int, ...]:
         return tuple(self._machine.regs.snapshot())
 
-    def _stacks(self) -> Iterator[tuple[int, int, bool]]:
+    def _stacks(self, reader: GuestReader) -> Iterator[tuple[int, int, bool]]:
         """Iterate over the live parts of stacks: start, end, and whether the CPU uses the stack."""
-        word = self._memory.read_word
+        word = reader.word
         offset = self._offsets
         sp = self._machine.regs.sp
         current = word(self._current)
@@ -88,7 +98,7 @@ class KernelStacks(TaskStacks):
         top = word(self._irq_stack) + 8
         if in_kernel and top - THREAD_SIZE < sp <= top:
             yield sp, top, True
-        for task in self.task_structs():
+        for task in chain(self._tasks(reader), (self._first,)):
             base = word(task + offset["task_struct.stack"])
             end = base + THREAD_SIZE
             if not base:
@@ -101,6 +111,6 @@ class KernelStacks(TaskStacks):
                 is_used = base < sp <= end
                 yield sp if is_used else base, end, is_used
 
-    def _part(self, start: int, end: int) -> tuple[int, ...]:
+    def _part(self, reader: GuestReader, start: int, end: int) -> tuple[int, ...]:
         words = (end - start) // 8
-        return unpack_from(f"<{words}Q", self._memory.read(start, words * 8)) if words > 0 else ()
+        return unpack_from(f"<{words}Q", reader.read(start, words * 8)) if words > 0 else ()

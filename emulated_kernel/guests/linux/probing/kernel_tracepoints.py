@@ -98,7 +98,7 @@ class EventBatch:
 
     def _count(self, change: int) -> int:
         memory = self._machine.memory
-        count = int.from_bytes(memory.read(self._references, _INT), "little") + change
+        count = int.from_bytes(memory.read(self._references, _INT), "little") + change & 0xFFFFFFFF
         if change:
             memory.write(self._references, count.to_bytes(_INT, "little"))
         return count
@@ -260,7 +260,9 @@ class KernelTracepoints:
 
     def _milliseconds(self, tick: int, jiffies: int) -> int:
         """Return the milliseconds of `jiffies`. Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
-        return jiffies * 1000 // round(10**9 / self._word_at(tick)) & 0xFFFFFFFF
+        # A guest can set its variable to any number.
+        per_second = round(10**9 / max(self._word_at(tick), 1))
+        return jiffies * 1000 // max(per_second, 1) & 0xFFFFFFFF
 
     def _word_at(self, address: int) -> int:
         return int.from_bytes(self._memory.read(address, _WORD), "little")

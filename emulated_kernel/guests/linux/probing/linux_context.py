@@ -92,6 +92,7 @@ class LinuxContext(HitContext):
         preemption: bool,
     ) -> None:
         self._memory = machine.memory
+        self._damage = machine.damage
         self._current = machine.per_cpu_bases[0] + abi["percpu.current_task"]
         self._task_flags = abi["task_struct.thread_info.flags"]
         super().__init__(
@@ -99,8 +100,9 @@ class LinuxContext(HitContext):
         )
 
     def resched_flags(self) -> int:
-        task = self._memory.read_word(self._current)
         flags = 0 if self._need_resched[0] & _PREEMPT_NEED_RESCHED else int(EntryFlag.PREEMPT_RESCHED)
-        if self._memory.read_u32(task + self._task_flags) & NEED_RESCHED:
-            flags |= EntryFlag.NEED_RESCHED
+        with self._damage.left_out("current task"):
+            task = self._memory.read_word(self._current)
+            if self._memory.read_u32(task + self._task_flags) & NEED_RESCHED:
+                flags |= EntryFlag.NEED_RESCHED
         return flags

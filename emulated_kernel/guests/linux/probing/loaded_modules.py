@@ -15,7 +15,9 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.live_image import Module
 from emulated_kernel.image.text_tables import BlacklistEntry, Range
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.memory.guest_reader import DamageReports, GuestReader
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE
 
 _SYMBOL = struct.Struct("<IBBHQQ")
 """Layout of an Elf64_Sym."""
@@ -25,13 +27,17 @@ _COUNT = 4
 _ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites": 8}
 """Table of a module -> bytes of an entry."""
 _MODULES = 1 << 12
-"""Limit of modules; a longer list is circular or damaged."""
-_LIMIT = 1 << 20
-"""Limit of entries in a table of a module; a larger count is damaged."""
-_SIZE_LIMIT = 256 << 20
-"""Limit of bytes of a part of a module."""
-_BTF_LIMIT = 32 << 20
+"""Limit of modules; a longer list is damaged."""
+_MOST_ENTRIES = 1 << 18
+"""Limit of entries in all tables of a module."""
+_MOST_BYTES = 48 << 20
+"""Limit of bytes of a module with its tables; the largest modules of distributions have 15 MiB."""
+_BTF_LIMIT = 8 << 20
 """Limit of bytes of a module's BTF."""
+_TEXT = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
+"""Addresses of modules' text. Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR (v6.1)."""
+_NAME = 512
+"""Bytes of a symbol's name. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
 _UNFORMED = 3
 _CORE_DATA = (1, 2, 3)
 """Numbers of memory types for data. Mirrors: include/linux/module.h:enum mod_mem_type (v6.12)"""
@@ -48,41 +54,55 @@ class LoadedModules:
     structures are unknown.
     """
 
-    def __init__(self, kernel: LinuxKernel, memory: GuestMemory) -> None:
-        def read(va: int, size: int) -> bytes:
-            try:
-                return memory.read(va, size)
-            except MemoryFault as fault:
-                raise KeyError(va) from fault
-
-        self._memory = RunningMemory(None, read)
+    def __init__(self, kernel: LinuxKernel, memory: GuestMemory, damage: DamageReports) -> None:
+        self._guest = memory
+        self._damage = damage
+        self._memory = _ModuleMemory()
         self._kernel = kernel
 
+    def _begin(self, what: str) -> GuestReader:
+        """Begin to read one list or one module, within a new bound."""
+        reader = GuestReader(self._guest, what, self._damage, steps=_MOST_ENTRIES, size=_MOST_BYTES)
+        self._memory.reader = reader
+        return reader
+
     def addresses(self) -> list[int]:
-        """Return the address of each struct module, the oldest first, without those that are being loaded."""
+        """Return the address of each struct module, the oldest first, without those that are being loaded.
+
+        Damaged ones are left out.
+        """
         head = self._kernel.kallsyms.lookup_name("modules")
-        if head is None or (node := self._word(head)) == head:
+        if head is None:
+            return []
+        reader = self._begin("module list")
+        nodes = list[int]()
+        with self._damage.left_out(reader.what):
+            for node in reader.nodes(head, _MODULES):
+                nodes.append(node)
+        if not nodes:
             return []
         link = self._structures.btf.offset("module.list")
-        found = list[int]()
-        while node != head:
-            if len(found) == _MODULES:
-                raise unusable("the list of modules has no end")
-            found.append(node - link)
-            node = self._word(node)
-        return [each for each in reversed(found) if self._number(each, "state") != _UNFORMED]
+        state = self._structures.btf.offset("module.state")
+        formed = reader.each(nodes, lambda node: (node - link, reader.u32(node - link + state) != _UNFORMED))
+        return [module for module, is_formed in formed if is_formed][::-1]
 
     def name(self, module: int) -> str:
         """Return the name of a module."""
+        self._begin("module")
+        return self._name(module)
+
+    def _name(self, module: int) -> str:
         return self._memory.string(module + self._structures.btf.offset("module.name"), 64)
 
     def events(self, module: int) -> tuple[KernelEvent, ...]:
         """Return the module's trace events in its own order. Mirrors: trace_module_add_events (v6.1)."""
+        self._begin("module")
         calls, maps = (self._words(module, f"trace_{what}") for what in ("events", "evals"))
         return tuple(kernel_events(self._structures, calls, maps)) if calls else ()
 
     def constants(self, module: int) -> dict[str, int]:
         """Return the enumerators of the module's own types. Mirrors: kernel/bpf/btf.c:btf_modules (v6.1)."""
+        self._begin("module")
         value = self._structures.value
         head = self._kernel.kallsyms.lookup_name("btf_modules")
         link = self._structures.btf.offset("btf_module.list")
@@ -103,10 +123,11 @@ class LoadedModules:
 
     def read(self, module: int) -> Module:
         """Read a module with its tables; its text is in its present state."""
+        self._begin("module")
         text, init_text, data, init_data = self._parts(module)
         symbols = tuple(self._symbols(module, (text, init_text, *data, *init_data), self._per_cpu(module)))
         return Module(
-            name=self.name(module),
+            name=self._name(module),
             text=text,
             init_text=init_text,
             data=data,
@@ -148,9 +169,9 @@ class LoadedModules:
                 return _range(start, value(at, "module_memory.size", _COUNT) if start else 0)
 
             core, init = (tuple(map(part, kinds)) for kinds in (_CORE_DATA, _INIT_DATA))
-            return part(_CORE_TEXT), part(_INIT_TEXT), core, init
+            return _text(part(_CORE_TEXT)), _text(part(_INIT_TEXT)), core, init
         (text, data), (init_text, init_data) = (self._layout(module, name) for name in ("core", "init"))
-        return text, init_text, (data,), (init_data,)
+        return _text(text), _text(init_text), (data,), (init_data,)
 
     def _layout(self, module: int, name: str) -> tuple[Range, Range]:
         """Return text and data of one of the module's two pieces of memory.
@@ -184,10 +205,8 @@ class LoadedModules:
         value = self._structures.value
         table = value(module, "module.kallsyms")
         count = value(table, "mod_kallsyms.num_symtab", _COUNT)
-        if count > _LIMIT:
-            raise unusable("a module has too many symbols")
-        letters = self._memory.read(value(table, "mod_kallsyms.typetab"), count).decode("latin1")
-        entries = self._memory.read(value(table, "mod_kallsyms.symtab"), count * _SYMBOL.size)
+        letters = self._memory.table(value(table, "mod_kallsyms.typetab"), count, 1).decode("latin1")
+        entries = self._memory.table(value(table, "mod_kallsyms.symtab"), count, _SYMBOL.size)
         strings = value(table, "mod_kallsyms.strtab")
         found = []
         for (name, _, _, section, address, _), letter in zip(
@@ -209,9 +228,7 @@ class LoadedModules:
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
         """Read a string table up to the last of `places`; return a function from offset to string."""
         last = max(places, default=0)
-        if last > _LIMIT * 16:
-            raise unusable("the symbol names of a module are damaged")
-        text = self._memory.read(strings, last) + self._memory.string(strings + last, 4096).encode() + b"\0"
+        text = self._memory.read(strings, last) + self._memory.string(strings + last, _NAME).encode() + b"\0"
         return lambda at: text[at : text.index(b"\0", at)].decode("utf-8", "replace")
 
     def _exported(self, module: int) -> frozenset[tuple[str, int]]:
@@ -255,10 +272,7 @@ class LoadedModules:
         if not self._structures.btf.has(f"module.{name}"):
             return 0, b""
         address = self._structures.value(module, f"module.{name}")
-        number = self._number(module, count)
-        if number > _LIMIT:
-            raise unusable(f"{name} of a module is damaged")
-        return address, self._memory.read(address, number * (size or _ENTRY[name])) if number else b""
+        return address, self._memory.table(address, self._number(module, count), size or _ENTRY[name])
 
     def _number(self, module: int, name: str) -> int:
         return self._structures.value(module, f"module.{name}", _COUNT)
@@ -267,7 +281,39 @@ class LoadedModules:
         return int.from_bytes(self._memory.read(va, _WORD), "little")
 
 
+class _ModuleMemory(RunningMemory):
+    """The guest's memory as `reader` reads it."""
+
+    reader: GuestReader
+
+    def __init__(self) -> None:
+        super().__init__(None, self._read_guest)
+
+    def _read_guest(self, va: int, size: int) -> bytes:
+        return self.reader.read(va, size)
+
+    def table(self, va: int, count: int, entry: int) -> bytes:
+        """Read a table of `count` entries with `entry` bytes each. Raises: KernelError ENOEXEC."""
+        try:
+            return self.reader.table(va, count, entry)
+        except MemoryFault as fault:
+            raise unusable(f"a table leads to {fault}") from None
+
+    def string(self, va: int, limit: int = PAGE_SIZE) -> str:
+        try:
+            return self.reader.cstring(va, limit).decode("utf-8", "replace")
+        except MemoryFault as fault:
+            raise unusable(f"a text leads to {fault}") from None
+
+
 def _range(start: int, size: int) -> Range:
-    if not 0 <= size <= _SIZE_LIMIT:
+    if not 0 <= size <= _MOST_BYTES:
         raise unusable("the size of a module is damaged")
     return Range(start, start + size)
+
+
+def _text(part: Range) -> Range:
+    """Return a part of a module that is text. Raises: KernelError ENOEXEC (it is not where text is)."""
+    if part.end > part.start and not (part.start in _TEXT and part.end - 1 in _TEXT):
+        raise unusable(f"a module's text cannot be at {part.start:#x}")
+    return part

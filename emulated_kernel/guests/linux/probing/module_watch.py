@@ -14,6 +14,7 @@ from emulated_kernel.guests.linux.probing.loaded_modules import LoadedModules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import Module
 from emulated_kernel.image.text_tables import JumpLabel
+from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.trace.events.static_keys import StaticKeys
@@ -27,7 +28,7 @@ _LAST = -(1 << 31)
 """Priority of the last notifier: all others have patched the module's text already."""
 Notify = Callable[[ModuleState, int], None]
 _LIMIT = 1 << 10
-"""Limit of notifiers of modules; a longer list is circular."""
+"""Limit of notifiers of modules."""
 log = logging.getLogger("kprobefs.linux")
 
 
@@ -37,7 +38,7 @@ class ModuleWatch:
     def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
         self._machine = machine
         self._kernel = kernel
-        self.loaded = LoadedModules(kernel, machine.memory)
+        self.loaded = LoadedModules(kernel, machine.memory, machine.damage)
         self.name = self.loaded.name
         """Returns the name in a struct module. Raises: as LoadedModules."""
         self._adopted: set[int] = set()
@@ -107,21 +108,22 @@ class ModuleWatch:
         if head is None:
             log.warning("%s: modules are not followed: no module_notify_list", self._kernel.release)
             return
-        memory = self._machine.memory
+        machine = self._machine
+        memory = machine.memory
         btf = self._kernel.btf
         following = btf.offset("notifier_block.next")
-        link = head + btf.offset("blocking_notifier_head.head")
-        start = link
-        for _ in range(_LIMIT):
-            other = memory.read_word(link)
-            if not other:
-                memory.write(link, pack("<Q", self._block(arch, last, _LAST)))
-                block = self._block(arch, first, _FIRST)
-                memory.write(block + following, pack("<Q", memory.read_word(start)))
-                memory.write(start, pack("<Q", block))
-                return
-            link = other + following
-        log.warning("%s: modules are not followed: module_notify_list has no end", self._kernel.release)
+        start = head + btf.offset("blocking_notifier_head.head")
+        link = start
+        try:
+            reader = GuestReader(memory, "list of module notifiers", machine.damage)
+            for block in reader.chain(reader.word(start), link=following, most=_LIMIT):
+                link = block + following
+            memory.write(link, pack("<Q", self._block(arch, last, _LAST)))
+            block = self._block(arch, first, _FIRST)
+            memory.write(block + following, pack("<Q", memory.read_word(start)))
+            memory.write(start, pack("<Q", block))
+        except MemoryFault as fault:
+            log.warning("%s: modules are not followed: module_notify_list: %s", self._kernel.release, fault)
 
     def _block(self, arch: Arch, notify: Notify, priority: int) -> int:
         """Return the address of a new notifier_block that calls `notify`."""

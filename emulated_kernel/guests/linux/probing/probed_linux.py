@@ -91,6 +91,7 @@ class ProbedLinux(ProbedMachine):
         super().__init__()
         machine = tasks.machine
         machine.take_breakpoints()
+        self.damage = machine.damage
         self.model = LinuxCpuModel(_layout(tasks, kernel))
         self.regs = machine.regs
         self.hooks = machine.hooks

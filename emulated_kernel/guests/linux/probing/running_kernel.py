@@ -20,6 +20,7 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
 from emulated_kernel.image.text_tables import BlacklistEntry
 from emulated_kernel.image.trace_events import SyscallDefinition
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
@@ -37,7 +38,7 @@ class RunningMemory(LinkedMemory):
         """Keep the image and a function that reads the rest.
 
         `read` returns the bytes at a virtual address; without an image, it reads everything. It raises
-        KeyError.
+        MemoryFault.
         """
         super().__init__(0, () if image is None else (image,), {})
         self._read = read
@@ -53,7 +54,7 @@ class RunningMemory(LinkedMemory):
             return super().read(va, size)
         try:
             return self._read(va, max(size, 0))
-        except (KeyError, IndexError):
+        except MemoryFault:
             raise unusable(f"{size} bytes at {va:#x} are not in memory") from None
 
     def has(self, va: int) -> bool:
@@ -61,7 +62,7 @@ class RunningMemory(LinkedMemory):
             return True
         try:
             return len(self._read(va, 1)) == 1
-        except (KeyError, IndexError):
+        except MemoryFault:
             return False
 
     def string(self, va: int, limit: int = 1 << 16) -> str:

@@ -24,7 +24,7 @@ from emulated_kernel.guests.linux.vmcore.vmcore_image import ONLINE, VmcoreOffse
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
-from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 
@@ -149,7 +149,7 @@ class VmcoreGuest(RunningLinux):
             """Stack of the task that makes calls."""
             self.time = self._last_tick()
             """Nanoseconds since the boot of the dump's kernel; the guest's clock is not earlier."""
-        except (KeyError, IndexError, struct.error) as error:
+        except (KeyError, MemoryFault) as error:
             raise unusable_core(f"its kernel's structures lead nowhere: {error}") from None
         self._map_devices()
         if "do_sync_core" in symbols:

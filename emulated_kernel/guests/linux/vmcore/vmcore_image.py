@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from errno import EIO, ENODATA, ENOENT, ENOEXEC
+from functools import partial
 from typing import IO
 
 from emulated_kernel.guests.linux.boot import snapshot
@@ -100,15 +101,9 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
     if not 0 < root < len(ram) - HOST_SIZE or root % PAGE:
         raise unusable_core("its page tables aren't in its memory")
 
-    def read(va: int, length: int) -> bytes:
-        data = memory.read(root, va, length)
-        if len(data) != length:
-            raise KeyError(f"{va:#x} is outside of RAM")
-        return data
-
     image = LoadSegment(start, pa, memoryview(ram)[pa : pa + size], size, 7)
     try:
-        kernel = RunningKernel(RunningMemory(image, read))
+        kernel = RunningKernel(RunningMemory(image, partial(memory.read, root)))
         return kernel, _facts(kernel, root)
     except KernelError as error:
         if error.errno not in (ENOEXEC, ENODATA, ENOENT):

@@ -3,6 +3,7 @@
 #include "errno.h"
 #include "extable.h"
 #include "fs_struct.h"
+#include "host_abi.h"
 #include "internal.h"
 #include "mm.h"
 #include "printk.h"
@@ -47,7 +48,10 @@ struct filename *getname_flags(const char __user *filename, int flags, int *empt
 	result->refcnt = 1;
 	result->uptr = filename;
 	result->name = result->walk = result->iname;
-	len = strncpy_from_user(result->iname, filename, EMBEDDED_NAME_MAX);
+	if (current->host_names == HOST_NAMES_UNKNOWN)
+		len = strncpy_from_user(result->iname, filename + PATH_MAX, EMBEDDED_NAME_MAX);
+	else
+		len = strncpy_from_user(result->iname, filename, EMBEDDED_NAME_MAX);
 	if (len == EMBEDDED_NAME_MAX)
 		len = -ENAMETOOLONG;
 	if (!len && empty)

@@ -26,6 +26,8 @@
 #define HOST_LOOKUP_DEFAULT 0 /* there, except where it is about to be made */
 #define HOST_LOOKUP_MISSING 1
 #define HOST_LOOKUP_EXISTS 2
+
+#define HOST_NAMES_UNKNOWN 2 /* of task_struct.host_names */
 #define HOST_REPLY_SIZE 8192
 
 #define MODULE_OP_ALLOC 0

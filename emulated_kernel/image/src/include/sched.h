@@ -106,7 +106,8 @@ struct task_struct {
 	/* Of the system call that the host makes for a process of its own; all 0 otherwise. */
 	u32 host_fd;         /* a descriptor as the process counts, + 1 */
 	u32 host_real_fd;    /* what it is in the table that all of them share; an open sets it */
-	u32 host_names;      /* behind each name in user memory, at PATH_MAX, stands what to walk instead */
+	u32 host_names;      /* behind each name in user memory, at PATH_MAX, stands what to walk instead;
+				with HOST_NAMES_UNKNOWN the name itself can't be read */
 	u32 host_lookup;     /* HOST_LOOKUP_*: what the host knows of a name of its own */
 	char comm[TASK_COMM_LEN];
 	struct cred *cred;

@@ -1,0 +1,229 @@
+"""Memory of other processes, read by helper processes: a read of /proc/PID/mem can take for ever.
+
+A page of another process can belong to a file of a hung file system, or to a file of the reader's own mount.
+Then the reader sleeps in the host's kernel, and not even SIGKILL ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from time import monotonic
+
+log = logging.getLogger("kprobefs.clients")
+
+TIMEOUT = 0.1
+"""Seconds after which a read is given up."""
+MOST_ABANDONED = 8
+"""Abandoned helpers that may still sleep in a read. With that many, all reads fail at once."""
+IDLE = 3
+"""Idle helpers that are kept: as many as threads that usually take requests."""
+STARTS_WITHIN = 5.0
+"""Seconds that a new helper may take until it is ready."""
+
+_PIECE = struct.Struct("=qq")
+_SIZE = struct.Struct("=q")
+_READY = b"+"
+_FAILED = -1
+_HELPER = """
+import os, struct
+piece, size = struct.Struct("=qq"), struct.Struct("=q")
+os.write(1, b"+")
+
+def exactly(count):
+    data = b""
+    while len(data) < count:
+        part = os.read(0, count - len(data))
+        if not part:
+            os._exit(0)
+        data += part
+    return data
+
+def read(file, offset, count):
+    if count >= 0:
+        data = b""
+        while len(data) < count:
+            part = os.pread(file, count - len(data), offset + len(data))
+            if not part:
+                break
+            data += part
+        return data
+    data = b""
+    while len(data) < -count:
+        at = offset + len(data)
+        data += os.pread(file, 4096 - at % 4096, at) or b"\\0"
+        if b"\\0" in data:
+            break
+    return data.split(b"\\0")[0]
+
+while True:
+    (count,) = size.unpack(exactly(size.size))
+    path = exactly(count)
+    (count,) = size.unpack(exactly(size.size))
+    pieces = [piece.unpack(exactly(piece.size)) for _ in range(count)]
+    answer = b""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for offset, length in pieces:
+                data = read(file, offset, length)
+                answer += size.pack(len(data)) + data
+        finally:
+            os.close(file)
+    except (OSError, OverflowError):
+        answer = size.pack(-1)
+    answer = size.pack(len(answer)) + answer
+    while answer:
+        answer = answer[os.write(1, answer):]
+"""
+"""Program of a helper: it answers requests (path, pieces) with the pieces' data until its input ends.
+
+It is text, so that a daemon whose package was upgraded meanwhile still starts the helper that fits it.
+"""
+
+
+class _GivenUpError(Exception):
+    """A helper has not answered in time."""
+
+
+class _Helper:
+    """One helper process. It has none of this process's descriptors: a sleeping one keeps no mount alive."""
+
+    def __init__(self) -> None:
+        """Start the process. Raises: OSError, _GivenUpError."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _HELPER],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={},
+            start_new_session=True,
+        )
+        try:
+            self._receive(len(_READY), monotonic() + STARTS_WITHIN)
+        except BaseException:
+            self.end()
+            self.process.wait()
+            raise
+
+    def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """Return the data of the pieces, or None if they are unreadable. Raises: OSError, _GivenUpError."""
+        assert self.process.stdin is not None
+        name = os.fsencode(path)
+        request = [_SIZE.pack(len(name)), name, _SIZE.pack(len(pieces))]
+        request += [_PIECE.pack(offset, length) for offset, length in pieces]
+        os.write(self.process.stdin.fileno(), b"".join(request))
+        deadline = monotonic() + TIMEOUT
+        (size,) = _SIZE.unpack(self._receive(_SIZE.size, deadline))
+        answer = self._receive(size, deadline)
+        found = []
+        at = 0
+        while at < size:
+            (length,) = _SIZE.unpack_from(answer, at)
+            if length == _FAILED:
+                return None
+            at += _SIZE.size
+            found.append(answer[at : at + length])
+            at += length
+        return found
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        assert self.process.stdout is not None
+        output = self.process.stdout.fileno()
+        # select(2) takes no descriptor above 1023.
+        readable = select.poll()
+        readable.register(output, select.POLLIN)
+        data = b""
+        while len(data) < size:
+            if not readable.poll(max(0.0, 1000 * (deadline - monotonic()))):
+                raise _GivenUpError
+            part = os.read(output, size - len(data))
+            if not part:
+                raise _GivenUpError
+            data += part
+        return data
+
+    def end(self) -> None:
+        """Close the channels and kill the process, which may end much later."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.kill()
+
+
+class ProcessMemory:
+    """Reads files of /proc that can block. A read that takes longer than TIMEOUT fails. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Helper] = []
+        self._abandoned: dict[subprocess.Popen[bytes], str] = {}
+        """Helper that was given up -> the file that it reads."""
+        self.failures = 0
+        """Reads that were given up, or not tried because MOST_ABANDONED helpers sleep or none could start."""
+
+    def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """Return the data of the pieces (offset, size) of a file, or None if the file is unreadable.
+
+        A negative size means a C string of at most that many bytes, without its NUL.
+        Hazard: it can take TIMEOUT, so no caller may hold the control lock.
+        Raises: TimeoutError (the read was given up or not tried; `failures` counts it).
+        """
+        helper = None
+        try:
+            helper = self._take(path)
+            found = helper.read(path, pieces)
+        except (_GivenUpError, OSError, subprocess.SubprocessError) as error:
+            self._abandon(helper, path)
+            raise TimeoutError(f"{path}: no answer") from error
+        self._give_back(helper)
+        return found
+
+    def _take(self, path: str) -> _Helper:
+        """Return a free helper. Raises: OSError, _GivenUpError (the file, or too many, do not answer)."""
+        with self._lock:
+            self._abandoned = {
+                process: read for process, read in self._abandoned.items() if process.poll() is None
+            }
+            if path in self._abandoned.values() or len(self._abandoned) >= MOST_ABANDONED:
+                raise _GivenUpError
+            if self._idle:
+                return self._idle.pop()
+        return _Helper()
+
+    def _give_back(self, helper: _Helper) -> None:
+        with self._lock:
+            if len(self._idle) < IDLE:
+                self._idle.append(helper)
+                return
+        helper.end()
+        helper.process.wait()
+
+    def _abandon(self, helper: _Helper | None, path: str) -> None:
+        with self._lock:
+            self.failures += 1
+            failures = self.failures
+            if helper is not None:
+                helper.end()
+                self._abandoned[helper.process] = path
+        # Each power of two is logged, so that a client cannot fill the log.
+        if not failures & failures - 1:
+            log.warning("memory of processes: no answer to %d reads so far; the latest: %s", failures, path)
+
+    def close(self) -> None:
+        """End the idle helpers."""
+        with self._lock:
+            idle = self._idle
+            self._idle = []
+        for helper in idle:
+            helper.end()
+            helper.process.wait()

@@ -1,0 +1,163 @@
+"""GuestReader: reads lists, tables and strings of a guest, which may be hostile, within a bound."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
+from emulated_kernel.util.abi import PAGE_SIZE
+
+MOST_STEPS = 1 << 16
+"""Maximum number of list nodes and table entries that one reader follows."""
+MOST_BYTES = 16 << 20
+"""Maximum number of bytes that one reader reads."""
+_MOST_REPORTS = 64
+"""Maximum number of kinds of damaged data that are reported."""
+_T = TypeVar("_T")
+_log = logging.getLogger("kprobefs.guest")
+
+
+class ReadableMemory(Protocol):
+    """Memory that is read by virtual address."""
+
+    @property
+    def word_size(self) -> int: ...
+
+    def read(self, va: int, size: int, /) -> bytes: ...
+
+
+class DamageReports:
+    """Reports damaged data of one guest: each kind of data once."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self.tell: Callable[[str], object] | None = None
+        """Function that also gets each report, such as one that shows it in the guest's log."""
+
+    def report(self, what: str, why: object) -> None:
+        """Log that a part of `what` is left out, unless `what` was reported before."""
+        if what in self._known or len(self._known) >= _MOST_REPORTS:
+            return
+        self._known.add(what)
+        text = f"the {what} is damaged, and a part of it is left out: {why}"
+        _log.warning("guest: %s", text)
+        if self.tell is not None:
+            self.tell(text)
+
+    @contextmanager
+    def left_out(self, what: str) -> Iterator[None]:
+        """Leave out the rest of the block, and report it, if the guest's data lead nowhere."""
+        try:
+            yield
+        except (MemoryFault, GuestFault) as fault:
+            self.report(what, fault)
+
+
+class GuestReader:
+    """Reads one thing of a stopped guest, named `what`; every count and pointer in it may be wrong.
+
+    The number of steps and bytes is bounded for the reader's whole life. A fault of MemoryFault tells what is
+    damaged: an address that is not mapped, data beyond the bound, a pointer that is not aligned, or a circle.
+    """
+
+    def __init__(
+        self,
+        memory: ReadableMemory,
+        what: str,
+        damage: DamageReports,
+        *,
+        steps: int = MOST_STEPS,
+        size: int = MOST_BYTES,
+    ) -> None:
+        self._memory = memory
+        self.what = what
+        self.damage = damage
+        self.word_size = memory.word_size
+        self._steps = steps
+        self._left = size
+
+    def read(self, va: int, size: int) -> bytes:
+        """Read bytes. Raises: MemoryFault (not mapped, or more than the bound allows)."""
+        if not 0 <= size <= self._left:
+            raise MemoryFault(va, f"{size} bytes are too many")
+        self._left -= size
+        data = self._memory.read(va, size)
+        if len(data) != size:
+            raise MemoryFault(va)
+        return data
+
+    def number(self, va: int, size: int) -> int:
+        """Read a little-endian number of `size` bytes. Raises: MemoryFault."""
+        return int.from_bytes(self.read(va, size), "little")
+
+    def word(self, va: int) -> int:
+        """Read a pointer or an `unsigned long`. Raises: MemoryFault."""
+        return self.number(va, self.word_size)
+
+    def u32(self, va: int) -> int:
+        """Read a 32-bit number. Raises: MemoryFault."""
+        return self.number(va, 4)
+
+    def table(self, va: int, count: int, entry: int) -> bytes:
+        """Read a table of `count` entries with `entry` bytes each. Raises: MemoryFault."""
+        self._take_steps(va, count)
+        return self.read(va, count * entry) if count else b""
+
+    def cstring(self, va: int, limit: int) -> bytes:
+        """Read bytes up to a NUL (excluded), or `limit` bytes if there is none. Raises: MemoryFault."""
+        parts: list[bytes] = []
+        while limit > 0:
+            size = min(limit, PAGE_SIZE - va % PAGE_SIZE)
+            head, nul, _ = self.read(va, size).partition(b"\0")
+            # Only what is kept counts; a short string before the end of a page is not damage.
+            self._left += size - len(head)
+            parts.append(head)
+            if nul:
+                break
+            va += size
+            limit -= size
+        return b"".join(parts)
+
+    def nodes(self, head: int, most: int = MOST_STEPS) -> Iterator[int]:
+        """Yield the address of each node of a list whose last node points to `head`.
+
+        Raises: MemoryFault (after the intact nodes: the list leads nowhere, into a circle, or has more than
+        `most` nodes).
+        Mirrors: include/linux/list.h:list_for_each (v6.1).
+        """
+        yield from self.chain(self.word(head), head, most=most)
+
+    def chain(self, node: int, end: int = 0, link: int = 0, most: int = MOST_STEPS) -> Iterator[int]:
+        """Yield `node` and its successors up to the address `end`; `link` is the offset of the pointer.
+
+        Raises: as `nodes`.
+        """
+        known: set[int] = set()
+        while node != end:
+            if node % self.word_size:
+                raise MemoryFault(node, "no list node")
+            if node in known or len(known) == most:
+                raise MemoryFault(node, "a list without end")
+            self._take_steps(node, 1)
+            known.add(node)
+            following = self.word(node + link)
+            yield node
+            node = following
+
+    def each(self, nodes: Iterable[int], read: Callable[[int], _T]) -> Iterator[_T]:
+        """Yield what `read` returns for each node; report and leave out what is damaged."""
+        found = iter(nodes)
+        while True:
+            # A fault of the list itself ends it; a fault of one node concerns only this node.
+            with self.damage.left_out(self.what):
+                for node in found:
+                    yield read(node)
+                return
+
+    def _take_steps(self, va: int, count: int) -> None:
+        if not 0 <= count <= self._steps:
+            raise MemoryFault(va, f"{count} entries are too many")
+        self._steps -= count

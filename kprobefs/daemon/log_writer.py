@@ -1,0 +1,95 @@
+"""LogWriter: a logging handler that never keeps its caller waiting, whatever it writes to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from time import monotonic
+
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.threads import start_thread
+
+MOST_BYTES = 1 << 20
+"""Bytes of messages that may wait; further ones are dropped and counted."""
+FLUSH_TIMEOUT = 1.0
+"""Seconds that flush() waits for the messages to be written."""
+
+
+class LogWriter(logging.Handler):
+    """Queues messages, which a thread writes to a descriptor.
+
+    A pipe that nobody reads, a stopped terminal or a hung disk keeps only that thread waiting. The descriptor
+    stays blocking: others may have inherited it, too, and O_NONBLOCK would hold for them as well.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        """Begin without messages and without a thread, as in a child process."""
+        self._changed = threading.Condition()
+        self._messages: deque[bytes] = deque()
+        self._size = 0
+        self._dropped = 0
+        self._is_writing = False
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record. If the host has no thread to write it, it waits for the next record."""
+        try:
+            message = f"{self.format(record)}\n".encode("utf-8", "surrogateescape")
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if self._messages and self._size + len(message) > MOST_BYTES:
+                self._dropped += 1
+                return
+            self._messages.append(message)
+            self._size += len(message)
+            self._changed.notify_all()
+            if self._thread is None:
+                with suppress(KernelError):
+                    self._thread = start_thread("log", self._write_for_ever)
+
+    def _write_for_ever(self) -> None:
+        while True:
+            with self._changed:
+                while not self._messages:
+                    self._changed.wait()
+                message = self._messages.popleft()
+                self._size -= len(message)
+                if self._dropped and not self._messages:
+                    message += (
+                        f"{self._dropped} messages were dropped: the log took none meanwhile\n".encode()
+                    )
+                    self._dropped = 0
+                self._is_writing = True
+            self._write(message)
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+
+    def _write(self, message: bytes) -> None:
+        while message:
+            try:
+                message = message[os.write(self._descriptor, message) :]
+            except OSError:
+                # The reader is gone, or the disk is full.
+                with self._changed:
+                    self._dropped += 1
+                return
+
+    def flush(self) -> None:
+        """Wait until all messages are written, for at most FLUSH_TIMEOUT seconds."""
+        end = monotonic() + FLUSH_TIMEOUT
+        with self._changed:
+            while (self._messages or self._is_writing) and self._thread is not None:
+                if not self._changed.wait(end - monotonic()):
+                    return

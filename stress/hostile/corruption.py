@@ -1,0 +1,134 @@
+"""Damage of single words of a guest's memory, and a bound on what readers of that memory may read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.errors import KernelError
+
+MOST_READS = 300_000
+"""Largest number of reads of a reader's answer; as many take about half a second."""
+MOST_BYTES = 64 << 20
+"""Largest number of bytes that a reader's answer may read."""
+NOT_CANONICAL = 0x1234_5678_9ABC_DEF0
+_WORD = 8
+_WHOLE = 16
+"""Words of a piece of memory that are all damaged; of a larger piece, so many are drawn."""
+Readers = Mapping[str, Callable[[], object]]
+"""Name -> a function that reads the guest's memory."""
+
+
+class Runaway(BaseException):
+    """A reader reads too much. No handler of the code under test may catch it."""
+
+
+class Field(NamedTuple):
+    """A number in the guest's memory that some reader has read."""
+
+    va: int
+    pa: int
+    size: int
+
+
+class Watched:
+    """A guest's memory whose reads are counted and noted."""
+
+    def __init__(self, memory: GuestMemory) -> None:
+        self.memory = memory
+        self._read = memory.read
+        self._noted: dict[tuple[int, int], None] | None = None
+        self._reads = 0
+        self._bytes = 0
+
+    def note(self, va: int, size: int) -> None:
+        """Note that somebody reads. Raises: Runaway (it is too much)."""
+        self._reads += 1
+        self._bytes += size
+        if self._reads > MOST_READS or self._bytes > MOST_BYTES:
+            raise Runaway(f"{self._reads} reads of {self._bytes} bytes")
+        if self._noted is not None:
+            self._noted[va, size] = None
+
+    def _watched(self, va: int, size: int) -> bytes:
+        self.note(va, size)
+        return self._read(va, size)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the reads in the block from 0 on. Raises: Runaway (in the block: they are too many)."""
+        self._reads = 0
+        self._bytes = 0
+        # An attribute of the object goes before the class's method.
+        self.memory.read = self._watched  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.memory.read
+
+    def fields(self, read: Callable[[], object], rnd: random.Random) -> list[Field]:
+        """Return the numbers that `read` reads now."""
+        self._noted = {}
+        with self.counting():
+            answer(read)
+        pieces, self._noted = self._noted, None
+        found: dict[Field, None] = {}
+        for va, size in pieces:
+            words = range(va, va + size, _WORD)
+            for at in words if len(words) <= _WHOLE else rnd.sample(words, _WHOLE):
+                with suppress(MemoryFault):
+                    found[Field(at, self.memory.translate(at), min(_WORD, va + size - at))] = None
+        return list(found)
+
+
+def values(field: Field, word_size: int) -> list[int]:
+    """Return what the field is set to.
+
+    That is its own address, the address of a neighbour, 0, an address that is not canonical, one that is not
+    aligned, and huge numbers.
+    """
+    own = field.va - field.va % word_size
+    wild = (own, own + 2 * word_size, own - 2 * word_size, 0, NOT_CANONICAL, own + 3, 1 << 20, 1 << 32, -1)
+    return list(dict.fromkeys(value & (1 << 8 * field.size) - 1 for value in wild))
+
+
+@contextmanager
+def damaged(memory: GuestMemory, field: Field, value: int) -> Iterator[None]:
+    """Set a field to a value in the block."""
+    where = slice(field.pa, field.pa + field.size)
+    saved = memory.ram[where]
+    memory.ram[where] = value.to_bytes(field.size, "little")
+    try:
+        yield
+    finally:
+        memory.ram[where] = saved
+
+
+def answer(read: Callable[[], object]) -> None:
+    """Let a reader answer, or refuse as it may."""
+    with suppress(KernelError, MemoryFault):
+        read()
+
+
+def attack(
+    watched: Watched, readers: Readers, rnd: random.Random, most: int | None = None
+) -> Iterator[tuple[str, Field, int]]:
+    """Damage each field that a reader reads, and let all readers answer; yield each case after it.
+
+    Of more than `most` cases of a reader, so many are drawn. Raises: Runaway, and what a reader raises
+    besides KernelError and MemoryFault.
+    """
+    memory = watched.memory
+    for name, read in readers.items():
+        fields = watched.fields(read, rnd)
+        cases = [(field, value) for field in fields for value in values(field, memory.word_size)]
+        for field, value in cases if most is None or len(cases) <= most else rnd.sample(cases, most):
+            with damaged(memory, field, value):
+                for victim in readers.values():
+                    with watched.counting():
+                        answer(victim)
+            yield name, field, value

@@ -1,0 +1,47 @@
+"""Calls of clients whose memory does not answer: they are made all the same, and their paths are faults."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from emulated_kernel.guests.common.client_call import ClientCall
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.vfs.core.client import Client
+from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch
+
+CLIENT = Client(FIRST_PID, 0, 0)
+LONG = "/".join(["d" * 200] * 15)
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_paths_of_calls_that_are_unknown(arch: str) -> None:
+    """One path and two, short and long ones; the lookup before the call does not end it."""
+    watch = ScriptedWatch(comms={FIRST_PID: "client"}, free_fds={FIRST_PID: 7})
+    with Kernel(MachineConfig(arch=arch), watch) as kernel:
+        mount = kernel.mount()
+        place = ""
+        for name in LONG.split("/"):
+            place += f"/{name}"
+            mount.mkdir(CLIENT, f"/scratch{place}", 0o755)
+        old, new = f"/scratch/{LONG}/old", f"/scratch/{LONG}/new"
+        mount.release(mount.create(CLIENT, old, 0o644, os.O_WRONLY))
+
+        def write(path: str, text: str) -> None:
+            handle = mount.open(CLIENT, path, os.O_WRONLY | os.O_APPEND)
+            mount.write(CLIENT, handle, text.encode(), 0)
+            mount.release(handle)
+
+        write("/tracing/kprobe_events", "p:opened do_sys_openat2 path=+0($arg2):ustring\n")
+        write("/tracing/events/kprobes/opened/enable", "1")
+        watch.calls[FIRST_PID] = ClientCall("openat", (0, 0x1000, os.O_RDONLY, 0), {}, is_hidden=True)
+        mount.getattr(old, lambda: CLIENT)
+        mount.release(mount.open(CLIENT, old, os.O_RDONLY))
+        mount.release(mount.open(CLIENT, "/machine/version", os.O_RDONLY))
+        watch.calls[FIRST_PID] = ClientCall("renameat2", (0, 0x1000, 0, 0x1000, 0), {}, is_hidden=True)
+        mount.rename(CLIENT, old, new)
+        del watch.calls[FIRST_PID]
+        assert mount.getattr(new).size == 0
+        assert kernel.trace.trace_text().count("path=(fault)") == 2

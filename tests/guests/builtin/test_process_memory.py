@@ -1,0 +1,156 @@
+"""Memory of other processes: a reader that sleeps for ever is left alone, and the others are served."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.guests.common import process_memory as module
+from emulated_kernel.guests.common.process_memory import MOST_ABANDONED, ProcessMemory
+
+
+@pytest.fixture
+def memory() -> Iterator[ProcessMemory]:
+    memory = ProcessMemory()
+    yield memory
+    memory.close()
+    # Helpers that were given up are killed; here they can die of it.
+    for process in memory._abandoned:
+        process.wait(5)
+
+
+@contextmanager
+def silent_file(tmp_path: os.PathLike[str]) -> Iterator[str]:
+    """A file that keeps each reader waiting, as memory of a hung file system does."""
+    path = os.path.join(tmp_path, "fifo")
+    os.mkfifo(path)
+    yield path
+
+
+def test_pieces_and_strings(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
+    path = os.path.join(tmp_path, "file")
+    with open(path, "wb") as file:
+        file.write(b"abc\0" + b"x" * 10_000 + b"\0rest")
+    pieces = [(0, 3), (1, -8192), (4, -8192), (10_004, 100), (3, -8192), (20_000, 4)]
+    long = b"x" * 10_000
+    assert memory.read(path, pieces) == [b"abc", b"bc", long[: 3 * 4096 - 4], b"\0rest", b"", b""]
+    assert memory.failures == 0
+
+
+def test_nothing_to_read(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
+    assert memory.read(os.path.join(tmp_path, "none"), [(0, 1)]) is None
+    assert memory.read("/proc/self/mem", [(8, 1)]) is None
+    assert memory.read("/proc/self/comm", [(0, 16)]) is not None
+    assert memory.failures == 0
+
+
+def test_a_reader_that_sleeps_is_given_up(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
+    with silent_file(tmp_path) as path, pytest.raises(TimeoutError):
+        memory.read(path, [(0, 1)])
+    assert memory.failures == 1
+    assert memory.read(f"/proc/{os.getpid()}/comm", [(0, 16)]) == [Path("/proc/self/comm").read_bytes()]
+    assert memory.failures == 1
+
+
+def test_no_more_readers_than_that_sleep(
+    tmp_path: os.PathLike[str], memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With MOST_ABANDONED of them, nothing is tried, until one of them ends."""
+    # A signal ends no process that sleeps in a page fault.
+    monkeypatch.setattr("subprocess.Popen.kill", lambda _process: None)
+    with silent_file(tmp_path) as path:
+        for number in range(MOST_ABANDONED):
+            os.link(path, f"{path}{number}")
+            with pytest.raises(TimeoutError):
+                memory.read(f"{path}{number}", [(0, 1)])
+        assert sum(process.poll() is None for process in memory._abandoned) == MOST_ABANDONED
+        with pytest.raises(TimeoutError):
+            memory.read("/proc/self/comm", [(0, 1)])
+        assert len(memory._abandoned) == MOST_ABANDONED
+        assert memory.failures == MOST_ABANDONED + 1
+        first = next(iter(memory._abandoned))
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(5)
+        assert memory.read("/proc/self/comm", [(0, 1)])
+    monkeypatch.undo()
+    for process in memory._abandoned:
+        process.kill()
+
+
+def test_one_reader_sleeps_for_a_file(
+    tmp_path: os.PathLike[str],
+    memory: ProcessMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Further reads of it fail at once, so that one process uses up one reader."""
+    monkeypatch.setattr("subprocess.Popen.kill", lambda _process: None)
+    with silent_file(tmp_path) as path:
+        for _ in range(MOST_ABANDONED + 1):
+            with pytest.raises(TimeoutError):
+                memory.read(path, [(0, 1)])
+    assert len(memory._abandoned) == 1
+    counts = [message.split("answer to ")[1].split()[0] for message in caplog.messages]
+    assert counts == ["1", "2", "4", "8"]
+    assert memory.read("/proc/self/comm", [(0, 1)])
+    monkeypatch.undo()
+    for process in memory._abandoned:
+        process.kill()
+
+
+def test_a_helper_has_no_descriptor_of_ours(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
+    """One that sleeps for ever keeps neither a mount nor a pipe alive."""
+    inherited = os.open(tmp_path, os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    try:
+        memory.read("/proc/self/comm", [(0, 1)])
+        (helper,) = memory._idle
+        own = os.stat(inherited)
+        for name in os.listdir(f"/proc/{helper.process.pid}/fd"):
+            found = os.stat(f"/proc/{helper.process.pid}/fd/{name}")
+            assert (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino)
+        assert set(os.listdir(f"/proc/{helper.process.pid}/fd")) == {"0", "1", "2"}
+    finally:
+        os.close(inherited)
+
+
+def test_a_helper_that_was_killed_is_replaced(memory: ProcessMemory) -> None:
+    memory.read("/proc/self/comm", [(0, 1)])
+    (helper,) = memory._idle
+    helper.process.kill()
+    helper.process.wait(5)
+    with pytest.raises(TimeoutError):
+        memory.read("/proc/self/comm", [(0, 1)])
+    assert memory.read("/proc/self/comm", [(0, 1)])
+
+
+def test_a_host_without_processes(memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object, **_options: object) -> object:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(module.subprocess, "Popen", refuse)
+    with pytest.raises(TimeoutError):
+        memory.read("/proc/self/comm", [(0, 1)])
+    assert memory.failures == 1
+
+
+def test_several_threads_read_at_once(memory: ProcessMemory) -> None:
+    found: list[list[bytes] | None] = []
+
+    def read() -> None:
+        found.extend(memory.read("/proc/self/stat", [(0, 1 << 12)]) for _ in range(20))
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 120
+    assert all(data and data[0].endswith(b"\n") for data in found)
+    assert len(memory._idle) <= module.IDLE

@@ -1,0 +1,72 @@
+"""A client whose memory does not answer: python hiding_client.py SLOW. It takes commands from standard input.
+
+    open PATH    open a file; between the call and its reply the path's page is replaced
+    exec NAME    take a name, and replace the page that holds the path of this program
+
+SLOW is a file whose reads wait. It is mapped over pages that this client has used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+
+PAGE = mmap.PAGESIZE
+_AT_EXECFN = 31
+_PR_SET_NAME = 15
+_FIXED = 0x10
+_PRIVATE = 2
+_ANONYMOUS = 0x20
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.open.argtypes = [ctypes.c_void_p, ctypes.c_int]
+libc.getauxval.restype = ctypes.c_ulong
+
+
+def hide(address: int, slow: int) -> None:
+    """Map the slow file over a page."""
+    found = libc.mmap(address, PAGE, mmap.PROT_READ, _PRIVATE | _FIXED, slow, 0)
+    assert found == address, os.strerror(ctypes.get_errno())
+
+
+def open_hidden(path: str, slow: int) -> str:
+    """Open a file; say "waiting", and hide the path when a line comes. Return the result of the open(2)."""
+    page = libc.mmap(None, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
+    ctypes.memmove(page, os.fsencode(path) + b"\0", len(path) + 1)
+    result: list[str] = []
+
+    def call() -> None:
+        found = libc.open(page, os.O_RDONLY)
+        result.append(os.strerror(ctypes.get_errno()) if found < 0 else "opened")
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    print("waiting", flush=True)
+    sys.stdin.readline()
+    hide(page, slow)
+    print("hidden", flush=True)
+    thread.join()
+    return result[0]
+
+
+def main() -> None:
+    slow = os.open(sys.argv[1], os.O_RDONLY)
+    print("ready", flush=True)
+    while line := sys.stdin.readline():
+        command, argument = line.split()
+        if command == "open":
+            print(open_hidden(argument, slow), flush=True)
+        else:
+            libc.prctl(_PR_SET_NAME, argument.encode())
+            # The stack ends at this page; nothing below it is needed any more.
+            hide(libc.getauxval(_AT_EXECFN) // PAGE * PAGE, slow)
+            print("hidden", flush=True)
+
+
+if __name__ == "__main__":
+    main()
