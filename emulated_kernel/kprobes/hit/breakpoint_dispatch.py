@@ -160,7 +160,7 @@ class BreakpointDispatch:
             return
         if head.has_post_assembly:
             hits.code_behind(head, head.address + insn.prepared.length)
-            self._install_step_end(head, insn)
+        self._install_step_end(head, insn)
         self.breakpoints[head.address] = hits.by_stub(head, stub)
         if leads_to is None:
             self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)

@@ -246,13 +246,11 @@ class HitHandling:
     def after_step(self, head: AggrKprobe, next_ip: int) -> int | None:
         """Return where the guest continues after the step of a hit without state.
 
-        None means that Python must decide it, for hits with state.
+        None means that Python decides it: there are no such hits yet, or Python runs post_code.
         """
-        if not head.has_post_handler:
-            return next_ip
         if head.stub is None:
             return None
-        # Guest code precedes the step, so that no enabled probe has a post_handler in Python.
+        # With a stub, no enabled probe has a post_handler in Python.
         if not head.has_post_assembly:
             return next_ip
         code = self._compiler.made_behind(head, next_ip)
