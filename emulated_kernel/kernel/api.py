@@ -32,7 +32,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.open_file import OpenFile, Steps, finish
 from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from emulated_kernel.vfs.mount import Mount
 
@@ -714,14 +714,14 @@ class Kernel:
             # Some files take one word at a time.
             while left:
                 try:
-                    taken = opened.write(left, 0, prepared)
+                    taken = finish(opened.begin_write(left, 0, prepared))
                 except WouldBlock:
                     raise KernelError(errno.EAGAIN, f"{path}: it takes no data now; try again") from None
                 if not taken:
                     raise KernelError(errno.ENOSPC, f"{path}: the file does not take {len(left)} bytes")
                 left = left[taken:]
 
-    def _prepared(self, path: str, data: bytes) -> Callable[[], int] | None:
+    def _prepared(self, path: str, data: bytes) -> Callable[[], Steps] | None:
         """Return the write of `data` to a file that reads host files, which are read now; None for others."""
         with self._control():
             node = self._control_files.lookup(path)
@@ -759,8 +759,11 @@ class Kernel:
         mount.has_native_traps = self.machine.hooks.is_native
         return mount
 
-    def replace_kernel(self, old: Kernel, define: Callable[[], None]) -> None:
-        """Continue where `old` ended, a kernel of the same lock and configuration; it is unusable afterwards.
+    def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
+        """Continue where `old` ended, a kernel of the same lock and configuration, in steps.
+
+        Between two steps `old` works, and the lock may be given up. After the last one `old` is unusable.
+        Each step of the result does a step of `define`.
 
         Time continues. Events that `define` registers get the ids that events of the same names had, so that
         the old records can still be printed. A mark follows the old records. The lock must be held. If this
@@ -769,7 +772,7 @@ class Kernel:
         Raises: MemoryError, as `define`.
         """
         self._check_open()
-        self.components.replace_kernel(old.components, define)
+        return self.components.replace_kernel(old.components, define)
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
         """Let a mount of the kernel that this one replaces show `files`, of this kernel, from now on.

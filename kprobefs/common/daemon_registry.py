@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -79,6 +80,15 @@ def parent_of(pid: int) -> int:
     return int(_fields(pid)[PARENT])
 
 
+def has_ended(pid: int, started: int) -> bool:
+    """Return True if the process that started at that clock tick has ended; its status may be unread."""
+    try:
+        fields = _fields(pid)
+    except OSError:
+        return True
+    return int(fields[START_TIME]) != started or fields[STATE] == "Z"
+
+
 def _fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name. Raises: OSError."""
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -92,16 +102,24 @@ class Registration:
         sweep()
         self.daemon = daemon
         self._path = _record_path(daemon.directory)
-        self._file = self._locked(daemon.directory)
-        self.write(daemon)
+        try:
+            self._file = self._locked(daemon.directory)
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        try:
+            self.write(daemon)
+        except CliError:
+            self.close()
+            raise
 
     def write(self, daemon: Daemon) -> None:
-        """Write the record, or replace it."""
-        text = json.dumps({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))})
-        self._file.seek(0)
-        self._file.write(text)
-        self._file.truncate()
-        self._file.flush()
+        """Write the record, or replace it. Raises: CliError (it cannot be written)."""
+        record = json.dumps({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))}).encode()
+        try:
+            os.pwrite(self._file.fileno(), record, 0)
+            os.ftruncate(self._file.fileno(), len(record))
+        except OSError as error:
+            raise unwritable(self._path, error) from None
 
     def _locked(self, directory: str) -> TextIO:
         """Open and lock the record. If an ending daemon removes it meanwhile, open a new one."""
@@ -121,6 +139,12 @@ class Registration:
         """Remove the record, since the daemon ends."""
         self._path.unlink(missing_ok=True)
         self._file.close()
+
+
+def unwritable(path: str | Path, error: OSError) -> CliError:
+    """Return the error for a file of the runtime directory that cannot be written."""
+    way = "free some space, or set" if error.errno == errno.ENOSPC else "set"
+    return CliError(f"{path}: {error.strerror}; {way} XDG_RUNTIME_DIR")
 
 
 def _open_record(path: Path, flags: int) -> TextIO | None:

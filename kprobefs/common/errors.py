@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import resource
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -49,16 +50,51 @@ FILES = 32
 """`ulimit -n` that suffices to start a default mount."""
 ADDRESS_SPACE = 1_500_000
 """`ulimit -v`, in kB, that suffices to start a default mount."""
-_LACKING = {
-    errno.EMFILE: f"a mount needs {FILES} open files; run ulimit -n {FILES}",
-    errno.ENOMEM: f"a mount needs {ADDRESS_SPACE} kB of address space; run ulimit -v {ADDRESS_SPACE}",
-}
+DATA = 200_000
+"""`ulimit -d`, in kB, that suffices to start a default mount."""
+_KB = 1024
+_FILE_LIMITS = ((resource.RLIMIT_NOFILE, "-n", FILES, 1, "open files"),)
+_MEMORY_LIMITS = (
+    (resource.RLIMIT_AS, "-v", ADDRESS_SPACE, _KB, "kB of address space"),
+    (resource.RLIMIT_DATA, "-d", DATA, _KB, "kB of data"),
+)
+"""Each limit, its option of ulimit, what a mount needs, the unit in bytes, and its name."""
+_NO_THREAD = "can't start new thread"
+"""Message of Python's RuntimeError."""
+_TOO_MANY = "too many processes and threads; end some, or run ulimit -u with a larger number"
 
 
 def resource_hint(error: BaseException) -> str:
     """Return which of the caller's limits caused the error, and what a mount needs; "" if none did."""
-    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
-    return f"{os.strerror(number)}: {_LACKING[number]}" if number in _LACKING else ""
+    number = getattr(error, "errno", None)
+    if number == errno.EMFILE:
+        return _exceeded(os.strerror(number), _FILE_LIMITS)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        none = "the host has no memory left; free some"
+        return _exceeded(os.strerror(errno.ENOMEM), _MEMORY_LIMITS) or f"{os.strerror(errno.ENOMEM)}: {none}"
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return _exceeded("no thread", _MEMORY_LIMITS) or f"no thread: {_TOO_MANY}"
+    if isinstance(error, (SystemError, ImportError)):
+        # The interpreter and the loader of libraries may report a lack of memory in this way.
+        return _exceeded(os.strerror(errno.ENOMEM), _MEMORY_LIMITS)
+    return ""
+
+
+def fork() -> int:
+    """Fork, and return 0 in the child and its pid in the parent. Raises: CliError (the host lets no more)."""
+    try:
+        return os.fork()
+    except OSError as error:
+        hint = f"no process: {_TOO_MANY}" if error.errno == errno.EAGAIN else resource_hint(error)
+        raise CliError(hint or f"no process: {error.strerror}") from error
+
+
+def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> str:
+    """Return what is missing and how to get it, for the first limit that is below a mount's needs; or ""."""
+    for limit, option, needed, unit, name in limits:
+        if 0 <= resource.getrlimit(limit)[0] < needed * unit:
+            return f"{what}: a mount needs {needed} {name}; run ulimit {option} {needed}"
+    return ""
 
 
 def escape_for_terminal(text: str) -> str:

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from time import time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Stat
@@ -154,6 +155,7 @@ class Server:
         operations.blocking = workers.blocking
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
+        self._lock.is_abandoned = operations.is_abandoned
         workers.run()
 
     def stop(self) -> None:
@@ -352,6 +354,11 @@ class _Operations:
     def release(self, _path: str | None, info: Any) -> None:
         """Close the file of an interrupted open(2). SessionLoop answers all other RELEASEs by close()."""
         self.close(info.fh)
+
+    @staticmethod
+    def is_abandoned() -> bool:
+        """Return True if the process was killed whose write(2) the calling thread serves."""
+        return libfuse.is_interrupted() and is_dying(_client().pid)
 
     def close(self, handle: int) -> None:
         """Close an open file, whose last descriptor is gone."""

@@ -13,6 +13,7 @@ FUSE_GETATTR = 3
 FUSE_SETATTR = 4
 FUSE_READLINK = 5
 FUSE_RENAME = 12
+FUSE_LINK = 13
 FUSE_OPEN = 14
 FUSE_READ = 15
 FUSE_RELEASE = 18
@@ -38,6 +39,12 @@ FORGET_ONE = struct.Struct("=Q8x")
 """struct fuse_forget_one: nodeid."""
 FORGET_ONE_OFFSET = IN_HEADER.size + 8
 """Offset of the first fuse_forget_one, which follows struct fuse_batch_forget_in."""
+LINK_IN = struct.Struct("=Q")
+"""struct fuse_link_in: oldnodeid."""
+INVALIDATION = struct.Struct("=IiQQqq")
+"""struct fuse_out_header, then struct fuse_notify_inval_inode_out: ino, off, len."""
+FUSE_NOTIFY_INVAL_INODE = 2
+"""Code in `error` of a message that replies to no request. A negative `off` stands for attributes only."""
 FIRST_WORD = struct.Struct("=I")
 """First word after the header: getattr_flags or valid."""
 HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}
@@ -51,8 +58,8 @@ ENTRY_REPLY_SIZE = 144
 """Bytes of a reply with a struct fuse_entry_out."""
 ATTR_REPLY_SIZE = 120
 """Bytes of a reply with a struct fuse_attr_out."""
-ENTRY_NODE = struct.Struct("=16xQ92xI24x")
-"""A reply with a fuse_entry_out: nodeid, attr.mode."""
+ENTRY_NODE = struct.Struct("=16xQ92xII20x")
+"""A reply with a fuse_entry_out: nodeid, attr.mode, attr.nlink."""
 ENTRY_VALID = slice(32, 40)
 """Bytes of fuse_entry_out.entry_valid in a reply."""
 ENTRY_VALIDITIES = slice(32, 56)
