@@ -766,7 +766,9 @@ class Kernel:
         Raises: KernelError ENODEV (closed).
         """
         with self._locked():
-            return self._mounts.add(files)
+            mount = self._mounts.add(files)
+        mount.has_native_traps = self.machine.hooks.is_native
+        return mount
 
     def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
         """Take over time and records of `old`, a kernel with the same lock and configuration, in steps.

@@ -59,6 +59,8 @@ class Mount:
         `limits` has the maximum number of open files. Two simultaneous opens may exceed the number by one.
         `lasting` has directories of the root that exist as long as the mount, whichever kernel it shows.
         """
+        self.has_native_traps = False
+        """Whether hits of handlers in guest code need no Python; set by the builder, for reports."""
         self._table = dict(table)
         self._root = self._table["/"]
         self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,7 +34,7 @@ class Tracepoints:
         self,
         image: KernelImage,
         memory: Memory,
-        breakpoints: dict[int, Callable[[Any], object]],
+        breakpoints: MutableMapping[int, Callable[[Any], object]],
         keys: StaticKeys,
         hit: ProbeHit,
         argument_registers: Sequence[str],

@@ -249,9 +249,11 @@ class _EventStats:
         stub = head.stub
         if compiled is None and stub is None:
             return in_python.text(probe.hits)
-        traps = 0 if compiled is not None or stub is None else stub_traps(head, stub)
-        if traps > 1:
-            return f"{in_python.text(probe.hits)}, {traps} traps"
+        traps = 0
+        if compiled is None and stub is not None:
+            traps = stub_traps(head, stub)
+            if self._kprobes.hits.ends_in_python(head, stub):
+                return f"{in_python.text(probe.hits)}, {traps} traps"
         if compiled is None:
             entry = EntryKind.BREAKPOINT
         elif head.is_ftrace:
@@ -259,9 +261,9 @@ class _EventStats:
         else:
             entry = EntryKind.JUMP
         costs = self._kernel.tracing.handler_costs
-        cost = None if costs is None else costs.median_ns(probe, head, entry)
+        cost = None if costs is None else costs.median_ns(probe, head, entry, steps=traps > 1)
         text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")
-        return f"{text}, 1 trap" if traps else f"{text} in guest code"
+        return f"{text}, {traps} trap{'s' * (traps > 1)}" if traps else f"{text} in guest code"
 
 
 def _counter(value: Callable[[], int], reset: Callable[[], None]) -> File:
