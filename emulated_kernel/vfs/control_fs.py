@@ -624,7 +624,7 @@ class ControlFs(FileSystem):
 
     def is_always_open(self, path: str) -> bool:
         """See FileSystem."""
-        return path.startswith(_ALWAYS_OPEN)
+        return any(path == each or path.startswith(f"{each}/") for each in _ALWAYS_OPEN)
 
     # For the daemon
 

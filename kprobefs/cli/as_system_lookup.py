@@ -205,7 +205,7 @@ class Lookup:
             if name in (b"", b"."):
                 continue
             there = self._open(name, here, os.O_PATH | os.O_NOFOLLOW)
-            if not stat.S_ISLNK(Found(there).mode):
+            if not _is_link(there):
                 if name.isdigit() and _is_root_of_proc(here):
                     process = there
                 here = there
@@ -297,6 +297,14 @@ def _namespace(namespace: int, request: int) -> int:
         return os.fstat(found).st_ino
     finally:
         os.close(found)
+
+
+def _is_link(opened: int) -> bool:
+    try:
+        return stat.S_ISLNK(Found(opened).mode)
+    except PermissionError:
+        # A file system of FUSE whose owner keeps this user out, and so searches nothing below it.
+        return False
 
 
 def _is_root_of_proc(directory: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -22,7 +23,39 @@ SOURCES = Path(__file__).parent
 TIMEOUT = 60
 TRACEFS = "74726163"
 DEBUGFS = "64626720"
+EFAULT = 14
 EINVAL = 22
+REFUSED = {
+    **dict.fromkeys(
+        [
+            *("mount-over", "mount-tracefs", "mount-debugfs", "fsopen-tracefs", "fsopen-debugfs", "remount"),
+            *("nested-mount", "new-proc", "new-sysfs"),
+        ],
+        "EPERM",
+    ),
+    # Locked mounts.
+    **dict.fromkeys(
+        [
+            *("umount-tracing", "detach-tracing", "detach-debug", "detach-sys", "move-tracing", "bind-below"),
+            *("tree-below", "nested-detach", "nested-namespace-detach"),
+        ],
+        "EINVAL",
+    ),
+    **dict.fromkeys(
+        [
+            *("root-of-1", "root-of-parent", "setns-1", "setns-user-1", "setns-parent"),
+            *("perf-tracepoint", "perf-software"),
+        ],
+        "EACCES",
+    ),
+    **dict.fromkeys(["own-proc", "nested-proc"], "EROFS"),
+}
+"""Way of reach.c -> errno, for each user."""
+REACHED = {
+    *("mount-tracefs", "mount-debugfs", "fsopen-tracefs", "fsopen-debugfs", "umount-tracing", "detach-debug"),
+    *("detach-sys", "bind-below", "tree-below", "root-of-parent", "setns-parent", "new-proc", "new-sysfs"),
+}
+"""What root reaches in a mount namespace of its own."""
 WITH_HOST_TRACEFS = """
 for place in /sys/kernel/tracing {other}; do mount -t tracefs nodev $place || exit 99; done
 mount -t debugfs nodev /sys/kernel/debug || exit 99
@@ -95,16 +128,43 @@ class TestHostOutOfReach:
         done = beside_host(f"$RUN -- sh -c '{reach} {tmp_path} $PPID; ls -A {tmp_path}/other'", tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         answers = dict(line.split() for line in done.stdout.splitlines())
-        assert len(answers) > 20
-        assert set(answers.values()) <= {"EPERM", "EACCES", "EINVAL"}
+        assert answers == {**REFUSED, "sysctl": "EROFS", "sysfs": "EROFS"}
+
+    @as_root
+    def test_the_ways_reach_it_outside(self, tmp_path: Path) -> None:
+        """A way that always fails would show nothing."""
+        reach = built("reach", tmp_path, "-static")
+        done = beside_host(f"{reach} {tmp_path} $PPID", tmp_path)
+        answers = dict(line.split() for line in done.stdout.splitlines())
+        assert {way for way, answer in answers.items() if answer == "reached"} >= REACHED
+        assert answers.keys() == {*REFUSED, "sysctl", "sysfs"}
 
     def test_no_way_of_an_ordinary_user_reaches_it(self, user: OrdinaryUser, tmp_path: Path) -> None:
         reach = built("reach", tmp_path, "-static")
         own = user.base / "reach"
         assert user.as_root("cp", str(reach), str(own)).returncode == 0
         answers = dict(line.split() for line in in_namespaces(user, f"{own} {user.home} $PPID").splitlines())
-        assert len(answers) > 20
-        assert set(answers.values()) <= {"EPERM", "EACCES", "EINVAL"}
+        assert answers == {**REFUSED, "sysctl": "EACCES", "sysfs": "EACCES"}
+
+    @as_root
+    def test_the_kernel_is_read_only(self, tmp_path: Path) -> None:
+        """Also in a /proc that the command mounts itself, by a program or by hand."""
+        script = f"""
+            try() {{
+                for file in $1/sys/kernel/core_pattern $1/sys/vm/swappiness /sys/kernel/mm/lru_gen/enabled \\
+                    $1/sysrq-trigger $1/irq/default_smp_affinity; do
+                    if [ -e $file ]; then (: >> $file) 2>&1 | sed 's/.*: //'; fi
+                done | sort | uniq
+            }}
+            try /proc
+            mkdir {tmp_path}/proc
+            unshare -pf --mount-proc sh -c "$(declare -f try); try /proc"
+            unshare -pfm bash -c "$(declare -f try)
+                mount -t proc -o ro proc {tmp_path}/proc; try {tmp_path}/proc; cat {tmp_path}/proc/1/comm"
+            printf ours > /proc/$$/comm; cat /proc/$$/comm
+        """
+        refused = "Read-only file system"
+        assert as_system(script, tmp_path).splitlines() == [refused, refused, refused, "cat", "ours"]
 
     @as_root
     @needs("trace-cmd")
@@ -202,6 +262,14 @@ class TestHostOutOfReach:
         assert told.read_text().count("Transport endpoint is not connected") == 3
 
     @as_root
+    def test_without_standard_streams(self, tmp_path: Path) -> None:
+        """Numbers that a shell has closed are taken by none of its own files."""
+        done = beside_host(f"$RUN -- stat -f -c %t /sys/kernel/tracing <&- > {tmp_path}/out 2>&-", tmp_path)
+        assert (done.returncode, (tmp_path / "out").read_text()) == (0, f"{TRACEFS}\n")
+        done = beside_host(f"$RUN -- sh -c 'id -u > {tmp_path}/out' <&- >&- 2>&-", tmp_path)
+        assert (done.returncode, (tmp_path / "out").read_text()) == (0, "0\n")
+
+    @as_root
     def test_real_root(self, tmp_path: Path) -> None:
         """The option says its price, and the table has the line that keeps programs from mounting one."""
         made = tmp_path / "made"
@@ -237,6 +305,46 @@ class TestType:
         assert answers.pop("other") == "9fa0"
         assert answers.pop("relative") == (magic if name == "tracefs" else "0")
         assert set(answers.values()) == ({str(EINVAL)} if name == "tracefs" else set())
+
+    @as_root
+    @pytest.mark.parametrize("user", ["", "setpriv --reuid=1234 --clear-groups"], ids=["root", "other"])
+    @pytest.mark.parametrize(
+        ("place", "magic"), [("/sys/kernel/tracing", TRACEFS), ("/sys/kernel/debug", DEBUGFS)]
+    )
+    def test_by_links_of_proc(self, place: str, magic: str, user: str, tmp_path: Path) -> None:
+        """What they lead to is the caller's; what may not be written to stays as it is."""
+        asks = built("asks", tmp_path, "-static")
+        tmp_path.chmod(0o755)
+        out = as_system(f"cd {place}; {user} {asks} {place} hard | cat", tmp_path)
+        answers = dict(line.split(" ", 1) for line in out.splitlines())
+        links = {name: answers.pop(name) for name in list(answers) if name.startswith("link-")}
+        barred = {"link-dots": "error-13", "link-fd": "error-2", "link-dev": "error-2"}
+        assert links == {**dict.fromkeys(links, magic), **(barred if user else {"link-dots": TRACEFS})}
+        assert len(links) == 8
+        assert answers["read-only"] == answers["half-read-only"] == str(EFAULT)
+        assert (answers["last-byte"], answers["untouched"]) == ("0", "1")
+        assert answers["interrupted"] == "20"
+
+    @as_root
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs system calls of 32-bit x86")
+    @pytest.mark.parametrize(
+        ("place", "magic"), [("/sys/kernel/tracing", TRACEFS), ("/sys/kernel/debug", DEBUGFS)]
+    )
+    def test_of_32_bit_programs(self, place: str, magic: str, tmp_path: Path) -> None:
+        asks = built("asks_i386", tmp_path)
+        if subprocess.run([asks, "/"], capture_output=True, check=False).returncode:
+            pytest.skip("this kernel has no 32-bit system calls")
+        fields = f"0 {magic} 4096 255 4096 1026"
+        assert as_system(f"{asks} {place} | cat", tmp_path).splitlines() == [
+            f"statfs {fields}",
+            f"fstatfs {fields}",
+            f"statfs64 {fields} 0 ffffffff",
+            f"fstatfs64 {fields} 0 0",
+            "size -22",
+            "sendfile -22",
+            "splice -22",
+            "perf -13",
+        ]
 
     @as_root
     @needs("findmnt")
