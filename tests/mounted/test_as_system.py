@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,8 @@ from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import ROOT, needs_fuse
 from tests.fuse.ordinary_user import OrdinaryUser, ordinary_user
 from tests.guests.linux import debian_kernel
-from tests.mounted.system import as_system
+from tests.mounted.system import as_root, as_system, built, needs
 
-SOURCES = Path(__file__).parent
 TIMEOUT = 60
 TRACEFS = "74726163"
 DEBUGFS = "64626720"
@@ -62,25 +60,6 @@ mount -t debugfs nodev /sys/kernel/debug || exit 99
 """
 
 pytestmark = [pytest.mark.mounted, needs_fuse]
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with all ids needs root")
-
-
-def needs(program: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} isn't installed")
-
-
-def built(name: str, to: Path, *options: str) -> Path:
-    """Return a program of a C source beside this file."""
-    program = to / f"{name}{'-static' if '-static' in options else ''}"
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("cc isn't installed")
-    done = subprocess.run(
-        [compiler, "-O2", "-o", program, *options, SOURCES / f"{name}.c"], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"{name}.c can't be built: {done.stderr.decode().splitlines()[-1]}")
-    return program
 
 
 def beside_host(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -418,49 +397,3 @@ class TestGuest:
     def _options(self, kprobes: str) -> list[str]:
         """Return those of a Debian kernel with the given kprobes, none for our own kernel."""
         return ["--image", str(debian_kernel.image()), "--kprobes", kprobes] if kprobes else []
-
-
-@as_root
-class TestPrograms:
-    def test_one_built_with_address_sanitizer(self, tmp_path: Path) -> None:
-        source = tmp_path / "a.c"
-        source.write_text("int main(void) { return 0; }\n")
-        program = tmp_path / "a"
-        built_it = subprocess.run(["cc", "-fsanitize=address", source, "-o", program], check=False)
-        if built_it.returncode:
-            pytest.skip("cc has no address sanitizer")
-        as_system(str(program), tmp_path)
-
-    @needs("busybox")
-    def test_copies_by_busybox(self, tmp_path: Path) -> None:
-        script = f"""
-            cd /sys/kernel/tracing
-            busybox cat trace_options | cmp - trace_options
-            busybox cp README {tmp_path}/copied; cmp README {tmp_path}/copied && echo same
-        """
-        assert as_system(script, tmp_path) == "same\n"
-
-    @needs("go")
-    def test_detection_by_go(self, tmp_path: Path) -> None:
-        program = tmp_path / "detect"
-        environment = {**os.environ, "GOCACHE": str(tmp_path / "cache"), "CGO_ENABLED": "0"}
-        subprocess.run(
-            ["go", "build", "-o", program, SOURCES / "detect.go"], env=environment, check=True, timeout=300
-        )
-        assert as_system(f"env -i {program}", tmp_path) == "/sys/kernel/tracing 0 <nil>\n"
-
-    @needs("stress-ng")
-    def test_stress_ng(self, tmp_path: Path) -> None:
-        out = as_system(f"cd {tmp_path}; stress-ng --ftrace --get 1 --timeout 2 2>&1", tmp_path)
-        assert "skipping" not in out
-        assert "successful run completed" in out
-
-    @needs("uftrace")
-    def test_uftrace(self, tmp_path: Path) -> None:
-        """It takes the kernel's functions only where it finds a tracefs in mountinfo."""
-        source = tmp_path / "a.c"
-        source.write_text('#include <unistd.h>\nint main(void) { return access("/", 0); }\n')
-        subprocess.run(["cc", "-pg", source, "-o", tmp_path / "a"], check=True)
-        cpus = str(os.sysconf("SC_NPROCESSORS_CONF"))
-        out = as_system(f"cd {tmp_path}; uftrace record -k -d out ./a 2>&1; ls out", tmp_path, "--cpus", cpus)
-        assert "kernel-cpu0.dat" in out
