@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kprobefs.cli.as_system_namespace import CommandNamespace
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import ROOT, needs_fuse
 from tests.fuse.ordinary_user import OrdinaryUser, ordinary_user
@@ -239,6 +243,28 @@ class TestHostOutOfReach:
         done = beside_host(script, tmp_path)
         assert done.returncode == 0, done.stderr
         assert told.read_text().count("Transport endpoint is not connected") == 3
+
+    @as_root
+    def test_killed_while_entering(self) -> None:
+        """What its helper answers to a process that was killed is no answer to the next one."""
+        namespace = CommandNamespace(None, own_user=True)
+        try:
+            for step in range(40):
+                child = os.fork()
+                if not child:
+                    with suppress(OSError):
+                        namespace.enter()
+                    os._exit(0)
+                time.sleep(step / 20_000)
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                child = os.fork()
+                if not child:
+                    namespace.enter()
+                    os._exit(os.getuid() if Path("/proc/self/uid_map").read_text() else 1)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        finally:
+            namespace.close()
 
     @as_root
     def test_without_standard_streams(self, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_ftrace2bconf(tmp_path: Path) -> None:
         echo 'p:foo vfs_mkdir' > kprobe_events
         echo 1 > events/kprobes/foo/enable; echo 'common_pid > 10' > events/kprobes/foo/filter
         echo 'hist:keys=common_pid' > events/kprobes/foo/trigger
-        mkdir instances/other; echo 1 > instances/other/events/sched/sched_switch/enable
+        echo 1 > events/sched/sched_switch/enable
         echo vfs_mkdir > set_ftrace_filter; echo function > current_tracer
         sh {source("tools/bootconfig/scripts/ftrace2bconf.sh")}
     """
@@ -153,10 +153,8 @@ def test_ftrace2bconf(tmp_path: Path) -> None:
         "ftrace.event.kprobes.enable",
         "ftrace.event.kprobes.foo.actions += 'hist:keys=common_pid:vals=hitcount:sort=hitcount:size=2048'",
         "ftrace.event.kprobes.foo.filter = common_pid > 10",
-        "ftrace.instance.other.event.sched.sched_switch.enable",
+        "ftrace.event.sched.sched_switch.enable",
     ]
     assert {line.split(" = ")[0] for line in lines} >= {
-        f"{place}.{key}"
-        for place in ("ftrace", "ftrace.instance.other")
-        for key in ("options", "buffer_size", "cpumask")
+        f"ftrace.{key}" for key in ("options", "buffer_size", "cpumask")
     }
