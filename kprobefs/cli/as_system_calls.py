@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import fcntl
 import os
 import stat
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -61,7 +61,8 @@ class CallAnswerer:
             self._answer(waiting)
             return
         try:
-            threading.Thread(target=self._answer, args=(waiting,), daemon=True).start()
+            # Its start is not waited for, as threading.Thread would.
+            _thread.start_new_thread(self._answer, (waiting,))
         except RuntimeError:
             # There is no thread left. This one keeps its ids, so the kernel answers.
             waiting.finish(None)
