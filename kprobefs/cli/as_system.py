@@ -46,7 +46,7 @@ FILES = {
 }
 KERNEL_SETTINGS = (
     *("sysfs", "configfs", "securityfs", "efivarfs", "pstore", "bpf", "binfmt_misc", "selinuxfs", "smackfs"),
-    *("fusectl", "resctrl"),
+    *("fusectl", "resctrl", "nfsd"),
 )
 """File systems through which the host's kernel is set."""
 WRITE_BITS = 0o222

@@ -24,6 +24,9 @@ ST_FLAGS = 0x1026
 """Flags of the mount in statfs(2): valid, relatime, nodev and nosuid."""
 PROC = b"proc"
 MS_RDONLY = 1
+MS_MAGIC = 0xC0ED0000
+"""What old programs pass in addition. Mirrors: MS_MGC_VAL."""
+MS_MAGIC_MASK = 0xFFFF0000
 MS_NOT_NEW = 0x20 | 0x1000 | 0x2000 | 1 << 17 | 1 << 18 | 1 << 19 | 1 << 20
 """Flags with which mount(2) mounts no new file system."""
 
@@ -242,6 +245,8 @@ def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
     Return 0 or an errno; None where the kernel shall execute the call. Raises: OSError.
     """
     source, target, fstype, flags, data = waiting.arguments[:5]
+    if flags & MS_MAGIC_MASK == MS_MAGIC:
+        flags &= ~MS_MAGIC_MASK
     if flags & (MS_NOT_NEW | MS_RDONLY) or not fstype or caller.read_text(fstype) != PROC:
         return None
     namespaces = [caller.open(f"ns/{name}") for name in ("user", "mnt", "pid")]

@@ -202,10 +202,10 @@ class Lookup:
         links = 0
         while names:
             name = names.pop()
-            if name in (b"", b"."):
+            if not name:
                 continue
             there = self._open(name, here, os.O_PATH | os.O_NOFOLLOW)
-            if not _is_link(there):
+            if not stat.S_ISLNK(_mode(there)):
                 if name.isdigit() and _is_root_of_proc(here):
                     process = there
                 here = there
@@ -222,6 +222,8 @@ class Lookup:
                 target = os.readlink(name, dir_fd=here)
                 names += target.split(b"/")[::-1]
                 here = self._start(target) if target.startswith(b"/") else here
+        if path.endswith(b"/") and stat.S_ISREG(_mode(here)):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         return here
 
     def _start(self, path: bytes) -> int:
@@ -299,12 +301,12 @@ def _namespace(namespace: int, request: int) -> int:
         os.close(found)
 
 
-def _is_link(opened: int) -> bool:
+def _mode(opened: int) -> int:
+    """Return the mode of an open file; 0 if FUSE keeps this user out, and so lets search nothing below it."""
     try:
-        return stat.S_ISLNK(Found(opened).mode)
+        return Found(opened).mode
     except PermissionError:
-        # A file system of FUSE whose owner keeps this user out, and so searches nothing below it.
-        return False
+        return 0
 
 
 def _is_root_of_proc(directory: int) -> bool:

@@ -59,6 +59,8 @@ static void by_links(const char *directory, int file)
 	at("link-dev", path);
 	snprintf(path, sizeof path, "/proc/%d/cwd", getpid());
 	at("link-pid", path);
+	snprintf(path, sizeof path, "/proc/self/fd/%d/", open("README", O_RDONLY));
+	at("text-as-directory", path);
 	snprintf(path, sizeof path, "/proc/%d/cwd", child);
 	at("link-child", path);
 	kill(child, SIGKILL);

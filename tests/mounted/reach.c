@@ -115,7 +115,7 @@ static int act_proc(void)
 		errno = WEXITSTATUS(status);
 		return errno ? -1 : 0;
 	}
-	if (mount("proc", path, "proc", MS_NOSUID, NULL) < 0)
+	if (mount("proc", path, "proc", MS_MGC_VAL | MS_NOSUID, NULL) < 0)
 		exit(ENOSYS);
 	if (mount("proc", path, NULL, MS_REMOUNT | MS_BIND, NULL) == 0 || errno != EPERM)
 		exit(ENOTUNIQ);

@@ -298,7 +298,9 @@ def test_files_and_directories_are_told_apart() -> None:
 def test_open_files_are_counted_where_there_is_a_limit() -> None:
     limits = Limits({Limit.OPEN_FILES: 1})
     tree = NodeTree(
-        Directory(0o755, {name: AttributeFile(0o444, lambda: "1\n") for name in ("machine", "machinery", "a")})
+        Directory(
+            0o755, {name: AttributeFile(0o444, lambda: "1\n") for name in ("machine", "machinery", "a")}
+        )
     )
     mount = Mount({"/": ControlFs(tree)}, limits=limits)
     first = mount.open(CLIENT, "/a", os.O_RDONLY)
