@@ -648,7 +648,7 @@ class ControlFs(FileSystem):
 
     def is_always_open(self, path: str) -> bool:
         """Implement FileSystem.is_always_open: return True for files of machine/, which set the limits."""
-        return path.startswith(_ALWAYS_OPEN)
+        return any(path == each or path.startswith(f"{each}/") for each in _ALWAYS_OPEN)
 
     # For the daemon
 
