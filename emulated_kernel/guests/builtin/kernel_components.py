@@ -33,7 +33,9 @@ class BuiltinKernelComponents(KernelComponents):
     loads: Workloads
 
     def replace_kernel(self, old: BuiltinKernelComponents, define: Callable[[], None]) -> None:
-        """Take the place of `old`: continue its time and take over its records; see Kernel.replace_kernel.
+        """Take the place of the kernel `old`: continue its time and take over its trace records.
+
+        Kernel.replace_kernel describes the steps.
 
         `define` is called to define the old kernel's probes in this kernel.
         """
