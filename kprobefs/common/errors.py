@@ -1,4 +1,4 @@
-"""CliError, an error that the program reports in one line, and the exit statuses."""
+"""CliError, an error that the program reports on one line, and the exit statuses."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class CliError(Exception):
     def __init__(
         self, message: str, status: ExitStatus = ExitStatus.FAILURE, *, is_explained: bool = False
     ) -> None:
-        """Make the error. `is_explained`: standard error already says why."""
+        """Create the error. `is_explained`: the reason was already printed on standard error."""
         super().__init__(message)
         self.status = status
         self.is_explained = is_explained
 
 
 FILES = 32
-"""`ulimit -n` that suffices to start a default mount."""
+"""Number of open files (`ulimit -n`) that suffices to start a default mount."""
 ADDRESS_SPACE = 1_500_000
-"""`ulimit -v`, in kB, that suffices to start a default mount."""
+"""Size of address space in kB (`ulimit -v`) that suffices to start a default mount."""
 _LACKING = {
     errno.EMFILE: f"a mount needs {FILES} open files; run ulimit -n {FILES}",
     errno.ENOMEM: f"a mount needs {ADDRESS_SPACE} kB of address space; run ulimit -v {ADDRESS_SPACE}",
@@ -56,13 +56,13 @@ _LACKING = {
 
 
 def resource_hint(error: BaseException) -> str:
-    """Return which of the caller's limits caused the error, and what a mount needs; "" if none did."""
+    """Return a text about the resource limit that caused an error and the remedy, or "" if none did."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     return f"{os.strerror(number)}: {_LACKING[number]}" if number in _LACKING else ""
 
 
 def escape_for_terminal(text: str) -> str:
-    """Escape the unprintable characters of a text with names that others chose.
+    """Escape the unprintable characters of a text that may contain names from other users or programs.
 
     They would otherwise move the cursor or hide text.
     """
@@ -78,7 +78,10 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Turn errors of a kernel image into CliError, which names the image. Raises: CliError."""
+    """Turn errors of the block about a kernel image into CliError, which names the image.
+
+    Raises: CliError.
+    """
     try:
         yield
     except KernelError as error:
