@@ -28,7 +28,8 @@ setup_python() {
     install_project test
 }
 
-# setup run|test: makes $venv/bin/kprobefs work; "test" also installs the test tools.
+# setup run|package|test: makes $venv/bin/kprobefs work, and builds and tests too; "test" also installs the
+# tools of tests.
 setup() {
     venv_is_sound || venv_is_missing=1
     packages=$(missing_packages)
@@ -36,8 +37,8 @@ setup() {
     [ -z "$packages" ] || install_packages $packages
     check_python
     [ -z "${venv_is_missing:-}" ] || make_venv
-    install_project "$1"
-    [ "$1" = run ] || install_test_tools
+    if [ "$1" = run ]; then install_project run; else install_project test; fi
+    [ "$1" != test ] || install_test_tools
 }
 
 # --- distribution packages ----------------------------------------------------------------------

@@ -23,6 +23,7 @@ from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.hist.services import HistServices
+from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
@@ -185,7 +186,7 @@ def _build_arrays(
     kernel: TracedKernel, engine: ProbeRegistries, system: TracingServices, functions: KernelFunctions
 ) -> TraceArrays:
     """Build the top trace array, to which instances are added later."""
-    hists = HistCommand(HistServices(system.events, kernel.syscall_name))
+    hists = HistCommand(HistServices(system.events, kernel.syscall_name, HistMemory(kernel.limits)))
     now_ns = kernel.machine.clock.now_ns
     return TraceArrays(system, hists, functions, now_ns, engine.kprobes.lock, kernel.limits)
 

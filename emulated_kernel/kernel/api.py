@@ -32,7 +32,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.open_file import OpenFile, Steps, finish
 from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from emulated_kernel.vfs.mount import Mount
 
@@ -45,8 +45,8 @@ class Kernel:
     """A booted kernel whose functions can be probed; also a context manager that frees it.
 
         with Kernel() as kernel:
-            kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=...))
-            kernel.call("vfs_read", ...)
+            kernel.register_kprobe(Kprobe(symbol_name="int_sqrt", pre_handler=...))
+            kernel.call("int_sqrt", 144)
 
     `config` describes the emulated computer. `profile` takes precedence over the profile that `config` names;
     it is for switches that no preset has. `watch` reports host processes to the guest. `lock` is the held
@@ -420,7 +420,8 @@ class Kernel:
         """Optimize and unoptimize all queued kprobes now, instead of some jiffies later.
 
         Deviates: a kprobe stays queued if a task's stack or instruction pointer is in the bytes to be
-        replaced, because the guest is stopped. Without an optimizer nothing happens.
+        replaced, because the guest is stopped. probe_mode() then still shows a breakpoint. Without an
+        optimizer nothing happens.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -577,7 +578,7 @@ class Kernel:
             return self.machine.memory.read_cstring(addr, limit)
 
     def ktime_get_ns(self) -> int:
-        """Read the guest's clock: nanoseconds since boot.
+        """Read the guest's clock: nanoseconds since boot. With the virtual clock, each call advances it.
 
         Mirrors: include/linux/timekeeping.h:ktime_get_ns (v6.1).
         """
@@ -713,14 +714,14 @@ class Kernel:
             # Some files take one word at a time.
             while left:
                 try:
-                    taken = opened.write(left, 0, prepared)
+                    taken = finish(opened.begin_write(left, 0, prepared))
                 except WouldBlock:
                     raise KernelError(errno.EAGAIN, f"{path}: it takes no data now; try again") from None
                 if not taken:
                     raise KernelError(errno.ENOSPC, f"{path}: the file does not take {len(left)} bytes")
                 left = left[taken:]
 
-    def _prepared(self, path: str, data: bytes) -> Callable[[], int] | None:
+    def _prepared(self, path: str, data: bytes) -> Callable[[], Steps] | None:
         """Return the write of `data` to a file that reads host files, which are read now; None for others."""
         with self._control():
             node = self._control_files.lookup(path)
@@ -734,7 +735,7 @@ class Kernel:
     ) -> NodeTree:
         """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` are files of the front end in machine/.
+        `further` are more files of machine/, by name. They replace files of kprobefs with the same name.
 
         Raises: KernelError ENODEV (closed).
         """
@@ -756,8 +757,11 @@ class Kernel:
         with self._locked():
             return self._mounts.add(files)
 
-    def replace_kernel(self, old: Kernel, define: Callable[[], None]) -> None:
-        """Continue where `old` ended, a kernel of the same lock and configuration; it is unusable afterwards.
+    def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
+        """Continue where `old` ended, a kernel of the same lock and configuration, in steps.
+
+        Between two steps `old` works, and the lock may be given up. After the last one `old` is unusable.
+        Each step of the result does a step of `define`.
 
         Time continues. Events that `define` registers get the ids that events of the same names had, so that
         the old records can still be printed. A mark follows the old records. The lock must be held. If this
@@ -766,7 +770,7 @@ class Kernel:
         Raises: MemoryError, as `define`.
         """
         self._check_open()
-        self.components.replace_kernel(old.components, define)
+        return self.components.replace_kernel(old.components, define)
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
         """Let a mount of the kernel that this one replaces show `files`, of this kernel, from now on.

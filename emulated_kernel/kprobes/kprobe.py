@@ -57,7 +57,11 @@ class KprobeFlag(Flag):
     ON_FUNC_ENTRY = auto()
     FTRACE = auto()
     OPTIMIZED = auto()
-    """Patched with a jump, or queued for patching or for removal of the jump."""
+    """Patched with a jump, or queued for patching or for removal of the jump.
+
+    As in Linux, only the aggregator probe of an address has it, never a registered Kprobe. Ask
+    Kernel.probe_mode() instead.
+    """
 
 
 # Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.

@@ -55,7 +55,7 @@ class Message:
     """Lines of text, without a newline at the end."""
 
     def lines(self) -> Iterator[str]:
-        """Yield each line of the text with the time before it, as dmesg prints it."""
+        """Yield each line of the text as dmesg prints it: the time, the line and a newline."""
         seconds, rest = divmod(self.time_ns // 1000, 1_000_000)
         for line in self.text.split("\n"):
             yield f"[{seconds:5d}.{rest:06d}] {line}\n"

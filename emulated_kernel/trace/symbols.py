@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 from emulated_kernel.kprobes.hit.ftrace import FtraceSites
@@ -102,16 +103,20 @@ class KernelSymbols:
         return Location(_page_symbol(address & -PAGE_SIZE), address % PAGE_SIZE, GENERATED_MODULE)
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the text of /proc/kallsyms, with a symbol for each page of generated code.
+        """Return the whole text of /proc/kallsyms; see kallsyms_lines()."""
+        return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
+
+    def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
+        """Yield the lines of /proc/kallsyms from index `start` on; each page of generated code has a symbol.
 
         Mirrors: kernel/kallsyms.c:get_ksymbol_kprobe (v6.1).
         """
-        digits = self._kallsyms.digits
+        kallsyms = self._kallsyms
+        yield from kallsyms.kallsyms_lines(start, zero_addresses=zero_addresses)
         pages = (page for code in self._generated() for page in range(code.start, code.stop, PAGE_SIZE))
-        return self._kallsyms.kallsyms_text(zero_addresses) + "".join(
-            f"{0 if zero_addresses else page:0{digits}x} t {GENERATED_SYMBOL}\t[{GENERATED_MODULE}]\n"
-            for page in pages
-        )
+        for page in islice(pages, max(start - kallsyms.line_count, 0), None):
+            address = 0 if zero_addresses else page
+            yield f"{address:0{kallsyms.digits}x} t {GENERATED_SYMBOL}\t[{GENERATED_MODULE}]\n"
 
     def remember(self, module: str, functions: Iterable[Location]) -> None:
         """Keep the names of functions in a module's init text, which was traced and is about to be freed.

@@ -6,13 +6,16 @@ import errno
 from collections.abc import Callable, Collection, Iterator
 
 from emulated_kernel.machine.task_events import TaskObserver
+from emulated_kernel.trace.array.array_rings import DEFAULT_BUFFER_SIZE
 from emulated_kernel.trace.array.services import FUNCTION_TRACER, TracingServices
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.event_pids import EventPids
+from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
+from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, memory_size, pages_for
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctions
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
@@ -123,6 +126,16 @@ class TraceArrays(TaskObserver):
         if not is_limited:
             self._unlimited.add(name)
         return tracing
+
+    @property
+    def hist_memory(self) -> HistMemory:
+        """The budget of all histograms."""
+        return self._hists.system.memory
+
+    def instance_memory(self) -> tuple[int, int]:
+        """Return the bytes of pages and of each CPU's cells that a new instance allocates."""
+        sizes = [memory_size(pages_for(DEFAULT_BUFFER_SIZE)), memory_size(MIN_PAGES)]
+        return self._system.cpus * sum(sizes), len(sizes) * CONTROL_SIZE
 
     def remove(self, name: str) -> None:
         """Remove an instance that is not in use.

@@ -53,7 +53,10 @@ class MachineConfig:
     clock: str = "virtual"
     """"virtual" (same seed, same timestamps) or "real"."""
     pauses: bool = True
-    """Advance the guest's timers by the real time that passes between two requests (virtual clock only)."""
+    """Whether real time between two requests makes delayed work of kprobes due, such as the optimizer's.
+
+    The guest's clock does not advance. With the real clock, the value has no effect.
+    """
     seed: int = 1
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""
     quantum: int = 0

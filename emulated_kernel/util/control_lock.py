@@ -14,6 +14,14 @@ PATIENCE = 0.1
 """Seconds that a thread waits for the lock before it enters `ControlLock.waiting`."""
 
 
+class _Pause(str):
+    __slots__ = ()
+
+
+PAUSE = _Pause()
+"""Part of a text without characters, after which its reader gives up the control lock for a moment."""
+
+
 class ControlLock:
     """Re-entrant lock, taken at each entry from outside: a request, an API call, a background load.
 
@@ -21,7 +29,7 @@ class ControlLock:
     check, because the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "turn", "waiting")
+    __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "is_abandoned", "turn", "waiting")
 
     def __init__(self) -> None:
         # An RLock is acquired and gets its owner in one C call, which a KeyboardInterrupt can't split.
@@ -40,6 +48,8 @@ class ControlLock:
 
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
+        self.is_abandoned: Callable[[], bool] = lambda: False
+        """Whether the process was killed whose write the calling thread serves. Long writes then stop."""
 
     def __enter__(self) -> Self:
         if not self._acquire(False):

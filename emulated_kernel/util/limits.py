@@ -20,6 +20,10 @@ class Limit(Enum):
     """Instances of tracing."""
     OPEN_FILES = "open_files"
     """Open files and directories of a mount; files of machine/ can be opened beyond the limit."""
+    USER_OPEN_FILES = "user_open_files"
+    """Open files and directories of one user except root; files of machine/ are excepted as well."""
+    HIST_BYTES = "hist_bytes"
+    """Bytes of the host's memory that all histograms occupy, as far as they grow with keys and variables."""
     SCRATCH_BYTES = "scratch_bytes"
     """Bytes of data in files of scratch/ and dev/, in whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
@@ -27,7 +31,14 @@ class Limit(Enum):
 
 
 DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
-    {Limit.PROBES: 65536, Limit.INSTANCES: 1024, Limit.OPEN_FILES: 65536, Limit.SCRATCH_BYTES: None}
+    {
+        Limit.PROBES: 65536,
+        Limit.INSTANCES: 1024,
+        Limit.OPEN_FILES: 65536,
+        Limit.USER_OPEN_FILES: 16384,
+        Limit.HIST_BYTES: 512 << 20,
+        Limit.SCRATCH_BYTES: None,
+    }
 )
 """Default limits; None means no limit except memory."""
 ERRNO = {
@@ -35,8 +46,12 @@ ERRNO = {
     Limit.INSTANCES: errno.ENOSPC,
     # Linux: the errno for fs.file-max, which also holds for all processes together.
     Limit.OPEN_FILES: errno.ENFILE,
+    Limit.USER_OPEN_FILES: errno.ENFILE,
+    Limit.HIST_BYTES: errno.ENOMEM,
 }
 """Limit -> errno when it is exceeded. The guest itself enforces SCRATCH_BYTES, with ENOSPC."""
+RECORD_BYTES = "record_bytes"
+"""Name of the line about the memory of all ring buffers and snapshots, which the machine limits."""
 UNLIMITED = "max"
 _NUMBER = re.compile(r"[0-9]{1,20}")
 _MOST = 1 << 48
@@ -46,6 +61,8 @@ _RUN_BUDGETS_MS = range(10, 600_001)
 
 def parse_limit(name: str, text: str) -> tuple[Limit, int | None]:
     """Parse a limit's name and value; the value is None for `max`. Raises: KernelError EINVAL, ERANGE."""
+    if name == RECORD_BYTES:
+        raise KernelError(errno.EINVAL, f"{name}: the machine has a fixed size; choose smaller buffers")
     try:
         limit = Limit(name)
     except ValueError:
@@ -72,6 +89,8 @@ class Limits:
         self._values = {**DEFAULTS, **values}
         self.open_files = 0
         """Number of open files, which the mount counts."""
+        self.user_open_files = 0
+        """Number of open files of the user who has most of them, except root; the mount counts them."""
 
     def __getitem__(self, limit: Limit) -> int | None:
         return self._values[limit]
@@ -80,7 +99,7 @@ class Limits:
         self._values[limit] = value
 
     def check(self, limit: Limit, in_use: int) -> None:
-        """Check that one more than `in_use` is allowed. Raises: KernelError ENOSPC, ENFILE."""
+        """Check that one more than `in_use` is allowed. Raises: KernelError ENOSPC, ENFILE, ENOMEM."""
         most = self._values[limit]
         if most is not None and in_use >= most:
             raise KernelError(ERRNO[limit], f"the limit of {limit.value} is reached: {most}")

@@ -8,26 +8,40 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from threading import Event
 from types import TracebackType
 from typing import Any, Self
 
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.chunked_write import ChunkedWrite, retry_yielding_lock
 from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, still_there
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
-from emulated_kernel.vfs.core.open_file import OpenFile, Piece
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece, Steps
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
 """Names of the system calls that make the host's kernel ask for the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 """Directories of the files that set limits: they can be opened beyond the limit of open files."""
+
+
+class _Gated(Exception):
+    """A change must wait for `gate`, without the lock, because another kernel replaces this one."""
+
+    def __init__(self, gate: Event) -> None:
+        super().__init__()
+        self.gate = gate
+
+
+def _go_on() -> None:
+    """Do nothing between two steps of a read."""
 
 
 class ControlFile(FileDescription):
@@ -84,6 +98,11 @@ class ControlFile(FileDescription):
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """See FileDescription."""
+        step = partial(self._read, client, size, offset)
+        return retry_yielding_lock(self.fs.lock, step, _go_on)
+
+    def _read(self, client: Client, size: int, offset: int) -> bytes:
+        """Do a step of a read. Lock: takes. Raises: YieldLock (there are more steps), as read()."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
@@ -100,10 +119,22 @@ class ControlFile(FileDescription):
         """See FileDescription. If the write needs files of the host, read them first, without the lock."""
         if self.error:
             raise self.gone()
-        inner = self.inner
-        prepared = inner.prepare(client, data) if inner.node.reads_host else None
-        with PendingWrite(client, self, inner, data, offset, prepared) as write:
-            return retry_yielding_lock(self.fs.lock, write.step)
+        while True:
+            inner = self.inner
+            prepared = inner.prepare(client, data) if inner.node.reads_host else None
+            try:
+                with PendingWrite(client, self, inner, data, offset, prepared) as write:
+                    check = partial(self._check_writer, client)
+                    return retry_yielding_lock(self.fs.lock, write.step, check)
+            except _Gated as wait:
+                with self.fs.lock.waiting():
+                    wait.gate.wait()
+
+    def _check_writer(self, client: Client) -> None:
+        """Stop a write whose process was killed. Lock: leaves. Raises: KernelError EINTR."""
+        if self.fs.lock.is_abandoned():
+            self.give_up(client, errno.EINTR)
+            raise KernelError(errno.EINTR, "the process was killed")
 
     def poll(self, notify: Callable[[], None] | None) -> int:
         """See FileDescription."""
@@ -184,12 +215,23 @@ class ControlDirectory(OpenDirectory):
 
 
 class PendingWrite:
-    """One write(2) to a control file, done piece by piece. Between two pieces other threads get the lock.
+    """One write(2) to a control file, done step by step. Between two steps other threads get the lock.
 
     Use it as a context manager. Inside, retry_yielding_lock() calls step() until that returns.
     """
 
-    __slots__ = ("_prepared", "by_piece", "client", "data", "file", "inner", "kept", "plan")
+    __slots__ = (
+        "_has_begun",
+        "_prepared",
+        "_steps",
+        "by_piece",
+        "client",
+        "data",
+        "file",
+        "inner",
+        "kept",
+        "plan",
+    )
 
     def __init__(
         self,
@@ -198,22 +240,25 @@ class PendingWrite:
         inner: OpenFile,
         data: bytes,
         offset: int,
-        prepared: Callable[[], int] | None,
+        prepared: Callable[[], Steps] | None,
     ) -> None:
         """Begin a write of `data` at `offset`.
 
         `inner`: `file.inner` at the start. A reboot between two pieces replaces it in the file.
-        `prepared`: executes the data, if the file has read files of the host for this write; else None.
+        `prepared`: begins the write, if the file has read files of the host for this write; else None.
         """
         self.client = client
         self.file = file
         self.inner = inner
         self.data = data
         self._prepared = prepared
+        self._has_begun = False
+        self._steps: Steps | None = None
+        """The steps of the current piece, if it has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Write one more piece, without the guest; return the number of bytes that all pieces have taken.
+        """Do one more step, without the guest; return the number of bytes that all pieces have taken.
 
-        Raises: YieldLock (more pieces follow), KernelError.
+        Raises: YieldLock (more steps follow), KernelError.
         """
         self.plan: Callable[[], int] | None = None
         """Function that does one step. GuestCalls.write, which runs once per step, keeps it here."""
@@ -231,15 +276,22 @@ class PendingWrite:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._steps is not None:
+            self._steps.close()
         self.kept.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Write one more piece and return the number of bytes that all pieces have taken.
+        """Do one more step and return the number of bytes that all pieces have taken.
 
-        Lock: takes. Raises: YieldLock (more pieces follow), WouldBlock, KernelError ESTALE, EIO.
+        Lock: takes. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE, EIO.
         """
         file = self.file
         with file.fs.lock:
+            if not self._has_begun:
+                # The records of markers are taken over, so markers need not wait.
+                if not self.inner.node.notes_writer:
+                    file.fs.check_gate()
+                self._has_begun = True
             if file.error:
                 raise file.gone()
             if file.inner is not self.inner:
@@ -247,19 +299,27 @@ class PendingWrite:
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
-        """Write a piece and report it to the watcher.
+        """Do a step of a piece, and report the piece to the watcher after its last step.
 
-        Hazard: read the watcher before the write, because the piece may boot another kernel.
+        Hazard: read the watcher before the step, because the step may boot another kernel.
+        Raises: YieldLock (more steps follow), KernelError.
         """
         file = self.file
         watcher = file.fs.watcher
         data, is_part = piece
+        if self._steps is None:
+            self._steps = self.inner.begin_write(data, offset, self._prepared, is_part=is_part)
         try:
-            taken = self.inner.write(data, offset, self._prepared, is_part=is_part)
+            next(self._steps)
+        except StopIteration as end:
+            self._steps = None
+            taken: int = end.value
         except KernelError:
             if watcher is not None:
                 watcher.written(file.handle, file.path, data, failed=True, is_part=is_part)
             raise
+        else:
+            raise YieldLock
         if watcher is not None:
             watcher.written(file.handle, file.path, data[:taken], failed=False, is_part=is_part)
         return taken
@@ -337,9 +397,9 @@ class GuestCalls:
         """Repeat the client's getdents64(2)."""
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """Read from `file.inner`."""
+        """Read from `file.inner`. Raises: YieldLock (the same call continues)."""
         with self.request(client):
-            return file.inner.read(size, offset)
+            return file.inner.read_step(size, offset)
 
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
         """Read a page from `file.inner`."""
@@ -391,6 +451,23 @@ class ControlFs(FileSystem):
         self.calls.fs = self
         self.watcher: ChangeWatcher | None = None
 
+    def check_gate(self) -> None:
+        """Check that no other kernel is about to replace this one. Raises: _Gated."""
+        if self.gate is not None:
+            raise _Gated(self.gate)
+
+    @contextmanager
+    def _changing(self, *, is_change: bool = True) -> Iterator[None]:
+        """Hold the lock. For a change of definitions, wait until no other kernel is about to replace this."""
+        while True:
+            with self.lock:
+                gate = self.gate
+                if gate is None or not is_change:
+                    yield
+                    return
+            with self.lock.waiting():
+                gate.wait()
+
     def files(self) -> list[ControlFile]:
         """Return the open files, without directories, in the order of their opens."""
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
@@ -432,7 +509,7 @@ class ControlFs(FileSystem):
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """See FileSystem."""
-        with self.lock:
+        with self._changing(is_change=bool(flags & os.O_TRUNC)):
             file = ControlFile(self, path, flags, client)
             self.calls.open(client, file)
             self.opened[file] = None
@@ -463,7 +540,7 @@ class ControlFs(FileSystem):
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """See FileSystem. In instances/ a new directory is a new trace array."""
-        with self.lock:
+        with self._changing():
             tree = self.tree
             self.calls.change(
                 client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode
@@ -473,7 +550,7 @@ class ControlFs(FileSystem):
 
     def rmdir(self, client: Client, path: str) -> None:
         """See FileSystem."""
-        with self.lock:
+        with self._changing():
             tree = self.tree
             self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
             self._moved(path, GONE)

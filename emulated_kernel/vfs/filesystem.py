@@ -21,6 +21,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from threading import Event
 from typing import ClassVar
 
 from emulated_kernel.util.control_lock import ControlLock
@@ -58,6 +59,8 @@ class FileSystem(ABC):
         self.lock = lock or ControlLock()
         self.opened: dict[FileDescription, None] = {}
         """Open files and directories, in the order of their opens. Methods that open a file add it here."""
+        self.gate: Event | None = None
+        """While another kernel is built to replace this one, changes of control files wait for this event."""
 
     def request(self, client: Client | None) -> AbstractContextManager[object]:
         """Return the context in which an operation of `client` runs.

@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import gc
 import posixpath
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from stat import S_IFMT
+from threading import Event
 from time import monotonic, sleep
 
 from emulated_kernel.util.control_lock import ControlLock
@@ -35,6 +37,10 @@ class Mount:
 
     Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno.
     FileSystem and FileDescription document the methods of the same names.
+
+    A program opens a file with open(client, path, flags) or create(client, path, mode, flags), which return a
+    handle for read(client, handle, size, offset) and write(client, handle, data, offset). release(handle)
+    closes the file, and close() ends the mount.
 
     The two tables need no lock: single operations on a dictionary are atomic, and iterations go over copies.
     """
@@ -71,6 +77,10 @@ class Mount:
         self._roots: dict[str, DirEntry] = {}
         """Prefix -> its entry in the parent directory. The entries remain usable after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
+        self._users: dict[int, int] = {}
+        """Handle -> the user who opened it, unless that is root."""
+        self._open_files: Counter[int] = Counter()
+        """User -> number of open files."""
         self.acting: set[int] = set()
         """Handles whose release has an effect that other files show. A front end orders requests after it."""
         self._numbers = count(1)
@@ -229,43 +239,53 @@ class Mount:
         """
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path)
-        return self._add(fs.open(fs.informed(client), path, flags))
+            self._check_room(self._limits, fs, path, client)
+        return self._add(fs.open(fs.informed(client), path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Create a regular file, open it and return the handle. Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path)
-        return self._add(fs.create(fs.informed(client), path, mode, flags))
+            self._check_room(self._limits, fs, path, client)
+        return self._add(fs.create(fs.informed(client), path, mode, flags), client)
 
     def opendir(self, client: Client, path: str) -> int:
         """Open a directory and return the handle for getdents(). Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path)
-        return self._add(fs.opendir(fs.informed(client), path))
+            self._check_room(self._limits, fs, path, client)
+        return self._add(fs.opendir(fs.informed(client), path), client)
 
-    def _check_room(self, limits: Limits, fs: FileSystem, path: str) -> None:
+    def _check_room(self, limits: Limits, fs: FileSystem, path: str, client: Client) -> None:
         try:
             limits.check(Limit.OPEN_FILES, len(self._handles))
+            if client.uid:
+                limits.check(Limit.USER_OPEN_FILES, self._open_files[client.uid])
         except KernelError:
             # The files that raise the limit can be opened beyond it.
             if not fs.is_always_open(path):
                 raise
 
-    def _add(self, opened: FileDescription) -> int:
+    def _add(self, opened: FileDescription, client: Client) -> int:
         if self._closed:
             opened.release()
             raise KernelError(errno.EIO, "the mount has ended")
         handle = next(self._numbers)
         opened.handle = handle
         self._handles[handle] = opened
+        if client.uid:
+            self._users[handle] = client.uid
+            self._open_files[client.uid] += 1
         if opened.acts_on_close:
             self.acting.add(handle)
+        self._count()
+        return handle
+
+    def _count(self) -> None:
+        """Tell the limits how many files are open."""
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
-        return handle
+            self._limits.user_open_files = max(self._open_files.values(), default=0)
 
     def _opened(self, handle: int) -> FileDescription:
         """Return the description of a handle. Raises: KernelError EBADF, ESTALE, EIO."""
@@ -363,8 +383,12 @@ class Mount:
         """Release a handle; do nothing if it does not exist."""
         opened = self._handles.pop(handle, None)
         self._pollers.pop(handle, None)
-        if self._limits is not None:
-            self._limits.open_files = len(self._handles)
+        user = self._users.pop(handle, None)
+        if user is not None:
+            self._open_files[user] -= 1
+            if not self._open_files[user]:
+                del self._open_files[user]
+        self._count()
         if opened is not None:
             try:
                 opened.release()
@@ -387,6 +411,23 @@ class Mount:
         """Open the open files in the guest, too, before its text changes: probes could notice its calls."""
         for fs in self._file_systems:
             fs.open_in_guest()
+
+    @contextmanager
+    def holding_changes(self) -> Iterator[None]:
+        """Let changes of control files wait until the end of this context, because they would be lost.
+
+        The caller holds the lock when it enters and leaves the context.
+        """
+        self.lock.assert_held()
+        gate = Event()
+        for fs in self._file_systems:
+            fs.gate = gate
+        try:
+            yield
+        finally:
+            for fs in self._file_systems:
+                fs.gate = None
+            gate.set()
 
     def replace(self, table: Mapping[str, FileSystem]) -> None:
         """Show the files of another kernel, with the same lock and file systems at the same prefixes.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from emulated_kernel.util.safe_read import read_given, read_named
+from emulated_kernel.util.safe_read import read_given
 from kprobefs.common import mountpoints
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.definitions import dropins
@@ -59,16 +59,17 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
     failed = []
     for file in chosen:
         try:
-            text = _read(file) if files else dropins.read(Path(file))
+            found = _read(file) if files else dropins.read(Path(file))
         except OSError as error:
             failed.append(escape_for_terminal(f"{file}: {error.strerror}"))
         except CliError as failure:
             failed.append(escape_for_terminal(str(failure)))
         else:
-            if "\0" in text:
+            if "\0" in found.text:
                 failed.append(escape_for_terminal(f"{file}: not a file of definitions; it contains a NUL"))
                 continue
-            failed += _first(file, loader.apply(list(read_lines(file, text))))
+            refused = loader.apply(list(read_lines(file, found.text)))
+            failed += _first(file, refused) if found.is_shown else _number(file, refused)
     return failed
 
 
@@ -79,9 +80,19 @@ def _first(file: str, failed: list[str]) -> list[str]:
     return [*told, escape_for_terminal(f"{file}: {more} more lines failed")] if more > 0 else told
 
 
-def _read(file: str) -> str:
-    data = read_given(sys.stdin.fileno(), dropins.LIMIT) if file == "-" else read_named(file, dropins.LIMIT)
-    return data.decode("utf-8", "surrogateescape")
+def _number(file: str, failed: list[str]) -> list[str]:
+    """Return a message with the number of failures, without the lines of the file."""
+    if not failed:
+        return []
+    lines = "1 line" if len(failed) == 1 else f"{len(failed)} lines"
+    return [escape_for_terminal(f"{file}: {lines} failed; it is a link, so name the private file itself")]
+
+
+def _read(file: str) -> dropins.Text:
+    if file == "-":
+        data = read_given(sys.stdin.fileno(), dropins.LIMIT)
+        return dropins.Text(data.decode("utf-8", "surrogateescape"))
+    return dropins.read_given(file)
 
 
 def saved(directory: str) -> bytes:

@@ -39,8 +39,10 @@ def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -
             error.filename = "standard output"
         place = f"{error.filename}: " if error.filename else ""
         return _complain(f"{place}{resource_hint(error) or error.strerror or error}", ExitStatus.FAILURE)
-    except MemoryError as error:
-        return _complain(resource_hint(error), ExitStatus.FAILURE)
+    except (MemoryError, RuntimeError, SystemError, ImportError) as error:
+        if not (hint := resource_hint(error)):
+            raise
+        return _complain(hint, ExitStatus.FAILURE)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status
@@ -116,8 +118,11 @@ def _complain(message: str, status: ExitStatus) -> ExitStatus:
 
 
 def _tell(message: str) -> None:
-    from kprobefs.common.terminal import wrap
-
+    try:
+        from kprobefs.common.terminal import wrap
+    except MemoryError:
+        os.write(2, f"kprobefs: {message}\n".encode(errors="surrogateescape"))
+        return
     head, _, rest = wrap(f"kprobefs: {message}", sys.stderr).partition(":")
     print(f"{_coloured(f'{head}:', '31', sys.stderr)}{rest}", file=sys.stderr)
 
@@ -288,9 +293,10 @@ def _trace(parsed: argparse.Namespace) -> int:
     if not parsed.mount and parsed.layout != LAYOUTS[0]:
         why = f"it has no scratch/ for the command; use --layout {LAYOUTS[0]}"
         raise CliError(f"trace --layout {parsed.layout}: {why}", ExitStatus.USAGE)
-    from kprobefs.cli.run import run, run_traced
+    from kprobefs.cli.run import check_host, run, run_traced
     from kprobefs.cli.trace import TraceSession
 
+    check_host()
     with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
         tracing = TraceSession(parsed.probes, parsed.filter, output, as_json=parsed.json)
         if parsed.mount:

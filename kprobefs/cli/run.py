@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -55,19 +56,35 @@ def run(
     if as_system:
         as_system_places.enter_namespace(real_root=real_root)
     runner = _runner(command, tracing)
-    with mounted(options, build) as base:
-        directory = f"{base}/mnt"
-        if as_system:
-            runner.system = as_system_places.System(directory, base, real_root=real_root)
-        status = runner.run(directory, tracing)
-        if tracing is not None:
-            tell_of_results(base / "mnt" / "scratch")
-        return status
+    try:
+        with mounted(options, build) as base:
+            directory = f"{base}/mnt"
+            if as_system:
+                runner.system = as_system_places.System(directory, base, real_root=real_root)
+            with closing(runner.system) if runner.system is not None else nullcontext():
+                status = runner.run(directory, tracing)
+            if tracing is not None:
+                tell_of_results(base / "mnt" / "scratch")
+            return status
+    except CliError:
+        # An interrupt from the terminal ends the start of the daemon too.
+        if runner.pending:
+            return 128 + runner.pending
+        raise
+
+
+def check_host() -> None:
+    """Check, before anything is made, that the host allows a mount. Raises: CliError."""
+    try:
+        mountpoints.check_proc()
+    except CliError as failure:
+        raise CliError(str(failure), ExitStatus.RUN_FAILED) from failure
 
 
 @contextmanager
 def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
     """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: CliError."""
+    check_host()
     base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
 
     session = os.getsid(0)
@@ -118,7 +135,8 @@ class _Runner:
         """`stdout`: its standard output's descriptor; None: ours."""
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._pending = 0
+        self.pending = 0
+        """A signal that came before there was a command, or 0."""
         self._passed: signal.Signals | None = None
         """The latest that was passed on."""
         self._stdout = stdout
@@ -131,8 +149,8 @@ class _Runner:
             return self._run(directory, place)
 
     def _run(self, directory: str, place: str | None) -> int:
-        if self._pending:
-            return 128 + self._pending
+        if self.pending:
+            return 128 + self.pending
         try:
             added = self.system.environment if self.system else {}
             environment = {**os.environ, **added, "KPROBEFS": directory}
@@ -144,18 +162,23 @@ class _Runner:
                 preexec_fn=self._prepare,  # noqa: PLW1509
             )
         except FileNotFoundError:
-            raise CliError(f"{self._command[0]}: no such command", ExitStatus.NOT_FOUND) from None
+            raise self._not_found() from None
         except subprocess.SubprocessError:
             raise CliError("--as-system: namespaces: refused; see dmesg", ExitStatus.RUN_FAILED) from None
         except OSError as error:
+            if _is_in_no_path(self._command[0]):
+                raise self._not_found() from None
             raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
         # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
-        if self._pending:
-            self._pass_on(self._pending)
+        if self.pending:
+            self._pass_on(self.pending)
         status = self._process.wait()
         if self._passed:
             signal_left(directory, os.getsid(0), self._passed)
         return 128 - status if status < 0 else status
+
+    def _not_found(self) -> CliError:
+        return CliError(f"{shlex.quote(self._command[0])}: no such command", ExitStatus.NOT_FOUND)
 
     def _prepare(self) -> None:
         """For the command's process, between fork and exec."""
@@ -168,7 +191,7 @@ class _Runner:
         """Handler for the signals that end a program."""
         del frame
         if self._process is None:
-            self._pending = number
+            self.pending = number
         else:
             self._pass_on(number)
 
@@ -201,6 +224,13 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
             finally:
                 os.close(descriptor)
     memory.close()
+
+
+def _is_in_no_path(name: str) -> bool:
+    """Return True if a shell would find no file for a command. Directories in PATH are none."""
+    return "/" not in name and not any(
+        os.path.isfile(os.path.join(place, name)) for place in os.get_exec_path()
+    )
 
 
 def _end_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -77,6 +78,15 @@ def parent_of(pid: int) -> int:
     return int(_fields(pid)[PARENT])
 
 
+def has_ended(pid: int, started: int) -> bool:
+    """Return True if the process that started at that clock tick has ended; its status may be unread."""
+    try:
+        fields = _fields(pid)
+    except OSError:
+        return True
+    return int(fields[START_TIME]) != started or fields[STATE] == "Z"
+
+
 def _fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name. Raises: OSError."""
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -89,10 +99,17 @@ class Registration:
         """Write the record. Raises: CliError (another daemon serves the directory)."""
         sweep()
         self._path = _record_path(daemon.directory)
-        self._file = self._locked(daemon.directory)
-        self._file.truncate(0)
-        json.dump({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))}, self._file)
-        self._file.flush()
+        record = json.dumps({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))})
+        try:
+            self._file = self._locked(daemon.directory)
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        try:
+            self._file.truncate(0)
+            os.write(self._file.fileno(), record.encode())
+        except OSError as error:
+            self.close()
+            raise unwritable(self._path, error) from None
 
     def _locked(self, directory: str) -> TextIO:
         """Open and lock the record file. If an ending daemon removes it meanwhile, create a new one."""
@@ -112,6 +129,12 @@ class Registration:
         """Remove the record file, because the daemon ends."""
         self._path.unlink(missing_ok=True)
         self._file.close()
+
+
+def unwritable(path: str | Path, error: OSError) -> CliError:
+    """Return the error for a file of the runtime directory that cannot be written."""
+    way = "free some space, or set" if error.errno == errno.ENOSPC else "set"
+    return CliError(f"{path}: {error.strerror}; {way} XDG_RUNTIME_DIR")
 
 
 def _open_record(path: Path, flags: int) -> TextIO | None:

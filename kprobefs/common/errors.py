@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import resource
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -49,16 +50,51 @@ FILES = 32
 """Number of open files (`ulimit -n`) that suffices to start a default mount."""
 ADDRESS_SPACE = 1_500_000
 """Size of address space in kB (`ulimit -v`) that suffices to start a default mount."""
-_LACKING = {
-    errno.EMFILE: f"a mount needs {FILES} open files; run ulimit -n {FILES}",
-    errno.ENOMEM: f"a mount needs {ADDRESS_SPACE} kB of address space; run ulimit -v {ADDRESS_SPACE}",
-}
+DATA = 200_000
+"""Size of data in kB (`ulimit -d`) that suffices to start a default mount."""
+_KB = 1024
+_FILE_LIMITS = ((resource.RLIMIT_NOFILE, "-n", FILES, 1, "open files"),)
+_MEMORY_LIMITS = (
+    (resource.RLIMIT_AS, "-v", ADDRESS_SPACE, _KB, "kB of address space"),
+    (resource.RLIMIT_DATA, "-d", DATA, _KB, "kB of data"),
+)
+"""Resource limits: number, option of ulimit, value that a mount needs, unit in bytes, and name."""
+_NO_THREAD = "can't start new thread"
+"""Message of the RuntimeError that Python raises if it cannot start a thread."""
+_TOO_MANY = "too many processes and threads; end some, or run ulimit -u with a larger number"
 
 
 def resource_hint(error: BaseException) -> str:
     """Return a text about the resource limit that caused an error and the remedy, or "" if none did."""
-    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
-    return f"{os.strerror(number)}: {_LACKING[number]}" if number in _LACKING else ""
+    number = getattr(error, "errno", None)
+    if number == errno.EMFILE:
+        return _exceeded(os.strerror(number), _FILE_LIMITS)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        none = "the host has no memory left; free some"
+        return _exceeded(os.strerror(errno.ENOMEM), _MEMORY_LIMITS) or f"{os.strerror(errno.ENOMEM)}: {none}"
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return _exceeded("no thread", _MEMORY_LIMITS) or f"no thread: {_TOO_MANY}"
+    if isinstance(error, (SystemError, ImportError)):
+        # The interpreter and the loader of libraries may report a lack of memory in this way.
+        return _exceeded(os.strerror(errno.ENOMEM), _MEMORY_LIMITS)
+    return ""
+
+
+def fork() -> int:
+    """Fork; return 0 in the child and its pid in the parent. Raises: CliError (no further process)."""
+    try:
+        return os.fork()
+    except OSError as error:
+        hint = f"no process: {_TOO_MANY}" if error.errno == errno.EAGAIN else resource_hint(error)
+        raise CliError(hint or f"no process: {error.strerror}") from error
+
+
+def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> str:
+    """Return a text about the first limit that is below a mount's needs and its remedy, or "" if none is."""
+    for limit, option, needed, unit, name in limits:
+        if 0 <= resource.getrlimit(limit)[0] < needed * unit:
+            return f"{what}: a mount needs {needed} {name}; run ulimit {option} {needed}"
+    return ""
 
 
 def escape_for_terminal(text: str) -> str:

@@ -15,7 +15,7 @@ from select import POLLIN, poll
 from typing import NoReturn
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.errors import CliError, ExitStatus, fork
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
@@ -60,6 +60,8 @@ class MountState(Enum):
 class MountPoint:
     """One line of /proc/self/mountinfo."""
 
+    number: int
+    """Mount id. It may belong to a later mount after the unmount."""
     directory: str
     device: str
     """Device number, as major:minor."""
@@ -69,10 +71,32 @@ class MountPoint:
     """Uid of the user who mounted a FUSE mount (option user_id); None for other mounts."""
 
 
+def check_proc() -> None:
+    """Check that /proc shows this process under its own pid, and /proc/loadavg. Raises: CliError."""
+    if not os.path.lexists("/proc/self"):
+        raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
+    try:
+        own = os.readlink("/proc/self")
+    except OSError:
+        own = ""
+    if own != str(os.getpid()):
+        why = "shows another pid namespace; run mount -t proc proc /proc in this one, or unshare --mount-proc"
+        raise CliError(f"/proc: {why}")
+    if not os.path.exists("/proc/loadavg"):
+        raise CliError("/proc: has only processes; mount it without subset=pid")
+
+
 def mount_points() -> list[MountPoint]:
-    """Return all mounts of this mount namespace, in order: a mount covers earlier mounts on its directory."""
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        return [_parse(line) for line in lines]
+    """Return all mounts of this mount namespace, in order: a mount covers earlier ones on its directory.
+
+    Raises: CliError (/proc is not mounted or shows other processes).
+    """
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            return [_parse(line) for line in lines]
+    except FileNotFoundError:
+        check_proc()
+        raise
 
 
 def our_mounts() -> list[MountPoint]:
@@ -173,7 +197,7 @@ class _Question:
     def __init__(self, directory: str) -> None:
         self._pipe, writer = os.pipe()
         self._told = b""
-        self._child = os.fork()
+        self._child = fork()
         if self._child == 0:
             _ask(directory, writer)
         os.close(writer)
@@ -240,14 +264,56 @@ def _ask(directory: str, writer: int) -> NoReturn:
 
 
 def detach(directory: str) -> None:
-    """Unmount a directory at once, even if it has open files, as umount(2) with MNT_DETACH.
+    """Unmount a directory at once, even if it has open files (MNT_DETACH). Raises: CliError."""
+    try:
+        if os.geteuid() == 0:
+            _umount2(directory, UMOUNT_NOFOLLOW)
+        else:
+            _fusermount(directory)
+    except CliError:
+        # Another process may have unmounted it meanwhile.
+        if mounted_on(directory) is not None:
+            raise
 
-    Raises: CliError.
+
+def detach_dead(directory: str, device: str) -> None:
+    """Unmount a mount whose daemon is gone, and its bind mounts; leave a mount that answers.
+
+    `device`: the mount's device number, or "" if only its directory is known.
     """
-    if os.geteuid() == 0:
-        _umount2(directory)
-    else:
-        _fusermount(directory)
+    for point in reversed(our_mounts()):
+        if point.device == device if device else point.directory == directory:
+            with suppress(OSError, CliError):
+                _detach_if_dead(point)
+
+
+def _detach_if_dead(point: MountPoint) -> None:
+    # O_PATH opens the topmost mount without a request to it.
+    place = os.open(point.directory, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # If the numbers differ, another mount covers it.
+        if _mount_number(place) == point.number and _is_dead(place):
+            if os.geteuid() == 0:
+                # By the descriptor, since another mount may have taken its path meanwhile.
+                _umount2(f"/proc/self/fd/{place}", 0)
+            else:
+                _fusermount(point.directory)
+    finally:
+        os.close(place)
+
+
+def _is_dead(place: int) -> bool:
+    try:
+        os.statvfs(place)
+    except OSError as error:
+        return error.errno in _STALE
+    return False
+
+
+def _mount_number(descriptor: int) -> int:
+    """Return the mount id of an open file. Mirrors: proc_pid_fdinfo(5)."""
+    with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
 
 
 def check_owner(point: MountPoint) -> None:
@@ -312,6 +378,9 @@ def _make(directory: str, made: list[str]) -> None:
 def _remove_stale(point: MountPoint) -> None:
     directory = point.directory
     found = condition(point.directory)
+    if mounted_on(directory) != point:
+        # The daemon or the process that unmounts after it ended meanwhile.
+        return
     if found is MountState.HUNG:
         raise CliError(
             f"{directory}: a kprobefs that hangs is mounted there; run kprobefs umount --force {directory}",
@@ -365,11 +434,11 @@ def _check_configuration() -> None:
 
 def _parse(line: str) -> MountPoint:
     left, _, right = line.rstrip("\n").partition(" - ")
-    _, _, device, _, directory, *_ = left.split(" ")
+    number, _, device, _, directory, *_ = left.split(" ")
     fstype, source, options, *_ = [*right.split(" "), ""]
     users = [option[8:] for option in options.split(",") if option.startswith("user_id=")]
     owner = int(users[0]) if users else None
-    return MountPoint(_unescape(directory), device, fstype, _unescape(source), owner)
+    return MountPoint(int(number), _unescape(directory), device, fstype, _unescape(source), owner)
 
 
 def _unescape(field: str) -> str:
@@ -377,9 +446,9 @@ def _unescape(field: str) -> str:
     return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
 
 
-def _umount2(directory: str) -> None:
+def _umount2(directory: str, flags: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(directory), MNT_DETACH | UMOUNT_NOFOLLOW) != 0:
+    if libc.umount2(os.fsencode(directory), MNT_DETACH | flags) != 0:
         raise CliError(f"{directory}: can't unmount: {os.strerror(ctypes.get_errno())}")
 
 

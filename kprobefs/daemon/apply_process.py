@@ -15,6 +15,8 @@ log = logging.getLogger("kprobefs")
 
 PIPE_SIZE = 1 << 16
 """Bytes that a pipe holds. Mirrors: pipe(7)."""
+PROGRAM = "import sys; sys.path[:] = {paths!r}; from kprobefs.__main__ import main; sys.exit(main())"
+"""Python that runs the program with these packages."""
 END_TIMEOUT = 1.0
 """Seconds that the process may take to exit after it has closed its standard error."""
 
@@ -28,11 +30,11 @@ class ApplyProcess:
 
     def __init__(self, directory: str) -> None:
         package = os.path.dirname(os.path.dirname(os.path.abspath(kprobefs.__file__)))
-        paths = filter(None, (package, os.environ.get("PYTHONPATH")))
-        # -P keeps the working directory out of sys.path.
+        # Of the daemon's own packages, whatever the environment and the working directory are.
+        paths = [package, *filter(None, sys.path)]
+        # -I ignores variables such as PYTHONHOME.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kprobefs", "apply", "--mount", directory],
-            env={**os.environ, "PYTHONPATH": ":".join(paths)},
+            [sys.executable, "-I", "-c", PROGRAM.format(paths=paths), "apply", "--mount", directory],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

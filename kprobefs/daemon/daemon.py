@@ -15,8 +15,8 @@ from select import POLLERR, poll
 from typing import NoReturn
 
 from kprobefs.common import mountpoints
-from kprobefs.common.daemon_registry import log_path, sweep
-from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
+from kprobefs.common.daemon_registry import has_ended, log_path, start_time, sweep
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, fork, resource_hint
 from kprobefs.daemon.log_file import check_log, last_line, open_log
 from kprobefs.daemon.log_writer import LogWriter
 from kprobefs.daemon.service import SIGNALS, Service
@@ -36,15 +36,16 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
     else:
         descriptor = open_log(str(log_file), options.directory, anew=False)
         _start_logging(logging.INFO, descriptor)
-    Service(options, build, applies_definitions=True).run(lambda: None, lambda: None)
+    Service(options, build, applies_definitions=True).run(lambda: None, lambda: None, lambda: None)
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
     """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's message)."""
     start = DaemonStart(options, build, log_file)
-    child = os.fork()
+    child = fork()
     if child == 0:
-        os.setsid()
+        _forget_handlers()
+        # The leader of a process group cannot make a session, but the child of another process can.
         if os.fork() == 0:
             start.serve()
         os._exit(0)
@@ -55,22 +56,19 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
 def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
     """Start a daemon that ends with its parent. Return its pid when its mount answers. Raises: CliError.
 
-    The daemon calls `on_orphaned` at its end if the parent is dead by then.
+    The daemon calls `on_orphaned` at its end if the parent is dead by then. If the daemon was killed, the
+    process that unmounts does.
     """
     start = DaemonStart(options, build, None)
     parent = os.getpid()
-    child = os.fork()
+    began = start_time(parent)
+    child = fork()
     if child == 0:
-        # In its own session the daemon gets no SIGINT from the terminal, which is meant for the command.
-        # The default actions apply until Service installs its handlers. The caller's handlers would
-        # swallow the signal of the parent's death.
-        os.setsid()
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        _forget_handlers()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(ExitStatus.FAILURE)
-        start.serve(lambda: None if os.getppid() == parent else on_orphaned())
+        start.serve(lambda: on_orphaned() if has_ended(parent, began) else None)
     try:
         start.await_ready()
     except BaseException:
@@ -81,6 +79,15 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
     return child
 
 
+def _forget_handlers() -> None:
+    """Restore the default actions of SIGNALS until Service installs its handlers.
+
+    The caller's handlers would swallow the signal of the parent's death.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 class DaemonStart:
     """The start of a daemon: the child reports success or a reason to its starting process by a pipe.
 
@@ -88,12 +95,13 @@ class DaemonStart:
     """
 
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
-        """Check the log and open the pipe, before the fork. Raises: CliError (the log cannot be written)."""
+        """Check /proc and the log, and open the pipe, before the fork. Raises: CliError."""
         self._options = options
         self._build = build
+        mountpoints.check_proc()
         self._is_own_log = log_file is None
         self._log_file = log_file or log_path(options.directory)
-        check_log(str(self._log_file), options.directory)
+        check_log(str(self._log_file), options.directory, is_given=not self._is_own_log)
         self._reader, self._writer = os.pipe()
         self._is_told = threading.Lock()
 
@@ -113,27 +121,31 @@ class DaemonStart:
             raise CliError(answer[1:].decode(errors="surrogateescape"), ExitStatus(answer[0]))
 
     def serve(self, at_end: Callable[[], None] = lambda: None) -> NoReturn:
-        """Serve the mount in the daemon, and end the process."""
+        """Serve the mount in the daemon, and end the process. Call `at_end` after the unmount."""
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.
         try:
-            status = self._serve_or_report()
+            status = self._serve_or_report(at_end)
         finally:
             with suppress(BaseException):
                 at_end()
             logging.shutdown()
-            if status == ExitStatus.OK and not os.fstat(2).st_size:
-                self._remove_own_log()
+            if status == ExitStatus.OK:
+                self._remove_empty_log()
             os._exit(status)
 
-    def _serve_or_report(self) -> ExitStatus:
+    def _serve_or_report(self, at_end: Callable[[], None]) -> ExitStatus:
+        def at_killed() -> None:
+            self._remove_empty_log()
+            at_end()
+
         try:
             os.close(self._reader)
             self._leave_terminal()
             _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr.fileno())
             given = _given_descriptors()
             service = Service(self._options, self._build, applies_definitions=False)
-            service.run(self._watch_starter, lambda: self._become_ready(given))
+            service.run(self._watch_starter, lambda: self._become_ready(given), at_killed)
         except CliError as failure:
             self._report(failure)
         except BaseException as error:
@@ -162,7 +174,15 @@ class DaemonStart:
         if self._is_own_log:
             self._log_file.unlink(missing_ok=True)
 
+    def _remove_empty_log(self) -> None:
+        with suppress(FileNotFoundError):
+            if not self._log_file.lstat().st_size:
+                self._remove_own_log()
+
     def _become_ready(self, given: Sequence[int]) -> None:
+        # In its own session the daemon gets no signals from the terminal. Hazard: until the mount is there,
+        # autofs lets only the caller's process group pass to the directory.
+        os.setsid()
         # A lock or a pipe inherited from the starting process would be held as long as the mount lives.
         # They are closed only now because the kernel's file may be named as /dev/fd/N.
         for descriptor in given:
@@ -211,7 +231,12 @@ class DaemonStart:
             null = os.open(os.devnull, os.O_RDONLY)
         except OSError as error:
             raise CliError(f"{os.devnull}: {error.strerror}") from error
-        output = open_log(str(self._log_file), self._options.directory, anew=self._is_own_log)
+        output = open_log(
+            str(self._log_file),
+            self._options.directory,
+            anew=self._is_own_log,
+            is_given=not self._is_own_log,
+        )
         for target, source in ((0, null), (1, output), (2, output)):
             os.dup2(source, target)
         os.close(null)

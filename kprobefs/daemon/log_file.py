@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
+from kprobefs.common.daemon_registry import unwritable
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import is_inside
 
@@ -12,26 +13,31 @@ TAIL = 4096
 """Bytes at the end of the log in which last_line() looks for a line."""
 
 
-def check_log(path: str, directory: str) -> None:
-    """Check that `path` can be the log of a daemon that serves `directory`. Raises: CliError."""
-    os.close(_open(path, directory, 0))
+def check_log(path: str, directory: str, *, is_given: bool) -> None:
+    """Check that `path` can be the log of a daemon that serves `directory`.
+
+    `is_given` is True for the path of --log. Raises: CliError.
+    """
+    os.close(_open(path, directory, 0, is_given=is_given))
 
 
-def open_log(path: str, directory: str, *, anew: bool) -> int:
+def open_log(path: str, directory: str, *, anew: bool, is_given: bool = True) -> int:
     """Open the log for appending and return the descriptor. If `anew` is true, truncate it.
 
     Raises: CliError.
     """
-    return _open(path, directory, os.O_TRUNC if anew else 0)
+    return _open(path, directory, os.O_TRUNC if anew else 0, is_given=is_given)
 
 
-def _open(path: str, directory: str, flags: int) -> int:
+def _open(path: str, directory: str, flags: int, *, is_given: bool) -> int:
     if is_inside(os.path.dirname(path) or ".", directory):
         raise CliError(f"--log {path}: inside a mount point", ExitStatus.USAGE)
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         found = os.open(path, flags, 0o600)
     except OSError as error:
+        if not is_given:
+            raise unwritable(path, error) from None
         raise CliError(f"--log {path}: {_reason(path, error)}") from None
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)

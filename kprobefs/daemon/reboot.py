@@ -12,21 +12,24 @@ from functools import partial
 
 from emulated_kernel.guests.builtin.modules import ModuleFile
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
+from emulated_kernel.guests.builtin.workloads.workloads import WorkloadOrder
 from emulated_kernel.guests.common.host_processes import HostProcesses, ProcessWatch
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.control_lock import PAUSE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.core.seq_file import CommandFile, SeqFile, explained, listing
+from emulated_kernel.vfs.core.open_file import Steps
+from emulated_kernel.vfs.core.seq_file import SeqFile, SteppedFile, StreamFile, explained_steps, listing
 from emulated_kernel.vfs.trees.stats import probe_states, probes_file
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts
 from kprobefs.daemon.state.saved_state import SavedState
 from kprobefs.definitions.loader import Loader
-from kprobefs.definitions.saver import saved
+from kprobefs.definitions.saver import saved_in_steps
 from kprobefs.definitions.syntax import Line
 from kprobefs.definitions.tracefs_files import TreeFiles
 
@@ -36,11 +39,33 @@ PLACE = "the kernel before this one"
 """Name of the file, in the guest's log, of definition lines that cannot be applied after a reboot."""
 
 
-class PowerFile(CommandFile):
+class PowerFile(SteppedFile):
     """machine/power: writing `reboot` boots the guest again; reading returns its state and boot count."""
 
     replaces_kernel = True
     __slots__ = ()
+
+
+class KernelFiles(TreeFiles):
+    """The files of a kernel in this process, which knows its configured events."""
+
+    def __init__(self, tree: NodeTree, client: Client, kernel: Kernel) -> None:
+        super().__init__(tree, client)
+        self._kernel = kernel
+
+    def configured_events(self, directory: str) -> Iterator[str]:
+        """See Files."""
+        name = directory.partition("instances/")[2].rstrip("/")
+        arrays = self._kernel.trace_arrays
+        tracing = arrays.find(name) if name else arrays.top
+        assert tracing is not None
+        array = tracing.array
+        found = [
+            f"{event.group}/{event.name}"
+            for event in self._kernel.tracing.system.events
+            if array in event.filters or (array in event.files and event.files[array].is_special)
+        ]
+        yield from sorted(found, key=lambda event: event.split("/"))
 
 
 class RebootableKernel:
@@ -72,7 +97,7 @@ class RebootableKernel:
         if state is not None:
             kernel = self._kernel
             with kernel.lock:
-                state.keep(kernel, self.mount, partial(self._definitions, kernel), is_fresh=not is_restored)
+                state.keep(kernel, self.mount, lambda: self._lines(kernel), is_fresh=not is_restored)
 
     def _restore(self, state: SavedState) -> bool:
         """Restore the saved state. If that fails, boot a fresh kernel and return False."""
@@ -90,9 +115,9 @@ class RebootableKernel:
     def _files(self, kernel: Kernel) -> NodeTree:
         further: dict[str, Node] = {
             "power": PowerFile(
-                0o600, listing(self._power), explained(kernel.guest.log, "power", self._command)
+                0o600, listing(self._power), explained_steps(kernel.guest.log, "power", self._command)
             ),
-            "definitions": SeqFile(0o400, listing(lambda: self._definitions(kernel))),
+            "definitions": StreamFile(0o400, lambda: self._definitions(kernel)),
             "probes": probes_file(kernel.components),
         }
         if self._state is not None:
@@ -103,26 +128,31 @@ class RebootableKernel:
         yield f"{'panicked' if self._kernel.guest.is_dead else 'running'}\n"
         yield f"boots {self._boots}\n"
 
-    def _command(self, data: bytes) -> int:
+    def _command(self, data: bytes) -> Steps:
         lines = ascii_lines(data)
         for line in lines:
             if line.strip() != "reboot":
                 raise KernelError(errno.EINVAL, f"{line!r} isn't reboot")
         if lines:
-            self.reboot()
+            yield from self._reboot()
         return len(data)
 
-    def _definitions(self, kernel: Kernel) -> list[str]:
+    def _definitions(self, kernel: Kernel) -> Iterator[str]:
+        """Yield the lines that define the kernel's probes and settings again, and PAUSE between them."""
         hook = kernel.kretprobes.hooks.return_hook
         # The return hook comes first: it cannot be changed once a return probe exists.
-        chosen = [f"{RETURN_HOOK} = {hook}"] if hook != self._return_hook else []
-        lines = saved(self._all_files(kernel), probe_states(kernel.components))
-        return [f"{line}\n" for line in (*chosen, *lines)]
+        if hook != self._return_hook:
+            yield f"{RETURN_HOOK} = {hook}\n"
+        for line in saved_in_steps(self._all_files(kernel), probe_states(kernel.components)):
+            yield f"{line}\n" if line else PAUSE
+
+    def _lines(self, kernel: Kernel) -> list[str]:
+        return [*filter(None, self._definitions(kernel))]
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
         """Return the files of the full layout, which may have more than the mount's layout."""
         client = Client(os.getpid(), self._owner.uid, self._owner.gid)
-        return TreeFiles(self._tree(kernel), client)
+        return KernelFiles(self._tree(kernel), client, kernel)
 
     def _tree(self, kernel: Kernel) -> NodeTree:
         return kernel.filesystem(RootLayout.FULL, self._owner)
@@ -130,52 +160,82 @@ class RebootableKernel:
     def reboot(self) -> None:
         """Replace the current kernel by a new one. If that fails, keep the old one. Raises: KernelError."""
         with self._kernel.lock:
-            old = self._kernel
-            clock = self._kernel.machine.clock
-            config = replace(old.config, clock=clock.kind, seed=clock.seed, run_budget=old.machine.run_budget)
+            for _ in self._reboot():
+                pass
+
+    def _reboot(self) -> Iterator[None]:
+        """Do what reboot() does, in steps. Between two steps the old kernel answers, and changes wait.
+
+        The lock is held at each step. Raises: KernelError.
+        """
+        old = self._kernel
+        # A collection would look at all objects of both kernels, which stops all threads.
+        gc.disable()
+        try:
+            yield from self._replace(old)
+        finally:
+            gc.enable()
+
+    def _replace(self, old: Kernel) -> Iterator[None]:
+        clock = old.machine.clock
+        loads: list[WorkloadOrder] = []
+        with self.mount.holding_changes():
             with ExitStack() as undo:
                 try:
                     processes = self._watch()
                     undo.callback(processes.close)
-                    definitions = self._definitions(old)
-                    loads = old.loads.orders()
+                    definitions: list[str] = []
+                    for line in self._definitions(old):
+                        if line:
+                            definitions.append(line)
+                        else:
+                            yield
+                    config = replace(
+                        old.config, clock=clock.kind, seed=clock.seed, run_budget=old.machine.run_budget
+                    )
                     new = Kernel(config, processes, lock=old.lock)
                     undo.callback(new.close)
                     tree = self._files(new)
-                    new.replace_kernel(old, partial(self._define, new, old, definitions))
+                    yield
+                    yield from new.replace_kernel(old, partial(self._define, new, old, definitions, loads))
                 except OSError as error:
                     raise KernelError(error.errno or errno.EIO, str(error)) from error
                 undo.pop_all()
             new.adopt_mount(self.mount, tree)
-            self._kernel = new
-            self._boots = self._boots + 1
-            with suppress(KernelError):
-                new.loads.start(*loads)
-            old.close()
-            self._processes.close()
-            self._processes = processes
-            if self._state is not None:
-                self._state.keep(new, self.mount, partial(self._definitions, new))
-            del old
-            # Objects from before the first request are frozen, so the old kernel must be unfrozen first.
-            gc.unfreeze()
-            gc.collect()
-            gc.freeze()
+        self._kernel = new
+        self._boots = self._boots + 1
+        with suppress(KernelError):
+            new.loads.start(*loads)
+        old.close()
+        self._processes.close()
+        self._processes = processes
+        if self._state is not None:
+            self._state.keep(new, self.mount, lambda: self._lines(new))
+        del old
+        # Objects from before the first request are frozen, so the old kernel must be unfrozen first.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
-    def _define(self, kernel: Kernel, old: Kernel, definitions: list[str]) -> None:
+    def _define(
+        self, kernel: Kernel, old: Kernel, definitions: list[str], loads: list[WorkloadOrder]
+    ) -> Iterator[None]:
+        """Define what the old kernel has, in steps; add the orders of its workloads to `loads`."""
         for file in _modules(old):
             try:
                 kernel.modules.load([file])
             except KernelError as error:
                 kernel.guest.log(f"module {file.name}: {error.strerror}")
+            yield
         if self._state is not None:
             # If this fails, the reboot fails, and the old kernel keeps all records.
             previous_boot.make_again(kernel, old)
         lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
-        for failed in Loader(self._all_files(kernel)).apply(lines):
+        for failed in (yield from Loader(self._all_files(kernel)).steps(lines)):
             for part in failed.splitlines():
                 kernel.guest.log(part)
         set_counts(kernel, counts(old))
+        loads += old.loads.orders()
 
 
 def _modules(kernel: Kernel) -> list[ModuleFile]:

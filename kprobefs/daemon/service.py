@@ -20,10 +20,11 @@ from emulated_kernel.util.threads import start_thread
 from kprobefs import __version__
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import Daemon, Registration
-from kprobefs.common.errors import CliError, escape_for_terminal
+from kprobefs.common.errors import CliError, escape_for_terminal, resource_hint
 from kprobefs.daemon.apply_process import ApplyProcess
 from kprobefs.daemon.mount_namespace import NamespaceMembers
 from kprobefs.daemon.systemd_watchdog import ServiceWatchdog, sd_notify, watchdog_interval
+from kprobefs.daemon.unmount_watcher import UnmountWatcher
 from kprobefs.daemon.wake import Wake
 from kprobefs.definitions import dropins
 from kprobefs.fuse.memory_reserve import share_heap
@@ -139,16 +140,24 @@ class Service:
         self._mounted = False
         self._failure: CliError | None = None
 
-    def run(self, on_prepared: Callable[[], None], on_ready: Callable[[], object]) -> None:
+    def run(
+        self,
+        on_prepared: Callable[[], None],
+        on_ready: Callable[[], object],
+        at_killed: Callable[[], None],
+    ) -> None:
         """Serve until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
-        Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers.
+        Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. After the
+        daemon was killed, another process unmounts and calls `at_killed`.
         """
+        mountpoints.check_proc()
         # Hazard: libfuse takes over signals with the default action, so this must precede its loading.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
         registration = Registration(self._describe())
         watchdog = None
+        watcher = None
         try:
             with mountpoints.prepared(
                 self._options.directory,
@@ -159,14 +168,20 @@ class Service:
                 if interval is not None:
                     watchdog = ServiceWatchdog(self._options.directory, interval)
                     self._companions.add(watchdog.pid)
+                watcher = UnmountWatcher(self._options.directory, at_killed)
+                self._companions.add(watcher.pid)
                 on_prepared()
-                self._serve(watchdog, on_ready)
+                self._serve(watchdog, watcher, on_ready)
         finally:
+            if watcher is not None:
+                watcher.end()
             if watchdog is not None:
                 watchdog.end()
             registration.close()
 
-    def _serve(self, watchdog: ServiceWatchdog | None, on_ready: Callable[[], object]) -> None:
+    def _serve(
+        self, watchdog: ServiceWatchdog | None, watcher: UnmountWatcher, on_ready: Callable[[], object]
+    ) -> None:
         from kprobefs.fuse.operations import FuseOptions, Server
 
         share_heap()
@@ -192,6 +207,9 @@ class Service:
         ready.wait()
         if self._mounted:
             directory = escape_for_terminal(self._options.directory)
+            point = mountpoints.mounted_on(self._options.directory)
+            if point is not None and point.fstype == mountpoints.FSTYPE:
+                watcher.leave(point.device)
             on_ready()
             log.info("serving %s", directory)
             applying = ApplyProcess(self._options.directory) if self._has_definitions() else None
@@ -238,6 +256,9 @@ class Service:
 
         try:
             server.serve(self._options.directory, mounted)
+            if not self._mounted and not self._wake.is_set():
+                # No thread could answer the first request.
+                self._failure = CliError(resource_hint(MemoryError()))
         except CliError as failure:
             if self._wake.is_set():
                 # After an unmount, libfuse's loop may return an error.

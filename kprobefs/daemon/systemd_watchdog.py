@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from kprobefs.common.errors import fork
 from kprobefs.common.mountpoints import CONTROL_TIMEOUT, STATE_LINK, MountState
 
 BUSY_LIMIT = 900.0
@@ -65,10 +66,10 @@ class ServiceWatchdog:
     """
 
     def __init__(self, directory: str, interval: float) -> None:
-        """Fork the child, which waits for start(). `interval` is in seconds."""
+        """Fork the child, which waits for start(). `interval` is in seconds. Raises: CliError."""
         start, self._start = os.pipe()
         self.descriptor, answers = os.pipe()
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             _ask_for_ever(directory, interval, start, answers)
         os.close(start)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
-from emulated_kernel.util.safe_read import open_regular, read_open
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import open_regular, read_named, read_open
 from kprobefs.common.errors import CliError
 
 SYSTEM = ("/etc/kprobefs/probes.d", "/run/kprobefs/probes.d", "/usr/lib/kprobefs/probes.d")
@@ -45,7 +48,16 @@ def files() -> list[Path]:
     return [found[name] for name in sorted(found) if os.path.realpath(found[name]) != os.devnull]
 
 
-def read(path: Path) -> str:
+@dataclass(frozen=True)
+class Text:
+    """The text of a file of definitions."""
+
+    text: str
+    is_shown: bool = True
+    """Whether messages may show its lines: it is public, or its path has no link, which others make."""
+
+
+def read(path: Path) -> Text:
     """Return the text of a drop-in file.
 
     Raises: CliError (the file cannot be read, or another user could have written it).
@@ -55,6 +67,25 @@ def read(path: Path) -> str:
             status = os.fstat(file.fileno())
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
                 raise CliError(f"{path}: others could have written it; it isn't applied")
-            return read_open(file, LIMIT).decode("utf-8", "surrogateescape")
+            return _text_of(file, path)
     except OSError as error:
         raise CliError(f"{path}: {error.strerror}") from None
+
+
+def read_given(path: str) -> Text:
+    """Return the text of a file that the user names. Raises: OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return Text(_decoded(read_named(path, LIMIT)))
+    with open_regular(path) as file:
+        return _text_of(file, path)
+
+
+def _text_of(file: BinaryIO, path: str | Path) -> Text:
+    is_public = os.fstat(file.fileno()).st_mode & stat.S_IROTH
+    # By the descriptor, since a link may lead elsewhere by now.
+    is_shown = is_public or os.readlink(f"/proc/self/fd/{file.fileno()}") == os.path.abspath(path)
+    return Text(_decoded(read_open(file, LIMIT)), bool(is_shown))
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from kprobefs.common.errors import escape_for_terminal
@@ -29,8 +29,12 @@ from kprobefs.definitions.syntax import (
 )
 from kprobefs.definitions.tracefs_files import OUTSIDE, Files
 
+LINES_PER_STEP = 16
+"""Lines that are applied in one step of a reboot, which keeps others waiting."""
 CURSOR = re.compile(r"^ *\^$")
 """Line of an error_log that points at the position of the error."""
+DEFINING = ("dynamic_events", "kprobe_events", "synthetic_events", "uprobe_events")
+"""Files whose writes define events."""
 WISHES = ("enable", "optimized")
 """Files that return the current state, which may lag behind the value that was written."""
 
@@ -57,9 +61,22 @@ class Loader:
         """Directory of a trace array ("" or instances/NAME/) -> its error_log, as last read."""
         self._known: _ExistingDefinitions | None = None
         """Content of dynamic_events, or None if it must be read again."""
+        self._triggers: dict[str, _ExistingTriggers] = {}
+        """Path of a trigger file -> its triggers. A file is read once, not once for each line."""
 
     def apply(self, lines: Sequence[Line]) -> list[str]:
         """Apply all lines; return a message for each that failed."""
+        steps = self.steps(lines)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                failed: list[str] = end.value
+                return failed
+
+    def steps(self, lines: Sequence[Line]) -> Generator[None, None, list[str]]:
+        """Apply all lines, and yield after each LINES_PER_STEP; return a message for each that failed."""
+        applied = 0
         failed: list[str] = []
         failed_triggers: list[str] = []
         later = list(lines)
@@ -78,6 +95,9 @@ class Loader:
                         failed_triggers.append(report)
                     else:
                         failed.append(report)
+                applied += 1
+                if not applied % LINES_PER_STEP:
+                    yield
             if len(later) == len(now):
                 break
         return failed + failed_triggers
@@ -94,6 +114,7 @@ class Loader:
 
     def _define(self, text: str) -> None:
         definition = parse_definition(text)
+        self._triggers.clear()
         if definition is None:
             self._known = None
             self._write("dynamic_events", text, 0)
@@ -121,10 +142,10 @@ class Loader:
             self._write("dynamic_events", f"-:{event}", None)
         except DefinitionError as refused:
             # Linux: an event that a hist trigger uses cannot be removed (EBUSY).
-            triggers = list(self._triggers(event))
+            triggers = list(self._triggers_of(event))
             raise DefinitionError(f"{refused}: {'; '.join(triggers)}" if triggers else str(refused)) from None
 
-    def _triggers(self, event: str) -> Iterator[str]:
+    def _triggers_of(self, event: str) -> Iterator[str]:
         """Yield the triggers of an event in all trace arrays, each after the name of its file."""
         instances = self._files.directories(f"{self._tracefs}instances")
         for place in ("", *(f"instances/{name}/" for name in sorted(instances))):
@@ -133,9 +154,11 @@ class Loader:
                 yield from (f"{file} has {each}" for each in saved_triggers(self._read(file)))
 
     def _set(self, name: str, value: str, column: int) -> None:
-        self._known = None
         path = unescaped(name)
         parts = path.split("/")
+        if parts[-1] in DEFINING:
+            self._known = None
+            self._triggers.clear()
         if path.startswith("/") or ".." in parts:
             raise DefinitionError("not a file of the tracefs")
         if parts[-1] in RECORDS:
@@ -151,11 +174,24 @@ class Loader:
         elif parts[-1] in LISTS:
             self._add(path, value, column)
         elif parts[-1] == "trigger":
-            if not any(_covers(each, value) for each in saved_triggers(self._read(path))):
-                self._write(path, value, column)
+            self._set_trigger(path, value, column)
         # The loader's own requests may be traced, so it skips needless ones.
         elif parts[-1] in WISHES or value not in (text := self._read(path).strip(), chosen_word(text)):
             self._write(path, value, column)
+
+    def _set_trigger(self, path: str, value: str, column: int) -> None:
+        """Write a trigger unless the file has it."""
+        known = self._triggers.get(path)
+        if known is None or known.is_unsure(value):
+            known = _ExistingTriggers(saved_triggers(self._read(path)))
+            self._triggers[path] = known
+        if known.has(value):
+            return
+        self._write(path, value, column)
+        if _makes_others(value):
+            self._triggers.clear()
+        else:
+            known.written(value)
 
     def _check_mode(self, name: str) -> None:
         """Check that a file can be written, before it is read: a pipe may have nothing to read for ever.
@@ -288,17 +324,68 @@ def _last_error(log: str, value: str) -> tuple[str, int | None]:
     return message, len(entry[2]) - 1 - at
 
 
-def _covers(existing: str, wanted: str) -> bool:
-    """Return True if an existing trigger is the wanted one.
+class _ExistingTriggers:
+    """The triggers that a trigger file listed, and those that were written after it was read."""
 
-    The kernel shows parameters that were not written, and the count that is left. Both are ignored.
-    """
-    head, _, condition = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", wanted).partition(" if ")
-    found, _, given = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", existing).partition(" if ")
-    parts = head.split(":")
-    if parts[0] != "hist":
-        return (head, condition) == (found, given)
-    return set(parts) <= set(found.split(":")) and condition == given
+    def __init__(self, triggers: Iterable[str]) -> None:
+        self._listed: dict[tuple[str, ...], list[_Trigger]] = {}
+        """Key of a trigger -> the listed triggers with that key."""
+        self._written: set[tuple[str, ...]] = set()
+        """Keys of the triggers that were written."""
+        for text in triggers:
+            trigger = _Trigger(text)
+            for key in {trigger.key(), trigger.key(is_named=False)}:
+                self._listed.setdefault(key, []).append(trigger)
+
+    def has(self, text: str) -> bool:
+        """Return True if a listed trigger is the wanted one."""
+        wanted = _Trigger(text)
+        return any(each.covers(wanted) for each in self._listed.get(wanted.key(), ()))
+
+    def is_unsure(self, text: str) -> bool:
+        """Return True if the file must be read again to find the trigger.
+
+        The kernel completes the parameters of a trigger. It may have completed a written one to this one.
+        """
+        return _Trigger(text).key() in self._written
+
+    def written(self, text: str) -> None:
+        trigger = _Trigger(text)
+        self._written |= {trigger.key(), trigger.key(is_named=False)}
+
+
+class _Trigger:
+    """The parts of a trigger's line."""
+
+    def __init__(self, text: str) -> None:
+        without_limit = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", text)
+        self._head, _, self._condition = without_limit.partition(" if ")
+        self._parts = self._head.split(":")
+        self._is_hist = self._parts[0] == "hist"
+
+    def key(self, *, is_named: bool = True) -> tuple[str, ...]:
+        """Return a tuple that a trigger has in common with each trigger that covers it.
+
+        If `is_named` is False, leave out the name of a histogram, as the wanted line may.
+        """
+        if not self._is_hist:
+            return (self._head, self._condition)
+        prefixes = ("keys=", "name=") if is_named else ("keys=",)
+        return (self._condition, *sorted(part for part in self._parts if part.startswith(prefixes)))
+
+    def covers(self, wanted: _Trigger) -> bool:
+        """Return True if this trigger, which the kernel shows, is the wanted one.
+
+        The kernel shows parameters that were not written, and the count that is left. Both are ignored.
+        """
+        if not wanted._is_hist:
+            return (self._head, self._condition) == (wanted._head, wanted._condition)
+        return set(wanted._parts) <= set(self._parts) and self._condition == wanted._condition
+
+
+def _makes_others(trigger: str) -> bool:
+    """Return True if a trigger may make triggers of other events: those of its actions' fields."""
+    return ":on" in trigger
 
 
 def _report(line: Line, refused: DefinitionError) -> str:

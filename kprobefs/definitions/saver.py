@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from emulated_kernel.util.control_lock import PAUSE
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.definitions.syntax import (
     LISTS,
@@ -30,6 +31,8 @@ VALUES = (
     "max_graph_depth",
 )
 """Files of a trace array whose value is saved, in this order. A missing file is skipped."""
+EVENTS_PER_STEP = 64
+"""Events that are looked at in one step of a reboot, which keeps others waiting."""
 ARMED = "kprobes/enabled"
 """Switch that arms all probes. It is on in a new mount."""
 OPTIMIZATION = "sysctl/debug/kprobes-optimization"
@@ -49,10 +52,15 @@ REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
 
 
 def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
-    """Yield the lines that give a new mount the definitions and settings of `files`.
+    """Yield the lines that saved_in_steps() yields, without pauses."""
+    return filter(None, saved_in_steps(files, probes))
 
-    Lines that switch something on come last. If the caller passes `probes`, the files in kprobes/stats are
-    not read; there may be thousands of them. Raises: CliError.
+
+def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
+    """Yield the lines that give a new mount the definitions and settings of `files`, and PAUSE between them.
+
+    Lines that switch something on come last. If the caller passes `probes`, sorted by name, the files in
+    kprobes/stats are not read; there may be thousands of them. Raises: CliError.
     """
     tracefs = files.tracefs()
     arrays = {"": _Array(files, tracefs)}
@@ -61,7 +69,7 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
     yield from _switched_off(files, OPTIMIZATION)
     yield from arrays[""].lines("dynamic_events")
     for prefix, array in arrays.items():
-        yield from (f"{prefix}{line}" for line in array.settings())
+        yield from (line and f"{prefix}{line}" for line in array.settings())
     yield from _options_of_tracers(files, tracefs)
     for prefix, array in arrays.items():
         yield from (f"{prefix}{line}" for line in array.switches())
@@ -72,6 +80,11 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
     yield from _switched_off(files, FTRACE)
     # Linux: a probe that is enabled while all probes are disarmed is not armed with them later.
     yield from _switched_off(files, ARMED)
+
+
+def _pause(number: int) -> tuple[str, ...]:
+    """Return a PAUSE if an event with this index begins a step."""
+    return () if number % EVENTS_PER_STEP else (PAUSE,)
 
 
 def _switched_off(files: Files, name: str) -> Iterator[str]:
@@ -110,17 +123,14 @@ class _Array:
         yield from self._of_events()
 
     def _of_events(self) -> Iterator[str]:
-        groups = sorted(self.files.directories(f"{self.directory}events"))
-        events = [
-            f"events/{group}/{event}"
-            for group in groups
-            for event in sorted(self.files.directories(f"{self.directory}events/{group}"))
-        ]
-        for event in events:
+        events = [f"events/{event}" for event in self.files.configured_events(self.directory)]
+        for number, event in enumerate(events):
+            yield from _pause(number)
             value = _text(self.files, f"{self.directory}{event}/filter").rstrip("\n")
             if value not in ("", NO_FILTER) and not REFUSED_FILTER.search(value):
                 yield setting_line(f"{event}/filter", value)
-        for event in events:
+        for number, event in enumerate(events):
+            yield from _pause(number)
             for value in saved_triggers(_text(self.files, f"{self.directory}{event}/trigger")):
                 yield setting_line(f"{event}/trigger", value)
 
@@ -153,11 +163,13 @@ def _single_probes(
     """
     arrays = [*arrays]
     enabled = {word.replace(":", "/", 1) for array in arrays for word in array.lines("set_event")}
-    for probe in _read_probes(files) if probes is None else sorted(probes, key=lambda it: str(it["event"])):
+    configured = {event for array in arrays for event in files.configured_events(array.directory)}
+    for number, probe in enumerate(_read_probes(files) if probes is None else probes):
+        yield from _pause(number)
         event = probe["event"]
         # An event that is enabled only for its triggers is not in set_event.
-        is_wanted = event in enabled or any(
-            array.lines(f"events/{event}/enable") != ["0"] for array in arrays
+        is_wanted = event in enabled or (
+            event in configured and any(array.lines(f"events/{event}/enable") != ["0"] for array in arrays)
         )
         lines = []
         if probe["enabled"] != is_wanted:

@@ -51,6 +51,8 @@ MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
 """Lists that accept `FUNCTION:mod:MODULE`."""
 TRIGGER = re.compile(r"[a-z_]+:")
 """Start of a line of a trigger file that shows a trigger."""
+HIST = "hist:"
+"""Start of a line of a trigger file that shows a histogram."""
 NO_PID = "no pid"
 """Content of a list of pids without any pid."""
 
@@ -184,7 +186,10 @@ def saved_triggers(text: str) -> list[str]:
             found[-1] += f"\n{line}"
         elif line and not line.startswith("#"):
             found.append(line)
-    return [_command(one_line(each)) for each in reversed(found)]
+    # The kernel lists histograms in their order, after the other triggers, the newest of which comes first.
+    hists = [each for each in found if each.startswith(HIST)]
+    others = [each for each in found if not each.startswith(HIST)]
+    return [_command(one_line(each)) for each in (*reversed(others), *hists)]
 
 
 def setting_line(name: str, value: str) -> str:

@@ -66,6 +66,15 @@ class Files(ABC):
     def exists(self, name: str) -> bool:
         """Return True if the file exists."""
 
+    def configured_events(self, directory: str) -> Iterator[str]:
+        """Yield group/name of each event that may have a filter, triggers or soft mode in a trace array.
+
+        `directory` is that of the array: empty, or with a slash at its end. Events are sorted by group.
+        """
+        for group in sorted(self.directories(f"{directory}events")):
+            for event in sorted(self.directories(f"{directory}events/{group}")):
+                yield f"{group}/{event}"
+
     def tracefs(self) -> str:
         """Return the directory of the tracefs: "" or with a slash at its end. Raises: CliError."""
         for directory in ("tracing/", ""):

@@ -16,6 +16,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import lru_cache, partial
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -36,14 +37,19 @@ from kprobefs.fuse.protocol import (
     FUSE_BATCH_FORGET,
     FUSE_FORGET,
     FUSE_GETATTR,
+    FUSE_LINK,
     FUSE_LOOKUP,
+    FUSE_NOTIFY_INVAL_INODE,
     FUSE_READ,
     FUSE_RELEASE,
     FUSE_RENAME,
     FUSE_RENAME2,
     FUSE_ROOT_ID,
+    FUSE_SETATTR,
     HANDLE_FLAGS,
     IN_HEADER,
+    INVALIDATION,
+    LINK_IN,
     MAX_ERRNO,
     OPCODE,
     OPCODE_OFFSET,
@@ -419,7 +425,9 @@ class ReplyChannels:
     Each directory of a path is a LOOKUP. libfuse has one validity for all names, which is 0 here, because the
     directory of a deleted event has to be gone at once. These channels give a validity to two kinds of names.
     The `lasting` directories in the root exist as long as the mount. In the directories `clients_own`, which
-    are lasting, too, only clients change names, so that all names below them last.
+    are lasting, too, only clients change names, so that all names below them last. A file with several links
+    has a node for each name, and the host's kernel does not know that they change together. Therefore such
+    names do not last, and their attributes are requested at each stat(2).
 
     Replaces: libfuse's replies to LOOKUP and GETATTR, and its ENOENT after a rename(2).
     Gains: by lasting directories a ninth of a round of open, read and close, and a sixth of a stat(2); by
@@ -451,6 +459,8 @@ class ReplyChannels:
         self._clients_own = frozenset(name.encode() + b"\0" for name in clients_own)
         self._own_nodes: set[int] = set()
         """Node ids of the directories `clients_own` and of the directories below them."""
+        self._linked_nodes: set[int] = set()
+        """Node ids of files to which clients have made further links."""
         self._rename_window_end = 0.0
         """Monotonic time until which a request may be for a file that a rename(2) has replaced."""
         self._callbacks: list[_ChannelOperations] = []
@@ -458,6 +468,7 @@ class ReplyChannels:
         self._for_lasting = self._changed_by(self._let_directory_last)
         self._for_own = self._changed_by(self._let_name_last)
         self._for_replaced = self._changed_by(_look_up_again)
+        self._for_linked_replaced = self._changed_by(self._end_validity_or_look_up_again)
 
     def select(self, opcode: int, node: int, request: bytearray, size: int) -> int:
         """Return the channel for libfuse's reply to a request of `size` bytes."""
@@ -471,14 +482,21 @@ class ReplyChannels:
                 self._walks()
                 return self._for_own if name in self._clients_own else self._for_lasting
         elif opcode in HANDLE_FLAGS:
-            if opcode == FUSE_GETATTR and node in self._lasting_nodes:
+            has_attributes = opcode in (FUSE_GETATTR, FUSE_SETATTR)
+            if has_attributes and node in self._lasting_nodes:
                 return self._for_lasting
+            is_linked = has_attributes and node in self._linked_nodes
             if monotonic() < self._rename_window_end:
                 (flags,) = FIRST_WORD.unpack_from(request, IN_HEADER.size)
                 # libfuse finds the file of a request without a handle by the node's name.
-                return self.channel if flags & HANDLE_FLAGS[opcode] else self._for_replaced
+                if not flags & HANDLE_FLAGS[opcode]:
+                    return self._for_linked_replaced if is_linked else self._for_replaced
+            if is_linked:
+                return self._for_lasting
         elif opcode in (FUSE_RENAME, FUSE_RENAME2):
             self._rename_window_end = monotonic() + RENAME_WINDOW
+        elif opcode == FUSE_LINK and node in self._own_nodes:
+            self._share(*LINK_IN.unpack_from(request, IN_HEADER.size))
         elif opcode == FUSE_FORGET:
             self._forget(node)
         elif opcode == FUSE_BATCH_FORGET:
@@ -489,6 +507,15 @@ class ReplyChannels:
     def _forget(self, node: int) -> None:
         self._lasting_nodes.discard(node)
         self._own_nodes.discard(node)
+        self._linked_nodes.discard(node)
+
+    def _share(self, node: int) -> None:
+        """Invalidate the attributes of a node that gets another link, in the host's kernel, too."""
+        self._linked_nodes.add(node)
+        size = INVALIDATION.size
+        # The kernel has no attributes of it.
+        with suppress(OSError):
+            os.write(self.device, INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_INODE, 0, node, -1, 0))
 
     def _changed_by(self, change: Callable[[bytearray], None]) -> int:
         """Return a channel that changes replies by `change`, or the session's own if there is no memory."""
@@ -519,17 +546,24 @@ class ReplyChannels:
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)
         elif len(reply) == ENTRY_REPLY_SIZE:
-            node, mode = ENTRY_NODE.unpack(reply)
+            node, mode, _ = ENTRY_NODE.unpack(reply)
             if stat.S_ISDIR(mode):
                 self._lasting_nodes.add(node)
                 reply[ENTRY_VALIDITIES] = _NAME_LASTS_ATTRIBUTES_DO_NOT
 
+    def _end_validity_or_look_up_again(self, reply: bytearray) -> None:
+        """Change the reply for a file with several links, as for lasting directories and replaced files."""
+        self._let_directory_last(reply)
+        _look_up_again(reply)
+
     def _let_name_last(self, reply: bytearray) -> None:
         """Change a reply so that a name which only clients change is valid."""
         if len(reply) == ENTRY_REPLY_SIZE:
-            node, mode = ENTRY_NODE.unpack(reply)
+            node, mode, links = ENTRY_NODE.unpack(reply)
             if stat.S_ISDIR(mode):
                 self._own_nodes.add(node)
+            elif links > 1:
+                return
             reply[ENTRY_VALID] = _NAME_LASTS
 
 

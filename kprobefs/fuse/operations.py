@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from time import time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Stat
@@ -157,6 +158,7 @@ class Server:
         operations.blocking = workers.blocking
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
+        self._lock.is_abandoned = operations.is_abandoned
         workers.run()
 
     def stop(self) -> None:
@@ -361,6 +363,11 @@ class _Operations:
         SessionLoop calls close() for other RELEASEs.
         """
         self.close(info.fh)
+
+    @staticmethod
+    def is_abandoned() -> bool:
+        """Return True if the process was killed whose write(2) the calling thread serves."""
+        return libfuse.is_interrupted() and is_dying(_client().pid)
 
     def close(self, handle: int) -> None:
         """Release an open file, whose last descriptor was closed."""

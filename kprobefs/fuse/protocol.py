@@ -13,6 +13,7 @@ FUSE_GETATTR = 3
 FUSE_SETATTR = 4
 FUSE_READLINK = 5
 FUSE_RENAME = 12
+FUSE_LINK = 13
 FUSE_OPEN = 14
 FUSE_READ = 15
 FUSE_RELEASE = 18
@@ -38,6 +39,12 @@ FORGET_ONE = struct.Struct("=Q8x")
 """Layout of struct fuse_forget_one: nodeid."""
 FORGET_ONE_OFFSET = IN_HEADER.size + 8
 """Offset in a request of the first fuse_forget_one, which follows struct fuse_batch_forget_in."""
+LINK_IN = struct.Struct("=Q")
+"""Layout of struct fuse_link_in: oldnodeid."""
+INVALIDATION = struct.Struct("=IiQQqq")
+"""Layout of struct fuse_out_header and struct fuse_notify_inval_inode_out: ino, off, len."""
+FUSE_NOTIFY_INVAL_INODE = 2
+"""Code in `error` of a message that invalidates an inode. A negative `off` means only its attributes."""
 FIRST_WORD = struct.Struct("=I")
 """Layout of the first word after the header of a request: getattr_flags or valid."""
 HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}
@@ -50,9 +57,9 @@ UNIQUE = slice(8, 16)
 ENTRY_REPLY_SIZE = 144
 """Size in bytes of a reply with a struct fuse_entry_out."""
 ATTR_REPLY_SIZE = 120
-"""Size in bytes of a reply with a struct fuse_attr_out."""
-ENTRY_NODE = struct.Struct("=16xQ92xI24x")
-"""Layout of a reply with a fuse_entry_out: nodeid, attr.mode."""
+"""Bytes of a reply with a struct fuse_attr_out."""
+ENTRY_NODE = struct.Struct("=16xQ92xII20x")
+"""A reply with a fuse_entry_out: nodeid, attr.mode, attr.nlink."""
 ENTRY_VALID = slice(32, 40)
 """Range of the bytes of fuse_entry_out.entry_valid in a reply."""
 ENTRY_VALIDITIES = slice(32, 56)

@@ -23,7 +23,7 @@ from emulated_kernel.trace.filter.parse import parse_filter
 from emulated_kernel.trace.filter.pattern import parse_pattern
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.trace.tracers.available_functions import Functions, TraceableFunction
-from emulated_kernel.trace.tracers.function_filter import FunctionSet
+from emulated_kernel.trace.tracers.function_tracer import FilterFile
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.kstrtox import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
 from emulated_kernel.vfs.trees.trace_array_files import clock_name, tracer_name
@@ -157,14 +157,10 @@ def _pattern(data: bytes) -> None:
 
 
 def _functions(data: bytes) -> None:
-    chosen = FunctionSet(_FUNCTIONS, "none", lambda: None)
-    pattern, colon, module = data[:_PATTERN_MAX].partition(b":mod:")
+    chosen = FilterFile(_FUNCTIONS, "none", lambda: None)
     try:
-        if colon:
-            chosen.choose_of_module(pattern, module)
-            chosen.module_came("m")
-        else:
-            chosen.choose(pattern)
+        chosen.write(data[:_PATTERN_MAX])
+        chosen.module_came("m")
     finally:
         list(chosen.records())
         chosen.functions_went(frozenset(_FUNCTIONS.sites))

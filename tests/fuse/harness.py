@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -66,6 +67,12 @@ class Daemon:
         """Send a signal; the exit status."""
         self.process.send_signal(signal_number)
         return self.process.wait(PATIENCE)
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a daemon and the process that would unmount after it."""
+    for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):
+        os.kill(int(each), signal.SIGKILL)
 
 
 def environment() -> dict[str, str]:

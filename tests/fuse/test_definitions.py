@@ -487,6 +487,51 @@ def test_a_mount_begins_with_its_files(
 
 @needs_fuse
 @pytest.mark.mounted
+@pytest.mark.parametrize("way", ["link", "directory", "probes.d"])
+def test_lines_of_a_private_file_behind_a_link_are_not_shown(
+    way: str, served: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who makes links may be another user than the one who applies them."""
+    secret = tmp_path / "secrets" / "shadow"
+    secret.parent.mkdir()
+    secret.write_text("root:$6$hash:1::\np:secret $6$hash\nsecret/file = $6$hash\np:fine vfs_read\n")
+    secret.chmod(0o600)
+    link = tmp_path / "a.probes"
+    link.symlink_to(secret if way != "directory" else secret.parent)
+    named = [str(link if way == "link" else link / "shadow")]
+    if way == "probes.d":
+        monkeypatch.setenv(dropins.VARIABLE, str(tmp_path))
+        named = []
+    refused = command("apply", served, *named)
+    assert refused.returncode == ExitStatus.FAILURE
+    assert refused.stderr.count("\n") == 1
+    assert "3 lines failed; it is a link" in refused.stderr
+    assert "hash" not in refused.stderr
+    assert "secret " not in refused.stderr
+    for shown in (str(secret), str(link)):
+        if shown == str(link):
+            secret.chmod(0o644)
+        if way != "directory" or shown == str(secret):
+            assert "root:$6$hash:1::" in command("apply", served, shown).stderr
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_daemon_applies_its_files_whatever_pythons_variables_say(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Path(sys.executable).with_name("kprobefs")
+    if not program.exists():
+        pytest.skip("the program is not installed beside this Python")
+    monkeypatch.setenv(dropins.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PYTHONHOME", "/nonexistent")
+    (tmp_path / "10.probes").write_text("p:one vfs_read\n")
+    with daemon(directory, program=[str(program)]) as running:
+        eventually(lambda: "one" in Path(running.path("kprobe_events")).read_text())
+
+
+@needs_fuse
+@pytest.mark.mounted
 def test_a_definition_that_hangs_delays_no_stop(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

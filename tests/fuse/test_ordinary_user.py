@@ -115,3 +115,17 @@ def test_the_pytest_plugin(user: OrdinaryUser) -> None:
     done = user.python("-m", "pytest", *options, "examples")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("3 passed, 3 deselected in ")
+
+
+@pytest.mark.parametrize("command", ["mount here", "run -- true", "status"])
+def test_too_many_processes_are_told_in_one_line(command: str, user: OrdinaryUser) -> None:
+    python = user.python("-c", "import sys; print(sys.executable)").stdout.strip()
+    user.run("mkdir", "-p", "here", "there")
+    limited = f'ulimit -u 1; exec "$@" {command}'
+    if command == "status":
+        assert user.kprobefs("mount", "there").returncode == 0
+    told = user.run("bash", "-c", limited, "bash", python, "-m", "kprobefs")
+    assert told.returncode == (ExitStatus.RUN_FAILED if command.startswith("run") else ExitStatus.FAILURE)
+    assert told.stderr.startswith("kprobefs: no process: too many processes and threads; end some, or")
+    assert told.stderr.count("\n") == 1
+    user.kprobefs("umount", "there")

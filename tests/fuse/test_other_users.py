@@ -273,7 +273,7 @@ class TestProcesses:
         path.write_text(json.dumps(text))
         assert running("/x") is None
         mountpoints = control.mountpoints
-        point = mountpoints.MountPoint("/x", "0:1", mountpoints.FSTYPE, "tracefs", os.geteuid())
+        point = mountpoints.MountPoint(1, "/x", "0:1", mountpoints.FSTYPE, "tracefs", os.geteuid())
         mounted = [point]
         monkeypatch.setattr(mountpoints, "mounted_on", lambda _directory: mounted[0] if mounted else None)
         monkeypatch.setattr(mountpoints, "detach", lambda _directory: mounted.clear())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +19,12 @@ from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
 from emulated_kernel.trace.array.previous_boot import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
 from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.core.open_file import OpenFile
 from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from emulated_kernel.vfs.mount import Mount
 from kprobefs.common.errors import ExitStatus
@@ -449,3 +455,83 @@ def test_each_definition_is_work_for_one(line: str) -> None:
     assert calls[2] - calls[1] < 1.25 * 2 * (calls[1] - calls[0])
     # A return probe's nodes are made one by one, and not each of its files is read.
     assert calls[2] - calls[1] < 100 * (850 if line.startswith("r") else 650), calls
+
+
+@pytest.mark.parametrize("living", ["x86_64"], indirect=True)
+def test_the_old_kernel_answers_while_the_new_one_is_built(
+    living: RebootableKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = User(living.mount)
+    user.write("/kprobe_events", "p:early int_sqrt\n")
+    for number in range(20):
+        user.write("/tracing/events/kprobes/early/trigger", f"hist:name=n{number}:keys=common_pid\n")
+    changes = [
+        partial(user.write, "/kprobe_events", "p:late vfs_read\n"),
+        partial(living.mount.mkdir, CLIENT, "/tracing/instances/later", 0o755),
+        partial(user.write, "/tracing/trace_clock", "mono\n"),
+    ]
+    threads = [threading.Thread(target=change) for change in changes]
+    definitions: list[str] = []
+
+    def answer(_lock: ControlLock) -> None:
+        if not definitions:
+            for thread in threads:
+                thread.start()
+        assert user.read("/machine/power") == "running\nboots 1\n"
+        user.write("/tracing/trace_marker", "meanwhile\n")
+        definitions.append(user.read("/kprobe_events"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlLock, "yield_lock", answer)
+        user.reboot()
+    for thread in threads:
+        thread.join(30)
+    assert len(definitions) > 4
+    assert set(definitions) == {"p:kprobes/early int_sqrt\n"}
+    assert user.read("/machine/power") == "running\nboots 2\n"
+    assert user.read("/kprobe_events") == "p:kprobes/early int_sqrt\np:kprobes/late vfs_read\n"
+    assert "later" in [entry.name for entry in living.mount.readdir("/tracing/instances")]
+    assert "[mono]" in user.read("/tracing/trace_clock")
+    assert len(user.read("/tracing/events/kprobes/early/trigger").splitlines()) == 20
+
+
+@pytest.mark.parametrize("living", ["x86_64"], indirect=True)
+def test_a_reboot_whose_writer_is_killed_changes_nothing(living: RebootableKernel) -> None:
+    user = User(living.mount)
+    user.write("/kprobe_events", "p:early int_sqrt\n")
+    old = living._kernel
+    asked = iter(range(1000))
+    living.mount.lock.is_abandoned = lambda: next(asked) == 2
+    with assert_errno(errno.EINTR):
+        user.reboot()
+    assert living._kernel is old
+    assert gc.isenabled()
+    assert user.read("/machine/power") == "running\nboots 1\n"
+    user.write("/kprobe_events", "p:late int_sqrt\n")
+    user.reboot()
+    assert user.read("/kprobe_events") == "p:kprobes/early int_sqrt\np:kprobes/late int_sqrt\n"
+
+
+@pytest.mark.parametrize("living", ["x86_64"], indirect=True)
+def test_a_reboot_reads_no_files_of_events_that_have_no_settings(
+    living: RebootableKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = User(living.mount)
+    user.write("/kprobe_events", "".join(f"p:e{number} int_sqrt a=$arg1\n" for number in range(50)))
+    user.write("/tracing/events/kprobes/e7/filter", "a > 3\n")
+    user.write("/tracing/events/kprobes/e8/trigger", "traceoff\n")
+    user.write("/tracing/events/kprobes/e9/trigger", "enable_event:kprobes:e10\n")
+    opened: list[str] = []
+    tree_open = NodeTree.open
+
+    def counted(self: NodeTree, path: str, flags: int, client: Client) -> OpenFile:
+        opened.append(path)
+        return tree_open(self, path, flags, client)
+
+    before = user.read("/machine/definitions")
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeTree, "open", counted)
+        user.reboot()
+    assert user.read("/machine/definitions") == before
+    found = {path.split("/")[-2] for path in opened if "/events/" in path}
+    assert found == {"e7", "e8", "e9", "e10"}

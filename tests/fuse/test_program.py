@@ -29,6 +29,7 @@ from tests.fuse.harness import (
     environment,
     eventually,
     is_mounted,
+    kill_with_children,
     kprobefs,
     needs_fuse,
 )
@@ -258,7 +259,8 @@ class TestMount:
 
     def test_mount_over_a_stale_mount(self, directory: Path) -> None:
         with daemon(directory) as first:
-            assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+            kill_with_children(first.process.pid)
+            assert first.process.wait(PATIENCE) == -signal.SIGKILL
             status = json.loads(kprobefs("status", "--json", str(directory)).stdout)
             assert status[0]["condition"] == "stale"
             with daemon(directory) as second:
@@ -267,7 +269,8 @@ class TestMount:
 
     def test_umount_of_a_stale_mount(self, directory: Path) -> None:
         with daemon(directory) as mounted:
-            mounted.stop(signal.SIGKILL)
+            kill_with_children(mounted.process.pid)
+            assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
             assert kprobefs("umount", str(directory)).returncode == 0
             assert not is_mounted(directory)
 
@@ -350,6 +353,19 @@ class TestRun:
     )
     def test_exit_status(self, command: list[str], status: int) -> None:
         assert kprobefs("run", "--", *command).returncode == status
+
+    @pytest.mark.parametrize("name", ["", "directory", "a_file", "a b"])
+    def test_commands_in_path_that_cannot_be_started(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The status is that of the shell."""
+        (tmp_path / "directory").mkdir()
+        (tmp_path / "a_file").touch()
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        shell = subprocess.run(["bash", "-c", '"$0"', name], capture_output=True, check=False)
+        told = kprobefs("run", "--", name)
+        assert told.returncode == shell.returncode
+        assert told.stderr.count("\n") == 1
 
     def test_a_mount_that_fails(self) -> None:
         assert kprobefs("run", "--seed", "666", "--", "true").returncode == ExitStatus.RUN_FAILED

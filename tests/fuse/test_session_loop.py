@@ -67,6 +67,9 @@ class _Recorded:
         self.lock = ControlLock()
         self._says = says
         self._removed: set[str] = set()
+        self._links = {"first"}
+        """Names of the one file in `linked`."""
+        self._size = 0
         self._starves = 0
 
     def _asked(self, what: str, path: object = "") -> None:
@@ -81,6 +84,11 @@ class _Recorded:
             raise KernelError(524)
         if path == "/kprobes":
             self._starve(3 * self._starves)
+        if "/linked/" in path:
+            if path.rpartition("/")[2] not in self._links:
+                raise KernelError(errno.ENOENT)
+            self._size += 1
+            return Stat(3, stat.S_IFREG | 0o644, len(self._links), 0, 0, self._size)
         if path.endswith("/closed/file"):
             return Stat(3, stat.S_IFREG | 0o644, 1, 0, 0, self._closed_acting)
         if path.endswith("/file"):
@@ -106,6 +114,9 @@ class _Recorded:
 
     def fgetattr(self, _handle: int, _client: Callable[[], Client] | None = None) -> Stat:
         return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
+
+    def link(self, _client: Client, _old: str, new: str) -> None:
+        self._links.add(new.rpartition("/")[2])
 
     def rename(self, _client: Client, old: str, _new: str) -> None:
         self._asked("rename", old)
@@ -318,10 +329,11 @@ def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
         for count_ in range(1, 60):
             fd = os.open(place / "scratch/acting/file", os.O_RDONLY)
             if count_ % 3 == 0:
-                child = subprocess.Popen(["sleep", "0.01"], stdin=fd)
+                # The child holds the file open until its input ends.
+                child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[fd])
                 os.close(fd)
                 assert (place / "scratch/closed/file").stat().st_size == count_ - 1
-                child.wait(20)
+                child.communicate(timeout=20)
             else:
                 os.close(fd)
             assert (place / "scratch/closed/file").stat().st_size == count_
@@ -384,6 +396,23 @@ def test_who_asks_where_there_is_no_memory_is_answered(place: Path) -> None:
         assert not _said([sys.executable, "-c", _ASKING, str(place)], place)
         # The other reads fail in the loop, before they reach the mount.
         assert len([line for line in asked() if line.startswith("read")]) > 10
+
+
+def test_a_file_with_several_links_is_asked_for_at_each_stat(place: Path) -> None:
+    """The host's kernel has a node for each name, and knows of no change by another."""
+    with _served(place, ("scratch",)):
+        first, second, third = (place / "scratch/linked" / name for name in ("first", "second", "third"))
+        first.stat()
+        os.link(first, second)
+        os.link(second, third)
+        sizes = []
+        for _ in range(20):
+            found = [each.stat() for each in (first, second, third)]
+            assert [each.st_nlink for each in found] == [3, 3, 3]
+            sizes += [each.st_size for each in found]
+        first.chmod(0o600)
+        sizes.append(first.stat().st_size)
+        assert sizes == sorted(set(sizes))
 
 
 def _said(command: list[str], place: Path) -> str:

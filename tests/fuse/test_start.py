@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.common.errors import ADDRESS_SPACE, FILES, ExitStatus
+from kprobefs.common.errors import ADDRESS_SPACE, DATA, FILES, ExitStatus
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -226,6 +226,22 @@ def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signal
     assert kprobefs("umount", str(directory)).returncode == 0
 
 
+@pytest.mark.parametrize("command", [["mount", "--seed", "668"], ["run", "--", "true"]], ids=["mount", "run"])
+def test_an_interrupt_of_the_terminal_ends_a_start(command: list[str], directory: Path) -> None:
+    """The daemon is in the caller's process group until the mount is there."""
+    place = [str(directory)] if command[0] == "mount" else []
+    starter = subprocess.Popen(
+        [*PROGRAM, *command, *place], env=environment(), stderr=subprocess.PIPE, process_group=0, text=True
+    )
+    records = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
+    eventually(lambda: records.exists() and [path for path in records.glob("*.json") if path.stat().st_size])
+    os.killpg(starter.pid, signal.SIGINT)
+    _, told = starter.communicate(timeout=PATIENCE)
+    assert (starter.returncode, told) == (128 + signal.SIGINT, "")
+    eventually(lambda: ".json" not in logs(), "its record is still there")
+    assert not is_mounted(directory)
+
+
 def test_logs_do_not_pile_up(directory: Path) -> None:
     for _ in range(3):
         assert kprobefs("mount", str(directory)).returncode == 0
@@ -294,7 +310,11 @@ def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> No
         ("-n 5", f"Too many open files: a mount needs {FILES} open files; run ulimit -n {FILES}"),
         ("-n 10", f"Too many open files: a mount needs {FILES} open files; run ulimit -n {FILES}"),
         ("-v 600000", f"Cannot allocate memory: a mount needs {ADDRESS_SPACE} kB of address space"),
+        ("-d 10000", f"a mount needs {DATA} kB of data; run ulimit -d {DATA}"),
+        ("-d 20000", f"a mount needs {DATA} kB of data; run ulimit -d {DATA}"),
+        ("-d 60000", f"a mount needs {DATA} kB of data; run ulimit -d {DATA}"),
         (f"-n {FILES}", ""),
+        (f"-d {DATA}", ""),
         (f"-v {ADDRESS_SPACE}", ""),
     ],
 )
@@ -315,3 +335,66 @@ def test_what_a_mount_needs(limit: str, needed: str, directory: Path) -> None:
     else:
         assert (result.returncode, result.stderr) == (0, "")
         assert kprobefs("umount", str(directory)).returncode == 0
+
+
+NAMESPACES = {
+    "no /proc": ("-m", "mount -t tmpfs none /proc", "/proc: no file system of processes; run mount -t proc"),
+    "subset=pid": (
+        "-mpf",
+        "mount -t proc -o subset=pid none /proc",
+        "/proc: has only processes; mount it without subset=pid",
+    ),
+    "of another pid namespace": ("-pf", "true", "/proc: shows another pid namespace; run mount -t proc"),
+}
+"""Options of unshare(1), a command in the namespaces, and what the program says then."""
+
+
+@pytest.mark.parametrize("command", ["mount DIR", "mount -f DIR", "run -- true", "trace p:vfs_read -- true"])
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_proc_that_is_of_no_use(kind: str, command: str, directory: Path, tmp_path: Path) -> None:
+    flags, mounting, why = NAMESPACES[kind]
+    if os.geteuid() != 0:
+        pytest.skip("mounting /proc needs root")
+    script = f'{mounting} && exec "$@"'
+    words = [str(directory) if word == "DIR" else word for word in command.split()]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    result = subprocess.run(
+        ["unshare", flags, "sh", "-c", script, "sh", *REAL_PROGRAM, *words],
+        env={**environment(), "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if result.stderr.startswith("mount:"):
+        pytest.skip(result.stderr.strip())
+    assert result.returncode == (ExitStatus.FAILURE if "DIR" in command else ExitStatus.RUN_FAILED)
+    assert result.stderr.startswith(f"kprobefs: {why}")
+    assert result.stderr.count("\n") == 1
+    assert not is_mounted(directory)
+    assert os.listdir(temporary) == []
+
+
+@pytest.mark.parametrize("command", ["mount DIR", "mount -f DIR", "run -- true"])
+@pytest.mark.parametrize("option", ["size=4k", "nr_inodes=2"])
+def test_a_runtime_directory_that_is_full(
+    option: str, command: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(place)], timeout=10, check=True)
+    try:
+        (place / "daemons").mkdir(mode=0o700)
+        if option.startswith("size"):
+            (place / "ballast").write_bytes(bytes(4096))
+        before = sorted(place.rglob("*"))
+        monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(place))
+        told = refusal(*(str(directory) if word == "DIR" else word for word in command.split()))
+        assert told.startswith(f"{place}/daemons/")
+        assert told.endswith(": No space left on device; free some space, or set XDG_RUNTIME_DIR")
+        assert sorted(place.rglob("*")) == before
+    finally:
+        subprocess.run(["umount", "-l", str(place)], timeout=10, check=True)

@@ -27,6 +27,7 @@ from tests.fuse.harness import (
     environment,
     eventually,
     is_mounted,
+    kill_with_children,
     kprobefs,
     needs_fuse,
 )
@@ -160,7 +161,8 @@ def test_the_state_is_in_no_listing(mounted: Daemon) -> None:
 
 def test_a_stale_mount(directory: Path) -> None:
     with daemon(directory) as killed:
-        killed.stop(signal.SIGKILL)
+        kill_with_children(killed.process.pid)
+        assert killed.process.wait(PATIENCE) == -signal.SIGKILL
         assert condition(directory) == "stale"
         assert kprobefs("status").returncode >= ExitStatus.STALE
         assert kprobefs("umount", "--stale", str(directory)).returncode == 0
@@ -172,7 +174,7 @@ def test_a_stale_one_that_is_unmounted_leaves_nothing(how: tuple[str, ...], dire
     assert kprobefs("mount", str(directory)).returncode == 0
     found = running(str(directory))
     assert found is not None
-    os.kill(found.pid, signal.SIGKILL)
+    kill_with_children(found.pid)
     eventually(lambda: condition(directory) == "stale")
     os.utime(log_path(str(directory)), (1, 1))
     assert kprobefs("umount", *how, str(directory)).returncode == 0

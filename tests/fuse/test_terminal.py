@@ -315,7 +315,7 @@ def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
 ) -> None:
     monkeypatch.delenv("KPROBEFS", raising=False)
     points = [
-        mountpoints.MountPoint(f"/mnt/{name}", "0:1", mountpoints.FSTYPE, "debugfs", 0) for name in "ab"
+        mountpoints.MountPoint(1, f"/mnt/{name}", "0:1", mountpoints.FSTYPE, "debugfs", 0) for name in "ab"
     ]
     monkeypatch.setattr(mountpoints, "our_mounts", lambda: points)
     assert main(words.split()) == ExitStatus.NOT_MOUNTED

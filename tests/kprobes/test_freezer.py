@@ -273,7 +273,7 @@ def rebooted(old: Kernel) -> Kernel:
     """A kernel in its place, as power makes it."""
     with old.lock:
         new = Kernel(old.config, lock=old.lock)
-        new.replace_kernel(old, lambda: None)
+        list(new.replace_kernel(old, lambda: ()))
         return new
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from kprobefs.common.errors import ExitStatus
-from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, eventually, is_mounted, kprobefs, needs_fuse
+from tests.fuse.harness import (
+    PATIENCE,
+    REAL_PROGRAM,
+    Daemon,
+    daemon,
+    eventually,
+    is_mounted,
+    kill_with_children,
+    kprobefs,
+    needs_fuse,
+)
 from tests.mounted.files import Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -83,7 +93,8 @@ def test_mount_and_umount_from_the_shell(directory: Path) -> None:
 
 def test_a_new_mount_over_a_dead_one(directory: Path) -> None:
     with daemon(directory, program=REAL_PROGRAM) as first:
-        first.stop(signal.SIGKILL)
+        kill_with_children(first.process.pid)
+        first.process.wait(PATIENCE)
         with assert_errno(errno.ENOTCONN):
             os.listdir(directory)
         with daemon(directory, program=REAL_PROGRAM):

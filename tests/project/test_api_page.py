@@ -35,7 +35,7 @@ EXPLAINED = {"GuestAddr", "Path", "Regs", "RegsT"}
 """Names of types that the page's introduction explains, or that the standard library defines."""
 
 
-def annotations(signature: str) -> Iterator[ast.expr]:
+def types_of(signature: str) -> Iterator[ast.expr]:
     """Yield the types in a method's or attribute's signature."""
     is_method = "(" in signature.partition(":")[0]
     for node in ast.walk(ast.parse(f"def {signature}: 0" if is_method else signature)):
@@ -52,7 +52,7 @@ def test_every_type_in_a_signature_is_public() -> None:
         name.id
         for signature in signatures
         if "TypeAlias" not in signature and not re.match(r"\w+ = ", signature)
-        for annotation in annotations(signature)
+        for annotation in types_of(signature)
         for name in ast.walk(annotation)
         if isinstance(name, ast.Name)
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 UNITS = ROOT / "systemd"
+OFFLINE = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
 pytestmark = pytest.mark.slow
 
 
@@ -100,23 +102,28 @@ def test_names_its_licence_and_holds_it(names: set[str], metadata: str) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_starts_from_a_venv_of_its_own(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Installed as by the Containerfile, but without an index: beside the test environment's dependencies."""
-    venv = tmp_path / "a venv"
+    venv = tmp_path_factory.mktemp("venvs") / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    python = venv / "bin/python"
     (site_packages,) = venv.glob("lib/python*/site-packages")
     # As a .pth line, so that the .pth files over there (setuptools' distutils) work as well.
     (site_packages / "dependencies.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
-
     step = [str(ROOT) if word == "/src" else word for word in pip_step()]
     assert str(ROOT) in step
-    offline = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([sys.executable, "-m", "pip", "--python", python, *step, *offline], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", venv / "bin/python", *step, *OFFLINE], check=True
+    )
+    return venv
 
+
+def test_starts_from_a_venv_of_its_own(venv: Path, tmp_path: Path) -> None:
+    (site_packages,) = venv.glob("lib/python*/site-packages")
     where = "import emulated_kernel, kprobefs; print(emulated_kernel.__file__, kprobefs.__file__, sep='\\n')"
+    python = venv / "bin/python"
     files = subprocess.run([python, "-c", where], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert all(file.startswith(str(site_packages)) for file in files.stdout.splitlines())
 
@@ -128,3 +135,70 @@ def test_starts_from_a_venv_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(written, cwd=tmp_path, check=True, capture_output=True, text=True)
     unit = tmp_path / "root/etc/systemd/system/kprobefs.service"
     assert f'ExecStart="{venv}/bin/kprobefs" mount' in unit.read_text()
+
+
+EVIL = "import os; os.write(2, b'evil'); os._exit(66)"
+"""Python that must not run."""
+VARIABLES = {
+    "PYTHONHOME": "/nonexistent",
+    "PYTHONPATH": "{evil}",
+    "PYTHONUSERBASE": "{evil}",
+    "PYTHONPLATLIBDIR": "nonexistent",
+    "PYTHONSTARTUP": "{evil}/signal.py",
+    "PYTHONINSPECT": "1",
+    "PYTHONVERBOSE": "1",
+    "PYTHONDEVMODE": "1",
+    "PYTHONPROFILEIMPORTTIME": "1",
+    "PYTHONMALLOCSTATS": "1",
+    "PYTHONWARNINGS": "error",
+    "PYTHONIOENCODING": "nonsense",
+    "PYTHONBREAKPOINT": "nonsense",
+    "PYTHONHASHSEED": "nonsense",
+}
+
+
+@pytest.mark.parametrize("name", ["kprobefs", "mount.fuse.kprobefs"])
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_no_variable_of_python_changes_what_it_does(
+    variable: str, name: str, venv: Path, tmp_path: Path
+) -> None:
+    for module in ("signal.py", "sitecustomize.py", "usercustomize.py", "kprobefs.py"):
+        (tmp_path / module).write_text(EVIL)
+    own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LC_ALL": "C.UTF-8"}
+    asked = [venv / "bin" / name, *({"kprobefs": ["status", "--no-such-option"]}.get(name, []))]
+
+    def answer(environment: dict[str, str]) -> tuple[int, str, str]:
+        done = subprocess.run(
+            asked,
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    expected = answer(own)
+    assert expected[2].count("\n") == 1
+    assert answer({**own, variable: VARIABLES[variable].format(evil=tmp_path)}) == expected
+
+
+def test_a_command_of_run_has_its_variables_of_python(venv: Path) -> None:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("no access to /dev/fuse")
+    command = [venv / "bin/kprobefs", "run", "--", "sh", "-c", "echo $PYTHONHOME $PYTHONPATH"]
+    own = {**os.environ, "PYTHONHOME": "/home", "PYTHONPATH": "/path"}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "/home /path\n", "")
+
+
+def test_starts_from_packages_that_python_does_not_look_at(wheel: Path, tmp_path: Path) -> None:
+    """As with `pip install --user`, whose packages -I leaves out."""
+    target = ["--prefix", tmp_path, "--ignore-installed", "--no-warn-script-location"]
+    subprocess.run([sys.executable, "-m", "pip", "install", wheel, *target, *OFFLINE[:3]], check=True)
+    own = {"PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(
+        [tmp_path / "bin/kprobefs", "--version"], env=own, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == (f"kprobefs {PROJECT['version']}\n", "")

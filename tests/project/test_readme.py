@@ -136,10 +136,10 @@ def test_it_begins_with_a_quick_start_and_the_readers_jobs() -> None:
         assert anchor in {each.lower().replace(" ", "-") for each in titles}, title
 
 
-@pytest.mark.parametrize(("page", "count"), [(README, 1), (FIRST, 2), (ASSEMBLY, 2), (LIBRARY, 8)])
-def test_the_python_examples_run(page: Path, count: int) -> None:
+@pytest.mark.parametrize("page", [README, FIRST, ASSEMBLY, LIBRARY], ids=lambda page: page.stem)
+def test_the_python_examples_run(page: Path) -> None:
     examples = blocks("python", page)
-    assert len(examples) == count
+    assert examples
     example = "\n\n".join(examples)
     done = subprocess.run(
         [sys.executable, "-c", example],

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.fuse.harness import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py")
@@ -159,3 +163,56 @@ def test_each_quick_module_is_there() -> None:
     modules = (ROOT / "tests/quick.txt").read_text().split()
     assert modules == sorted(set(modules))
     assert [module for module in modules if not (ROOT / module).is_file()] == []
+
+
+WAITING = """
+import os, time
+from pathlib import Path
+
+def test_that_waits() -> None:
+    place = Path(__file__).parent
+    (place / "pid").write_text(str(os.getpid()))
+    try:
+        time.sleep(60)
+    finally:
+        (place / "cleaned").touch()
+"""
+
+
+def test_an_interrupt_of_the_terminal_ends_the_tests(tmp_path: Path) -> None:
+    """It goes to the process group that a shell has put the script in."""
+    if not (ROOT / ".venv/.installed-test").exists():
+        pytest.skip("scripts/test would install its requirements first")
+    test = tmp_path / "test_waiting.py"
+    test.write_text(WAITING)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    running = subprocess.Popen(
+        [ROOT / "scripts/test", str(test), "--rootdir", str(tmp_path)],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        eventually((tmp_path / "pid").exists, "no test was run", patience=60)
+        os.killpg(running.pid, signal.SIGINT)
+        told, _ = running.communicate(timeout=30)
+        assert running.returncode == 128 + signal.SIGINT
+        assert "KeyboardInterrupt" in told
+        assert (tmp_path / "cleaned").exists()
+        assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+        assert [*temporary.glob("tmp.*")] == []
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "command", "status"),
+    [("30", "exit 3", 3), ("30", "kill -9 $$", 128 + 9), ("1", "exec sleep 60", 124)],
+)
+def test_a_time_limit(seconds: str, command: str, status: int) -> None:
+    limited = [sys.executable, str(ROOT / "scripts/time_limit.py"), seconds, "sh", "-c", command]
+    assert subprocess.run(limited, capture_output=True, timeout=30, check=False).returncode == status

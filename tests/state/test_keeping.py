@@ -365,3 +365,22 @@ def test_records_of_now_behind_those_of_then(copied: Path) -> None:
     assert array.array._past is None
     assert not run.records(last)
     run.end()
+
+
+def test_records_of_instances_with_the_longest_names(place: Path) -> None:
+    """Names that differ only in their last bytes, of one and of several bytes a character."""
+    many = "n" * 248
+    names = [f"{many}nn", f"{many}nnn", f"{many}nnnnnnn", f"{many}nnnnnnm", "n" + "\u00e4" * 127, f"{many}~1"]
+    run = Run(place)
+    for number, name in enumerate(names):
+        run.mount.mkdir(CLIENT, f"/tracing/instances/{name}", 0o755)
+        run.write(f"/tracing/instances/{name}/trace_marker", f"of {number}")
+    run.die()
+    again = Run(place)
+    instances = again.kernel.trace_arrays.names()
+    last = [name for name in instances if name.startswith("last.")]
+    assert f"last.{names[0]}" in last
+    assert all(len(os.fsencode(name)) <= 255 for name in last)
+    told = {again.records(f"/tracing/instances/{name}")[0].rpartition(": ")[2] for name in last}
+    assert told == {f"of {number}" for number in range(len(names))}
+    again.end()

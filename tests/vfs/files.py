@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.open_file import OpenFile, finish
 
 ROOT = Client(1, 0, 0)
 
@@ -32,7 +32,8 @@ def write(tree: NodeTree, path: str, text: str | bytes, flags: int = os.O_WRONLY
     file = tree.open(path, flags, ROOT)
     data = text if isinstance(text, bytes) else text.encode()
     try:
-        return file.write(data, 0, file.prepare(ROOT, data) if file.node.reads_host else None)
+        prepared = file.prepare(ROOT, data) if file.node.reads_host else None
+        return finish(file.begin_write(data, 0, prepared))
     finally:
         tree.release(file)
 

@@ -15,7 +15,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.node import Directory
-from emulated_kernel.vfs.core.open_file import ALWAYS_READY, Cursor, File, OpenFile
+from emulated_kernel.vfs.core.open_file import ALWAYS_READY, Cursor, File, OpenFile, finish
 from emulated_kernel.vfs.core.seq_file import (
     AttributeFile,
     CommandFile,
@@ -220,7 +220,8 @@ def test_a_line_that_a_split_write_cuts_stays_whole() -> None:
         pieces = opened.pieces(data)
         assert b"".join(piece.data for piece in pieces) == data
         for piece in pieces:
-            assert opened.write(piece.data, offset, is_part=piece.is_part) == len(piece.data)
+            taken = finish(opened.begin_write(piece.data, offset, is_part=piece.is_part))
+            assert taken == len(piece.data)
             offset += len(piece.data)
 
     for start in range(0, len(lines), 131_072):

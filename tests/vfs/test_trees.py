@@ -409,13 +409,15 @@ def test_seeds_are_those_of_the_command_line(tree: NodeTree, seed: str) -> None:
         assert read(tree, "/machine/clock").splitlines()[1] == f"seed {int(good, 0)}" != before
 
 
-def test_what_the_guest_has_corrupted_is_eio(kernel: Kernel, tree: NodeTree) -> None:
+def test_a_damaged_task_list_is_shown_as_far_as_it_leads(kernel: Kernel, tree: NodeTree) -> None:
+    whole = read(tree, "/machine/tasks")
     first = kernel.image.kallsyms.lookup_name("init_task")
     assert first is not None
     link = first + kernel.image.abi["task_struct.tasks"]
     kernel.machine.memory.write(link, (0x1000).to_bytes(8, "little"))
-    with assert_errno(errno.EIO):
-        read(tree, "/machine/tasks")
+    shown = read(tree, "/machine/tasks").splitlines()
+    assert 0 < len(shown) < len(whole.splitlines())
+    assert set(shown) <= set(whole.splitlines())
 
 
 # What Linux's selftests require of README, and what perf-probe looks for in it (as its glob patterns).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from emulated_kernel.components.clock_switch import ClockSwitch
 from emulated_kernel.components.records import KernelComponents
@@ -32,16 +32,23 @@ class BuiltinKernelComponents(KernelComponents):
     clock: ClockSwitch
     loads: Workloads
 
-    def replace_kernel(self, old: BuiltinKernelComponents, define: Callable[[], None]) -> None:
+    def replace_kernel(
+        self, old: BuiltinKernelComponents, define: Callable[[], Iterable[None]]
+    ) -> Iterator[None]:
         """Take the place of the kernel `old`: continue its time and take over its trace records.
 
         Kernel.replace_kernel describes the steps.
 
-        `define` is called to define the old kernel's probes in this kernel.
+        `define` defines the old kernel's probes in this kernel, in steps.
         """
         self.lock.assert_held()
-        self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))
+        self._go_on_from(old)
         with self.tracing.system.events.keeping(old.tracing.system.events.ids()):
-            define()
+            yield from define()
+        self._go_on_from(old)
         self.tracing.arrays.take_records(old.tracing.arrays)
         old.loads.stop()
+
+    def _go_on_from(self, old: BuiltinKernelComponents) -> None:
+        """Advance this kernel's time to that of the kernel `old`, unless it is later already."""
+        self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))

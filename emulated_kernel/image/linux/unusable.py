@@ -1,4 +1,4 @@
-"""unusable(): the error that this subpackage raises if a file isn't a readable kernel."""
+"""unusable(): the exception that this subpackage raises if a file isn't a readable kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from emulated_kernel.util.errors import UnusableFile
 
 
 def unusable(message: str) -> UnusableFile:
-    """Return the exception to raise, ENOEXEC; `message` says what is wrong with the kernel."""
+    """Return the exception (ENOEXEC) for an unusable kernel file; `message` says what is wrong with it."""
     return UnusableFile("kernel", message)
 
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Let UnusableFile errors of the block name `what` (such as "module (x)") in place of a kernel."""
+    """Make UnusableFile errors of the `with` block name `what`, such as "module (x)", not a kernel."""
     try:
         yield
     except UnusableFile as error:

@@ -53,6 +53,21 @@ class RecordMemory:
         self._cells = UnitPool(reserved, self._size, CELL_UNIT)
         self._file: BinaryIO | None = None
 
+    @property
+    def pages_size(self) -> int:
+        """Bytes of all pages."""
+        return self._pages.end - self._pages.base
+
+    @property
+    def pages_used(self) -> int:
+        """Bytes of all allocated pages."""
+        return self._pages.used
+
+    def room_for(self, pages: int, cells: int) -> int:
+        """Return how many more users fit that allocate `pages` bytes of pages and `cells` bytes of cells."""
+        free_cells = self._cells.end - self._cells.base - self._cells.used
+        return min((self.pages_size - self.pages_used) // pages, free_cells // cells)
+
     def alloc_percpu(self, size: int) -> int:
         """Allocate `size` zeroed bytes on each CPU; return their offset.
 

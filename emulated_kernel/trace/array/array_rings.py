@@ -18,6 +18,15 @@ UNEXPANDED_SIZE = 1
 """Bytes of events per CPU before anything is traced; a ring has at least MIN_PAGES sub-buffers."""
 
 
+def check_resizable(buffers: Iterable[RingBuffer]) -> None:
+    """Check that no open trace file reads one of the buffers.
+
+    Raises: KernelError EBUSY. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    """
+    if any(buffer.held for buffer in buffers):
+        raise KernelError(errno.EBUSY, "the buffer is being read; close the open trace files first")
+
+
 class ArrayRings(ABC):
     """One ring buffer per CPU.
 
@@ -79,7 +88,7 @@ class ArrayRings(ABC):
         """Free the memory of all buffers. Nothing may record here afterwards."""
         for controls, buffers in self._sets:
             for buffer in buffers:
-                buffer.place.release()
+                buffer.released()
             controls.release()
 
     # -- listeners
@@ -172,7 +181,7 @@ class ArrayRings(ABC):
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
         """Execute a write to buffer_size_kb of one CPU, or of all if `cpu` is None.
 
-        Raises: KernelError EINVAL, ENOMEM.
+        Raises: KernelError EINVAL, ENOMEM, EBUSY (a trace file is open for reading).
         Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
         """
         if not size_kb:
@@ -184,6 +193,8 @@ class ArrayRings(ABC):
         pages = pages_for(size)
         self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
+        # Linux: if a file has all CPUs resized, a reader of one of them is in the way, whatever its size.
+        check_resizable(self.buffers if cpu is None else changed)
         try:
             memories = self.allocate([pages] * len(changed))
         except MemoryError as error:

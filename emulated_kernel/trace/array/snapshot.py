@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from emulated_kernel.trace.array.array_rings import ArrayRings
+from emulated_kernel.trace.array.array_rings import ArrayRings, check_resizable
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import MIN_PAGES
 from emulated_kernel.util.errors import KernelError
@@ -78,17 +78,21 @@ class Snapshot:
             self.clear(cpu)
 
     def allocate(self) -> None:
-        """Give the snapshot's buffers the sizes of the trace array's. Raises: KernelError ENOMEM."""
+        """Give the snapshot's buffers the sizes of the trace array's.
+
+        Raises: KernelError ENOMEM, EBUSY (their sizes change while a snapshot file is open).
+        """
         sizes = [buffer.nr_pages for buffer in self._array.buffers]
         changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
+        check_resizable([self.buffers[cpu] for cpu in changed])
         try:
             memories = self._array.allocate(sizes[cpu] for cpu in changed)
         except MemoryError as error:
             raise KernelError(errno.ENOMEM, str(error)) from error
         for cpu, memory in zip(changed, memories, strict=True):
-            old = self.buffers[cpu].place
-            self.buffers[cpu] = RingBuffer(old.moved_to(memory), sizes[cpu])
-            old.release()
+            old = self.buffers[cpu]
+            self.buffers[cpu] = RingBuffer(old.place.moved_to(memory), sizes[cpu])
+            old.released()
         self._mark()
         self.is_allocated = True
 
@@ -118,9 +122,14 @@ class Snapshot:
         """Free the snapshot's memory, except buffers of the smallest size."""
         if not self.is_allocated:
             return
+        if any(buffer.held for buffer in self.buffers):
+            # Linux: a snapshot that is being read keeps its size, and freeing it succeeds all the same.
+            self.clear()
+            self.is_allocated = False
+            return
         for cpu, buffer in enumerate(self.buffers):
             # Released first, so that the smaller buffer finds memory.
-            buffer.place.release()
+            buffer.released()
             (memory,) = self._array.allocate((MIN_PAGES,))
             self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)
         self._mark()

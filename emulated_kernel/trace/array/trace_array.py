@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 from emulated_kernel.trace.array.array_rings import ArrayRings
@@ -25,6 +26,7 @@ from emulated_kernel.trace.output.line_formatter import LineFormatter
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.cursor import RingCursor
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, RingMemory
 from emulated_kernel.trace.ring.trace_clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
@@ -288,9 +290,9 @@ class TraceArray(ArrayRings, Recorder):
         unused = iter(memory)
         for mine, theirs in ((self.buffers, past.buffers), (self.snapshot.buffers, past.aside)):
             for cpu, buffer in enumerate(theirs):
-                place = mine[cpu].place
-                buffer.resize(place.moved_to(next(unused)), buffer.nr_pages)
-                place.release()
+                buffer.resize(mine[cpu].place.moved_to(next(unused)), buffer.nr_pages)
+                mine[cpu].released()
+                buffer.held = 0
                 mine[cpu] = buffer
         self.snapshot.is_allocated = past.has_snapshot
         self._time_start = past.time_start
@@ -367,10 +369,22 @@ class TraceArray(ArrayRings, Recorder):
 
     # -- the trace file
 
-    def trace_text(self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None) -> str:
-        """Return the trace file of one CPU, or of all in the order of time; nothing is consumed.
+    def trace_text(self, cpu: int | None = None) -> str:
+        """Return the whole trace file of one CPU, or of all; see trace_records()."""
+        return "".join(self.trace_records(cpu))
 
-        The header counts the events of all CPUs in either case. `buffers` defaults to the trace array's own.
+    def snapshot_text(self, cpu: int | None = None) -> str:
+        """Return the whole snapshot file; see snapshot_records()."""
+        return "".join(self.snapshot_records(cpu))
+
+    def trace_records(
+        self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None
+    ) -> Iterator[str]:
+        """Yield the header of the trace file of one CPU, or of all, and its lines in the order of time.
+
+        Nothing is consumed. The file has the events that the buffers hold when it begins; those that are
+        overwritten before they are read become a note. It ends if a buffer is emptied. The header counts the
+        events of all CPUs in either case. `buffers` defaults to the trace array's own.
         """
         buffers = self.buffers if buffers is None else buffers
         flags = self.options.flags
@@ -385,16 +399,24 @@ class TraceArray(ArrayRings, Recorder):
             release=self.system.release,
             tracer_options=self.system.tracer_options,
         )
-        records = timed_records(buffers, self._cpus(cpu))
+        cursors = {number: RingCursor(buffers[number]) for number in self._cpus(cpu)}
+        records = timed_records(cursors)
         lines = trace_lines(records, self.formatter(), self.graph_printer(), annotate=overruns > 0)
-        return header_text(header, flags) + "".join(lines)
+        yield header_text(header, flags)
+        # A line is printed only while the names of its event are still valid.
+        while not any(cursor.is_stale for cursor in cursors.values()):
+            line = next(lines, None)
+            if line is None:
+                return
+            yield line
 
-    def snapshot_text(self, cpu: int | None = None) -> str:
-        """Return the snapshot file: the events that were set aside, or a text on how to set some aside."""
+    def snapshot_records(self, cpu: int | None = None) -> Iterator[str]:
+        """Yield the snapshot file: the events that were set aside, or a text on how to set some aside."""
         buffers = self.snapshot.buffers
         if any(len(buffers[number]) for number in self._cpus(cpu)):
-            return self.trace_text(cpu, buffers)
-        return self.snapshot.usage(self.current_tracer, cpu)
+            yield from self.trace_records(cpu, buffers)
+        else:
+            yield self.snapshot.usage(self.current_tracer, cpu)
 
     def graph_printer(self) -> GraphPrinter | None:
         """Return the printer of call graphs while the tracer is function_graph, else None."""
@@ -545,4 +567,5 @@ class TraceArray(ArrayRings, Recorder):
         """
         if self.options.flags & TraceOption.STOP_ON_FREE:
             self.set_tracing_on(False)
-        self._resize(0, None)
+        with suppress(KernelError):
+            self._resize(0, None)

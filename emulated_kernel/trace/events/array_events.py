@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import PidList
@@ -13,6 +13,10 @@ from emulated_kernel.trace.text.get_user import take_word
 from emulated_kernel.util.errors import KernelError
 
 _ANY = ("", "*")
+
+
+EVENTS_PER_STEP = 64
+"""Events that are switched before others get the control lock."""
 
 
 class ArrayEvents:
@@ -50,12 +54,23 @@ class ArrayEvents:
             event.file(self.recorder).disable()
 
     def set_all(self, events: Iterable[TraceEvent], enabled: bool) -> None:
-        """Enable or disable all of `events`. Linux: if one of them fails, the others are still switched.
+        """Do all steps of set_all_steps(). Raises: KernelError (of the first event that failed)."""
+        for _ in self.set_all_steps(events, enabled):
+            pass
 
+    def set_all_steps(self, events: Iterable[TraceEvent], enabled: bool) -> Iterator[None]:
+        """Enable or disable all of `events`, and yield after each EVENTS_PER_STEP of them.
+
+        Events that were removed between two steps are skipped.
+        Linux: if one of them fails, the others are still switched.
         Raises: KernelError (of the first event that failed).
         """
         failure: KernelError | None = None
-        for event in list(events):
+        for number, event in enumerate(list(events)):
+            if number and not number % EVENTS_PER_STEP:
+                yield
+            if number >= EVENTS_PER_STEP and self.registry.find(event.group, event.name) is not event:
+                continue
             try:
                 self.set_enabled(event, enabled)
             except KernelError as error:
@@ -96,7 +111,17 @@ class ArrayEvents:
         return file is not None and bool(file.triggers)
 
     def write(self, data: bytes) -> int:
-        """Handle one write to set_event, and return the number of bytes taken.
+        """Do all steps of write_steps(), and return the number of bytes taken. Raises: as write_steps()."""
+        steps = self.write_steps(data)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                taken: int = end.value
+                return taken
+
+    def write_steps(self, data: bytes) -> Generator[None, None, int]:
+        """Handle one write to set_event in steps, and return the number of bytes taken.
 
         Only the first word is taken; a leading "!" disables.
         Raises: KernelError EINVAL (no such event), any error of switching one.
@@ -106,11 +131,11 @@ class ArrayEvents:
         word, size = take_word(data)
         if word:
             text = bytes_to_text(word)
-            self._choose(text.removeprefix("!"), not text.startswith("!"))
+            yield from self._choose(text.removeprefix("!"), not text.startswith("!"))
         return size
 
-    def _choose(self, word: str, enabled: bool) -> None:
-        """Switch the events that a word names: `GROUP:EVENT`, or the name of a group or of events.
+    def _choose(self, word: str, enabled: bool) -> Iterator[None]:
+        """Switch, in steps, the events that a word names: `GROUP:EVENT`, or the name of a group or of events.
 
         In `GROUP:EVENT` each part may be `*` or empty, which matches anything.
         Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).
@@ -125,7 +150,7 @@ class ArrayEvents:
         chosen = [event for event in self.switchable() if means(event)]
         if not chosen:
             raise KernelError(errno.EINVAL, "no such event")
-        self.set_all(chosen, enabled)
+        yield from self.set_all_steps(chosen, enabled)
 
     def clear(self) -> None:
         """Disable all events, as opening set_event with O_TRUNC does."""

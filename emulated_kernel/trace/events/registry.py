@@ -154,6 +154,11 @@ class EventRegistry:
         for watcher in self._watchers:
             watcher.event_removed(event)
 
+    @property
+    def ids_left(self) -> int:
+        """Number of events that can still be registered."""
+        return LAST_EVENT_ID + 1 - self._next_id + len(self._free_ids)
+
     def _take_id(self) -> int:
         if self._next_id <= LAST_EVENT_ID:
             self._next_id += 1

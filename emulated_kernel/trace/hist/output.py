@@ -1,8 +1,8 @@
-"""Texts of histograms: the line in the trigger file, and the hist file."""
+"""Texts of histograms: their line in the trigger file, and the hist file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from emulated_kernel.trace.hist.actions import ActionKind, Handler, TrackedSnapshot
 from emulated_kernel.trace.hist.field import Flag, HistField
@@ -10,12 +10,13 @@ from emulated_kernel.trace.hist.hist_data import HistData
 from emulated_kernel.trace.hist.tracing_map import U64, Element, Value
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol, sprint_symbol_no_offset
 from emulated_kernel.trace.text.chars import bytes_to_text, to_text
+from emulated_kernel.util.control_lock import PAUSE
 
 _BAR_SIZE = 20
 
 
 def command_text(data: HistData) -> str:
-    """Return the histogram's command without `hist:`, filter and state.
+    """Return the histogram's command as the trigger file shows it, without `hist:`, filter and state.
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_print (v6.1).
     """
@@ -38,7 +39,7 @@ def _sort_texts(data: HistData) -> list[str]:
 
 
 class HistPrinter:
-    """Prints one histogram."""
+    """Printer of one histogram for the hist file."""
 
     def __init__(self, data: HistData, symbols: KernelSymbols) -> None:
         self._data = data
@@ -50,23 +51,47 @@ class HistPrinter:
             if index and not each.flags & (Flag.VAR | Flag.EXPR)
         ]
 
-    def text(self, line: str) -> str:
-        """Return the whole text. `line` is the line of the histogram's trigger.
+    def records(self, line: str) -> Iterator[str]:
+        """Yield the histogram's text in the hist file in parts, and PAUSE between steps of sorting.
 
+        Each entry is a part. Between two parts, hits may be counted. `line` is the trigger's line in the
+        trigger file.
         Mirrors: hist_trigger_show (v6.1).
         """
-        elements = self._data.elements()
-        entries = "".join(self._entry(element, elements) for element in elements)
+        sorting = self._data.elements()
+        while True:
+            try:
+                next(sorting)
+            except StopIteration as end:
+                elements: list[Element] = end.value
+                break
+            yield PAUSE
+        yield f"# event histogram\n#\n# trigger info: {to_text(line)}\n#\n\n"
+        scales = {index: self._scale(index, column, elements) for index, column in self._columns}
+        for element in elements:
+            yield self._entry(element, scales)
         counts = self._data.map
-        return (
-            f"# event histogram\n#\n# trigger info: {to_text(line)}\n#\n\n{entries}{self._snapshot()}"
+        yield (
+            f"{self._snapshot()}"
             f"\nTotals:\n    Hits: {counts.hits}\n    Entries: {len(elements)}\n    Dropped: {counts.drops}\n"
         )
 
-    def _entry(self, element: Element, elements: Sequence[Element]) -> str:
+    @staticmethod
+    def _scale(index: int, column: HistField, elements: Sequence[Element]) -> int:
+        """Return the number that is 100 % for the values of a column: their sum (percent) or maximum (graph).
+
+        Return 0 for columns with other modifiers.
+        """
+        if column.flags & Flag.PERCENT:
+            return sum(each.sums[index] for each in elements) & U64
+        if column.flags & Flag.GRAPH:
+            return max((each.sums[index] for each in elements), default=0)
+        return 0
+
+    def _entry(self, element: Element, scales: Mapping[int, int]) -> str:
         text = f"{self._key(element.key, element.comm)} hitcount: {element.sums[0]:10}"
         for index, column in self._columns:
-            text += f"  {self._value(index, column, element, elements)}"
+            text += f"  {self._value(index, column, element, scales[index])}"
         return f"{text}{self._actions(element)}\n"
 
     # Keys. Mirrors: hist_trigger_print_key (v6.1).
@@ -114,16 +139,16 @@ class HistPrinter:
     # Values. Mirrors: hist_trigger_print_val (v6.1).
 
     @staticmethod
-    def _value(index: int, column: HistField, element: Element, elements: Sequence[Element]) -> str:
+    def _value(index: int, column: HistField, element: Element, scale: int) -> str:
         name = to_text(column.full_name())
         value = element.sums[index]
         if column.flags & Flag.PERCENT:
-            share = _percentage(value, sum(each.sums[index] for each in elements) & U64)
+            share = _percentage(value, scale)
             if share is None:
                 return f"{name} (%):[ERROR]"
             return f"{name} (%): {share // 100:3}.{share % 100:02}"
         if column.flags & Flag.GRAPH:
-            share = _percentage(value, max(each.sums[index] for each in elements))
+            share = _percentage(value, scale)
             bar = "[ERROR]" if share is None else "#" * min(share * _BAR_SIZE // 10000, _BAR_SIZE)
             return f"{name}: {bar:>20}" if share is None else f"{name}: {bar:<20}"
         return f"{name}: {value:10x}" if column.flags & Flag.HEX else f"{name}: {value:10}"
@@ -162,7 +187,7 @@ def _saved(value: Value, is_string: bool) -> str:
 
 
 def _padded(data: bytes, size: int) -> str:
-    """Return the bytes padded as `%-SIZEs` pads them."""
+    """Return bytes as text, padded with spaces to `size` bytes as by `%-SIZEs`."""
     return bytes_to_text(data.ljust(size))
 
 

@@ -1,13 +1,16 @@
-"""The table of a histogram: an element for each key, with sums and variables."""
+"""The map of a histogram: key -> element with sums and variables."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limit, Limits
 
 DEFAULT_BITS = 11
 MIN_BITS = 7
@@ -16,14 +19,28 @@ KEYS_MAX = 3
 VALS_MAX = 3
 VARS_MAX = 16
 SORT_KEYS_MAX = 2
+SORT_STEP = 1024
+"""Number of elements that are sorted in one step of a read; between steps, other requests are served."""
 U64 = (1 << 64) - 1
 
+HIST_SIZE = 16384
+"""Size in bytes of the host memory that a histogram without elements occupies."""
+ELEMENT_SIZE = 300
+"""Size in bytes of the host memory of an element, without its key, sums and variables."""
+SUM_SIZE = 40
+VARIABLES_SIZE = 232
+VARIABLE_SIZE = 320
+"""Size in bytes of the host memory of a variable, whose value may be a string of 256 characters."""
+T = TypeVar("T")
 Value = int | bytes
-"""A number below 2**64, or a string without its NUL."""
+"""Value of a field: a number below 2**64, or a string without its NUL."""
 
 
 class Element:
-    """An entry of the table. Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1)."""
+    """An entry of a histogram's map, for one key.
+
+    Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1).
+    """
 
     __slots__ = ("comm", "key", "sums", "variables")
 
@@ -31,14 +48,17 @@ class Element:
         self.key = key
         self.sums = [0] * sums
         self.variables: dict[int, Value] = {}
-        """Index -> value of the variables that are set."""
+        """Index of the variable (HistField.index) -> value, for the variables that are set."""
         self.comm = comm
         """Name of the task that created the element."""
 
 
 @dataclass(frozen=True)
 class SortKey:
-    """A sort criterion. `index` counts the sums first, and the keys after them."""
+    """A sort key: a field of the histogram, and the direction.
+
+    `index` is the field's index in HistData.sortable.
+    """
 
     index: int = 0
     descending: bool = False
@@ -48,12 +68,32 @@ Rank = Callable[[Element], int]
 """Function that returns the number by which an element is sorted."""
 
 
-class TracingMap:
-    """The table of a histogram. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
+class HistMemory:
+    """The budget of host memory for all histograms of a kernel."""
 
-    def __init__(self, bits: int, key_size: int, sums: int) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.used = 0
+        """Number of bytes that the histograms use."""
+
+    def has_room(self, size: int) -> bool:
+        """Return True if the use of `size` more bytes stays within the limit."""
+        most = self._limits[Limit.HIST_BYTES]
+        return most is None or self.used + size <= most
+
+
+class TracingMap:
+    """The map of a histogram: key -> element. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
+
+    def __init__(self, bits: int, key_size: int, sums: int, memory: HistMemory | None = None) -> None:
+        """Create an empty map. `memory` is the budget to which the map and its elements are charged."""
+        self._memory = memory or HistMemory(Limits())
+        self._charged = 0
+        """Number of bytes that the map has charged to the budget."""
         self.bits = bits
         self.key_size = key_size
+        self._own_charge = 0
+        """Number of bytes of `_charged` that stay charged when the map is cleared."""
         self.hits = 0
         self.drops = 0
         self.variable_count = 0
@@ -61,20 +101,20 @@ class TracingMap:
         self._elements: dict[bytes, Element] = {}
 
     def add_variable(self) -> int:
-        """Return the index of a new variable. Raises: KernelError EINVAL (there are already 16)."""
+        """Return the index of a new variable. Raises: KernelError EINVAL (there are 16 already)."""
         if self.variable_count == VARS_MAX:
             raise KernelError(errno.EINVAL, f"histogram: more than {VARS_MAX} variables")
         self.variable_count += 1
         return self.variable_count - 1
 
     def insert(self, key: bytes, comm: bytes) -> Element | None:
-        """Return the element of a key, and create it if necessary.
+        """Return the element of a key and count a hit; create the element if necessary.
 
-        If the map is full, count a drop and return None.
+        If the map is full, or the budget has no room for a new element, count a drop and return None.
         """
         element = self._elements.get(key)
         if element is None:
-            if len(self._elements) >= 1 << self.bits:
+            if len(self._elements) >= 1 << self.bits or not self._charge(self._element_size):
                 self.drops += 1
                 return None
             element = Element(key, self._sums, comm)
@@ -83,7 +123,10 @@ class TracingMap:
         return element
 
     def lookup(self, key: bytes) -> Element | None:
-        """Return the element of a key, or None. The key is truncated or padded to the map's key size."""
+        """Return the element of a key, or None if there is none.
+
+        The key is truncated, or padded with zeros, to the map's key size.
+        """
         return self._elements.get(key[: self.key_size].ljust(self.key_size, b"\0"))
 
     def clear(self) -> None:
@@ -91,48 +134,103 @@ class TracingMap:
         self._elements.clear()
         self.hits = 0
         self.drops = 0
+        self._memory.used -= self._charged - self._own_charge
+        self._charged = self._own_charge
 
-    def sorted(self, primary: Rank, *secondary: Rank) -> list[Element]:
-        """Return all elements in order.
+    @property
+    def _element_size(self) -> int:
+        """Maximum size in bytes of the host memory of an element."""
+        variables = VARIABLES_SIZE + self.variable_count * VARIABLE_SIZE if self.variable_count else 0
+        return ELEMENT_SIZE + self.key_size + self._sums * SUM_SIZE + variables
 
-        Linux: equal ones have the order that a heap sort gives to keys in byte order.
+    def _charge(self, size: int) -> bool:
+        """Charge `size` bytes to the budget.
+
+        Return False, with nothing changed, if the budget has no room.
         """
-        elements = heap_sort(sorted(self._elements.values(), key=lambda each: each.key), primary)
+        if not self._memory.has_room(size):
+            return False
+        self._memory.used += size
+        self._charged += size
+        return True
+
+    def allocate(self) -> None:
+        """Charge the map without elements to the budget. Raises: KernelError ENOMEM."""
+        if not self._charge(HIST_SIZE):
+            raise KernelError(errno.ENOMEM, "histogram: the limit of hist_bytes is reached; remove others")
+        self._own_charge = HIST_SIZE
+
+    def release(self) -> None:
+        """Return all bytes of the map to the budget. The map must not count any more hits."""
+        self._memory.used -= self._charged
+        self._charged = 0
+        self._own_charge = 0
+
+    def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
+        """Return all elements, sorted by `primary` and, where that is equal, by `secondary`.
+
+        The generator yields after each SORT_STEP elements. Ranks are computed before each heap sort. Between
+        two steps, hits may add elements, which are not returned.
+        Linux: equal elements have the order that a heap sort gives to elements in the byte order of their
+        keys.
+        """
+        elements = sorted(self._elements.values(), key=lambda each: each.key)
+        ranks = [primary(each) for each in elements]
+        elements, ranks = yield from heap_sort(elements, ranks)
         for rank in secondary:
-            runs = groupby(elements, primary)
-            elements = [each for _, run in runs for each in heap_sort(run, rank)]
+            runs = groupby(zip(ranks, elements, strict=True), itemgetter(0))
+            elements = []
+            for run in [[each for _, each in run] for _, run in runs]:
+                ordered, _ = yield from heap_sort(run, [rank(each) for each in run])
+                elements += ordered
         return elements
 
 
-def heap_sort(elements: Iterable[Element], rank: Rank) -> list[Element]:
-    """Sort with a heap sort that orders equal elements as Linux's.
+def heap_sort(
+    elements: Sequence[T], ranks: Sequence[int]
+) -> Generator[None, None, tuple[list[T], list[int]]]:
+    """Return elements and ranks, sorted by a heap sort that orders equal elements as Linux's sort() does.
 
-    Mirrors: lib/sort.c:sort (v6.1), in its order.
+    The generator yields after each SORT_STEP elements.
+    Mirrors: lib/sort.c:sort (v6.1).
     """
-    heap = list(elements)
-    for start in reversed(range(len(heap) // 2)):
-        _sift_down(heap, start, len(heap), rank)
-    for end in reversed(range(1, len(heap))):
-        heap[0], heap[end] = heap[end], heap[0]
-        _sift_down(heap, 0, end, rank)
-    return heap
+    keys = [*ranks]
+    order = [*range(len(keys))]
+    for start in reversed(range(len(keys) // 2)):
+        _sift_down(keys, order, start, len(keys))
+        if not start % SORT_STEP:
+            yield
+    for end in reversed(range(1, len(keys))):
+        keys[0], keys[end] = keys[end], keys[0]
+        order[0], order[end] = order[end], order[0]
+        _sift_down(keys, order, 0, end)
+        if not end % SORT_STEP:
+            yield
+    return [elements[index] for index in order], keys
 
 
-def _sift_down(heap: list[Element], start: int, end: int, rank: Rank) -> None:
-    """Follow the greater child to a leaf, then go back up to the position of the element."""
-    at = start
-    while 2 * at + 2 < end:
-        left = 2 * at + 1
-        at = left if rank(heap[left]) >= rank(heap[left + 1]) else left + 1
-    if 2 * at + 2 == end:
-        at = 2 * at + 1
-    while at != start and rank(heap[start]) >= rank(heap[at]):
-        at = (at - 1) // 2
-    moved = heap[start]
+def _sift_down(keys: list[int], order: list[int], start: int, end: int) -> None:
+    """Move the element at `start` down in the heap to its position.
+
+    Follow the greater child to a leaf, and then go back up to the position.
+    """
     path = []
-    while at != start:
+    at = start
+    last = end - 2
+    while (left := 2 * at + 1) < last + 1:
+        at = left if keys[left] >= keys[left + 1] else left + 1
         path.append(at)
-        at = (at - 1) // 2
-    for child in reversed(path):
-        heap[at], at = heap[child], child
-    heap[at] = moved
+    if left == last + 1:
+        at = left
+        path.append(at)
+    moved = keys[start]
+    number = order[start]
+    while path and moved >= keys[path[-1]]:
+        path.pop()
+    at = start
+    for child in path:
+        keys[at] = keys[child]
+        order[at] = order[child]
+        at = child
+    keys[at] = moved
+    order[at] = number

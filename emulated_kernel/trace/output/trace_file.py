@@ -1,4 +1,4 @@
-"""Trace files: the comment lines of the header, and the records of all CPUs in the order of time.
+"""Trace files: the comment lines of the header, and the records of all CPUs, sorted by time.
 
 Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_lat_help_header (v6.1)
 """
@@ -6,7 +6,7 @@ Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_la
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 
 from emulated_kernel.trace.output import graph_output
@@ -14,7 +14,7 @@ from emulated_kernel.trace.output.graph_output import GraphPrinter
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions
-from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.cursor import RingCursor
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -48,16 +48,16 @@ class TraceHeader:
     entries: int
     """Number of events in the buffers."""
     total: int
-    """Number of events in the buffers plus that of the overwritten ones."""
+    """Number of events in the buffers plus number of overwritten events."""
     cpus: int
     release: str
     tracer_options: TracerOptions
 
 
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
-    """Return the header of a trace file under these options.
+    """Return the header of a trace file, with these trace options.
 
-    Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1), too.
+    Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)
     """
     start = f"# tracer: {facts.tracer}\n#\n"
     latency = TraceOption.LATENCY_FMT in flags
@@ -89,7 +89,10 @@ def _columns(tgid: bool, *, irqs: bool) -> str:
 
 
 def _latency_header(facts: TraceHeader) -> str:
-    """Return the facts of latency-format. M is the preemption model in Linux's words."""
+    """Return the header lines that the option latency-format adds.
+
+    The text after M: is the name of the preemption model.
+    """
     rule = "#    -----------------\n"
     return (
         f"# {facts.tracer} latency trace v1.1.5 on {facts.release}\n"
@@ -112,7 +115,7 @@ def _latency_legend() -> str:
 def trace_lines(
     entries: Iterator[TimedRecord], formatter: LineFormatter, graph: GraphPrinter | None, *, annotate: bool
 ) -> Iterator[str]:
-    """Yield the text of each record; `graph` prints the records of a call graph.
+    """Yield the text of each record. `graph` prints the records of a call graph; None if there is none.
 
     If `annotate` and the formatter's options allow it, a note precedes the first record of each CPU except
     the first one in the file.
@@ -129,20 +132,26 @@ def trace_lines(
             started.add(entry.cpu)
             if index:
                 yield f"##### CPU {entry.cpu} buffer started ####\n"
+        # Linux: unlike trace_pipe, a trace file does not count lost events.
+        lost = f"CPU:{entry.cpu} [LOST EVENTS]\n" if entry.follows_lost else ""
         if graph is None or not graph.prints(entry.record):
-            yield formatter.line(entry, (following or entry).time_stamp, index)
+            yield lost + formatter.line(entry, (following or entry).time_stamp, index)
         else:
             next_on_cpu = following.record if following is not None and following.cpu == entry.cpu else None
-            yield graph.line(entry, next_on_cpu, formatter)
+            yield lost + graph.line(entry, next_on_cpu, formatter)
         entry = following
 
 
-def timed_records(buffers: Sequence[RingBuffer], cpus: Iterable[int]) -> Iterator[TimedRecord]:
-    """Return the unread records of these CPUs in the order of time; nothing is consumed."""
-    streams = [_cpu_entries(buffers[cpu], cpu) for cpu in cpus if buffers[cpu]]
+def timed_records(cursors: Mapping[int, RingCursor]) -> Iterator[TimedRecord]:
+    """Yield the records of CPUs, sorted by time. `cursors`: CPU -> position in the CPU's buffer."""
+    streams = [_cpu_entries(cursor, cpu) for cpu, cursor in cursors.items()]
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=itemgetter(0))
 
 
-def _cpu_entries(buffer: RingBuffer, cpu: int) -> Iterator[TimedRecord]:
+def _cpu_entries(cursor: RingCursor, cpu: int) -> Iterator[TimedRecord]:
     # Only guest code that damages the buffer can have written a record without a header.
-    return (TimedRecord(stamp, cpu, record) for stamp, record in buffer if len(record) >= TRACE_ENTRY.size)
+    return (
+        TimedRecord(stamp, cpu, record, follows_lost)
+        for stamp, record, follows_lost in cursor
+        if len(record) >= TRACE_ENTRY.size
+    )

@@ -206,7 +206,11 @@ class DynamicEvents:
 
     def records(self) -> list[str]:
         """Return the lines of the file."""
-        return [event.show() for event in self._events]
+        return [*self.records_from(0)]
+
+    def records_from(self, start: int) -> Iterator[str]:
+        """Return the lines of the file from line `start` on."""
+        return (event.show() for event in islice(self._events, start, None))
 
     def clear(self) -> None:
         """Remove all events, as opening the file with O_TRUNC does. Raises: KernelError EBUSY."""

@@ -150,6 +150,42 @@ class RingBuffer(RingWriter):
             control.last_overrun = control.overrun
         return True
 
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest unread event, counted from the last reset."""
+        control = self._control
+        return control.overrun + control.read
+
+    @property
+    def reader_state(self) -> tuple[int, int, int]:
+        """Value that changes when the unread sub-buffers, counted from the oldest, get other numbers."""
+        control = self._control
+        return control.overrun, control.read, control.reader_page
+
+    def unread_count(self, index: int) -> int:
+        """Return the number of unread events of a sub-buffer.
+
+        Index 0 is that of the reader, and 1 is the oldest one in the ring.
+        """
+        control = self._control
+        if index == 0:
+            return len(self.unread_events(0))
+        page = self._unread_page(index)
+        return control.tail_entries if page == control.tail_page else self._table[self._entries_at + page]
+
+    def unread_events(self, index: int) -> list[tuple[int, bytes]]:
+        """Return time stamp and record of each unread event of a sub-buffer. `index`: see unread_count()."""
+        control = self._control
+        if index == 0:
+            events = self._events(control.reader_page, control.reader_read, control.read_stamp)
+        else:
+            page = self._unread_page(index)
+            events = self._events(page, 0, self._table[self._page_word(page)])
+        return [(stamp, record) for stamp, record, _ in events]
+
+    def _unread_page(self, index: int) -> int:
+        return self._page_in((self._control.head_slot + index - 1) % self.nr_pages)
+
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield (time stamp, record) of every unread event, oldest first, without consuming any."""
         self.check()
@@ -311,6 +347,7 @@ class RingBuffer(RingWriter):
 
         Mirrors: kernel/trace/ring_buffer.c:rb_reset_cpu (v6.1)
         """
+        self.generation += 1
         self.check()
         control = self._control
         anchor = control.anchor_slot % self.nr_pages
@@ -326,6 +363,11 @@ class RingBuffer(RingWriter):
             setattr(control, word, 0)
         self._park(0)
         control.changing = 0
+
+    def released(self) -> None:
+        """Free the pages. Nobody uses the buffer any more, except cursors, which find out."""
+        self.generation += 1
+        self.place.release()
 
     def resize(self, place: RingMemory, nr_pages: int) -> None:
         """Move the events into other memory with `nr_pages` sub-buffers.

@@ -52,20 +52,33 @@ class RingWriter:
         "_start",
         "_table",
         "_words32",
+        "generation",
+        "held",
         "nr_pages",
         "place",
     )
 
     def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True) -> None:
         """Format the memory as an empty buffer."""
+        self._begin()
         self._format(place, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 
     @classmethod
     def over(cls, place: RingMemory, nr_pages: int) -> Self:
         """Return the buffer that `place` already holds."""
         buffer = cls.__new__(cls)
+        buffer._begin()
         buffer._attach(place, nr_pages)
         return buffer
+
+    def _begin(self) -> None:
+        self.generation = 0
+        """Number of times that the buffer was emptied or its memory was freed."""
+        self.held = 0
+        """Number of open trace files that read the buffer, so that it must not be resized.
+
+        Mirrors: kernel/trace/ring_buffer.c:struct ring_buffer_per_cpu.resize_disabled (v6.1).
+        """
 
     def _format(self, place: RingMemory, nr_pages: int, flags: int) -> None:
         """Format the control block and the first page; move_tail() clears the other pages later."""
@@ -151,6 +164,7 @@ class RingWriter:
         self.place.report("ring buffer", "its control block does not describe its pages")
         control = self._control
         aside = control.aside
+        self.generation += 1
         self._format(self.place, self.nr_pages, control.flags & (_OVERWRITE | _DISABLED))
         self.is_aside = bool(aside)
 

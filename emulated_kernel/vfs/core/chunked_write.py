@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from emulated_kernel.util.control_lock import ControlLock
@@ -11,7 +12,10 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
 T = TypeVar("T")
 WritePiece = Callable[[Piece, int], int]
-"""Write a piece at an offset and return the bytes taken, which may be fewer. Raises: KernelError."""
+"""Do a step of a piece at an offset. After its last step, return the bytes taken, which may be fewer.
+
+Raises: YieldLock (the piece has more steps), KernelError.
+"""
 
 
 class RunOnce(Generic[T]):
@@ -47,7 +51,10 @@ class RunOnce(Generic[T]):
 
 
 class ChunkedWrite:
-    """One write(2) to an open file, in pieces. Linux: the effects before an error are kept."""
+    """One write(2) to an open file, in pieces, which may have several steps.
+
+    Linux: the effects before an error are kept.
+    """
 
     def __init__(self, opened: OpenFile, data: bytes, offset: int, write: WritePiece) -> None:
         self._pieces = opened.pieces(data)
@@ -57,9 +64,9 @@ class ChunkedWrite:
         self._taken = 0
 
     def __call__(self) -> int:
-        """Write the next piece. After the last one, return the bytes that all pieces have taken.
+        """Do the next step. After the last one, return the bytes that all pieces have taken.
 
-        Raises: YieldLock (there are further pieces), KernelError.
+        Raises: YieldLock (there are further steps), KernelError.
         """
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)
@@ -71,13 +78,20 @@ class ChunkedWrite:
         return self._taken
 
 
-def retry_yielding_lock(lock: ControlLock, write: Callable[[], int]) -> int:
-    """Call `write` until it does not raise YieldLock, and return its result.
+def retry_yielding_lock(lock: ControlLock, step: Callable[[], T], check: Callable[[], None]) -> T:
+    """Call `step` until it does not raise YieldLock, and return its result.
 
-    `write` takes the lock by itself. Between the calls other threads get the lock.
+    `step` takes the lock by itself. Between the calls other threads get the lock, and another thread serves
+    requests in place of this one.
+    Raises: errors of `step`, and of `check`, which is called between two steps.
     """
-    while True:
-        try:
-            return write()
-        except YieldLock:
+    try:
+        return step()
+    except YieldLock:
+        pass
+    with lock.waiting():
+        while True:
+            check()
             lock.yield_lock()
+            with suppress(YieldLock):
+                return step()

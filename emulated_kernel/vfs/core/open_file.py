@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from enum import Enum, auto
 from typing import ClassVar, NamedTuple
 
 from emulated_kernel.util.abi import HostfsWriter
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node
 
@@ -95,6 +96,26 @@ class Cursor:
         self._position = position
 
 
+Steps = Generator[None, None, int]
+"""The steps of a write: other requests may run when it yields. It returns the bytes taken."""
+
+
+def finish(steps: Steps) -> int:
+    """Do all steps of a write without a pause, and return the bytes taken."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            taken: int = end.value
+            return taken
+
+
+def one_step(action: Callable[[], int]) -> Steps:
+    """Return the steps of a write that does everything at once. `action` returns the bytes taken."""
+    return action()
+    yield
+
+
 class Piece(NamedTuple):
     """A part of the data of one write(2)."""
 
@@ -145,9 +166,18 @@ class OpenFile:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes from `offset`, or b"" at the end.
+        """Return at most `size` bytes from `offset`, or b"" at the end, without a pause.
 
         Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock.
+        """
+        while True:
+            with suppress(YieldLock):
+                return self.read_step(size, offset)
+
+    def read_step(self, size: int, offset: int) -> bytes:
+        """Do a part of a read, as read() does.
+
+        Raises: YieldLock (there is more to do, and the same call continues), as read().
         """
         if not self.readable:
             raise KernelError(errno.EBADF, "not open for reading")
@@ -164,22 +194,24 @@ class OpenFile:
         """
         raise KernelError(errno.EINVAL, f"this file has no pages of {size} bytes")
 
-    def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
-        """Return a function that will do a client's write of `data`.
+    def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:
+        """Return a function that begins a client's write of `data`.
 
         The caller does not hold the control lock, because this may read host files.
         """
         del client
-        return lambda: self._write(data)
+        return lambda: self._write_steps(data)
 
-    def write(
-        self, data: bytes, offset: int, prepared: Callable[[], int] | None = None, *, is_part: bool = False
-    ) -> int:
-        """Do the write, or call `prepared` if given, and return the number of bytes taken.
+    def write(self, data: bytes, offset: int) -> int:
+        """Do the whole write and return the number of bytes taken. Raises: as begin_write()."""
+        return finish(self.begin_write(data, offset))
 
-        `is_part`: see Piece.
+    def begin_write(
+        self, data: bytes, offset: int, prepared: Callable[[], Steps] | None = None, *, is_part: bool = False
+    ) -> Steps:
+        """Return the steps of the write, or those of `prepared` if given. `is_part`: see Piece.
 
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), and errors of the file's command.
+        The steps raise KernelError EBADF, EINVAL, ENODEV (the node was removed), errors of the command.
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")
@@ -187,7 +219,7 @@ class OpenFile:
         position = self._cursor.position(offset)
         self._is_part = is_part
         self._write_at = position
-        count = self._write(data) if prepared is None else prepared()
+        count = yield from (self._write_steps(data) if prepared is None else prepared())
         self._cursor.moved(offset, count, position + self.node.moves.after(count))
         return count
 
@@ -225,6 +257,10 @@ class OpenFile:
     def _read(self, size: int, position: int) -> bytes:
         del size, position
         raise KernelError(errno.EINVAL, "this file can't be read")
+
+    def _write_steps(self, data: bytes) -> Steps:
+        """Return the steps of a write. By default it has one step."""
+        return one_step(lambda: self._write(data))
 
     def _write(self, data: bytes) -> int:
         del data

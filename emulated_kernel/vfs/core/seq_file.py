@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from emulated_kernel.util.abi import HostfsWriter
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.control_lock import PAUSE
+from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, encode
+from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, Steps, encode, finish
 
 PIECE_SIZE = 1 << 10
 """Bytes of definitions after which a piece ends at the next newline. A piece takes some milliseconds."""
@@ -21,15 +22,18 @@ SPLIT_SIZE = (128 << 10) - 4096
 
 FUSE splits writes at 128 KiB, less an offset.
 """
-_USUAL_SIZE = 256
-"""Bytes that most records stay below. It limits how many records are rendered in advance for a read."""
+RECORDS_PER_STEP = 4096
+"""Records that a read renders before it gives up the control lock for a moment."""
 Records = Callable[[int], Iterable[str]]
 """Return the records of a file from an index on. Each read(2) that needs more records calls it again."""
 Store = Callable[[bytes], None]
 """Execute a write that takes all data. Raises: KernelError."""
 Execute = Callable[[bytes], int]
 """Execute a write and return the number of bytes taken. Raises: KernelError."""
+ExecuteSteps = Callable[[bytes], Steps]
+"""Return the steps of a write that executes commands. Raises: KernelError."""
 Taken = TypeVar("Taken", int, None)
+T = TypeVar("T")
 
 
 def explained(
@@ -50,9 +54,45 @@ def explained(
     return explaining
 
 
+def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
+    """Return a function like `execute` whose steps write the reason of a KernelError to the kernel log."""
+
+    def explaining(data: bytes) -> Steps:
+        try:
+            return (yield from execute(data))
+        except KernelError as error:
+            log(f"{file}: {error.strerror}")
+            raise
+
+    return explaining
+
+
 def listing(records: Callable[[], Iterable[str]]) -> Records:
     """Return the Records of a file from a function that returns all records."""
     return lambda index: islice(records(), index, None)
+
+
+def listing_of(objects: Callable[[], Iterable[T]], show: Callable[[T], str]) -> Records:
+    """Return Records with one record for each object. Only the records that a read needs are rendered."""
+    return lambda index: map(show, islice(objects(), index, None))
+
+
+class RecordStream:
+    """Records of one open file that are rendered as they are read, from the state at the first read on.
+
+    A read at the beginning of the file starts again. `begin` returns the records; other requests may run
+    between any two of them.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[str]]) -> None:
+        self._begin = begin
+        self._records: Iterator[str] = iter(())
+
+    def __call__(self, index: int) -> Iterator[str]:
+        """Return the records from `index` on: the next one, or 0 to begin again."""
+        if index == 0:
+            self._records = self._begin()
+        return self._records
 
 
 def single(show: Callable[[], str]) -> Records:
@@ -139,15 +179,22 @@ class SeqReader:
         self._start = 0
         self._index = 0
         self._position = 0
+        self._is_paused = False
+        """Whether the last read was given up, to be continued by the next one."""
 
     def read(self, size: int, position: int) -> bytes:
-        """Return at most `size` bytes at `position`."""
-        if position == 0 or position != self._position:
+        """Return at most `size` bytes at `position`.
+
+        Raises: YieldLock (more records must be rendered; the same read continues).
+        """
+        if position != self._position or (position == 0 and not self._is_paused):
             self._buffer = b""
             self._start = position
             self._index = 0
             self._position = position
+        self._is_paused = True
         self._fill(self._start + size)
+        self._is_paused = False
         data = self._buffer[self._start : self._start + size]
         self._start += len(data)
         self._position += len(data)
@@ -160,16 +207,20 @@ class SeqReader:
         missing = size - len(self._buffer)
         if missing <= 0:
             return
-        records = iter(self._records(self._index))
-        rendered = [self._buffer]
-        while missing > 0:
-            batch = list(islice(records, missing // _USUAL_SIZE + 1))
-            if not batch:
+        rendered: list[str] = []
+        is_paused = False
+        for record in self._records(self._index):
+            rendered.append(record)
+            missing -= len(record)
+            if missing <= 0:
                 break
-            self._index += len(batch)
-            rendered.append(encode("".join(batch)))
-            missing -= len(rendered[-1])
-        self._buffer = b"".join(rendered)
+            if record is PAUSE or len(rendered) >= RECORDS_PER_STEP:
+                is_paused = True
+                break
+        self._index += len(rendered)
+        self._buffer += encode("".join(rendered))
+        if is_paused:
+            raise YieldLock
 
 
 class _OpenSeq(OpenFile):
@@ -203,6 +254,20 @@ class SeqFile(File):
         """Return the records for a client that opens the file, or None if reading is EINVAL."""
         del client
         return self._records
+
+
+class StreamFile(SeqFile):
+    """A SeqFile whose open files have a RecordStream each."""
+
+    __slots__ = ("_begin",)
+
+    def __init__(self, mode: int, begin: Callable[[], Iterator[str]]) -> None:
+        super().__init__(mode, None)
+        self._begin = begin
+
+    def records_for(self, client: Client) -> Records:
+        del client
+        return RecordStream(self._begin)
 
 
 class PerClientFile(SeqFile):
@@ -260,6 +325,42 @@ class CommandFile(SeqFile):
 
 class GuestCommandFile(CommandFile):
     """A CommandFile whose commands are executed by code in the guest."""
+
+    runs_guest = True
+    __slots__ = ()
+
+
+class _OpenStepped(OpenCommand):
+    node: SteppedFile
+
+    def _write_steps(self, data: bytes) -> Steps:
+        return self.node.execute_steps(data)
+
+
+class SteppedFile(CommandFile):
+    """A CommandFile whose write executes its lines in steps. Other requests may run between two lines.
+
+    Lines before one that fails have been executed; the line that fails changes nothing.
+    """
+
+    opened_as = _OpenStepped
+    __slots__ = ("execute_steps",)
+
+    def __init__(
+        self,
+        mode: int,
+        records: Records | None,
+        execute: ExecuteSteps,
+        truncate: Callable[[], None] | None = None,
+        *,
+        moves: Moves = Moves.NOT,
+    ) -> None:
+        super().__init__(mode, records, lambda data: finish(execute(data)), truncate, moves=moves)
+        self.execute_steps = execute
+
+
+class GuestSteppedFile(SteppedFile):
+    """A SteppedFile whose commands are executed by code in the guest."""
 
     runs_guest = True
     __slots__ = ()
@@ -375,7 +476,7 @@ class EditedFile(SeqFile):
 class _OpenHostReading(_OpenSeq):
     node: HostReadingFile
 
-    def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
+    def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:
         return self.node.prepare(client, data)
 
 
@@ -391,12 +492,9 @@ class HostReadingFile(PerClientFile):
         self,
         mode: int,
         records_for: Callable[[Client], Records],
-        prepare: Callable[[Client, bytes], Callable[[], int]],
+        prepare: Callable[[Client, bytes], Callable[[], Steps]],
     ) -> None:
-        """Make the file. `prepare` reads host files and returns a function that does the write.
-
-        That function returns the bytes taken.
-        """
+        """Make the file. `prepare` reads host files and returns a function that begins the write."""
         super().__init__(mode, records_for, Moves.NOT)
         self.prepare = prepare
 
@@ -465,6 +563,27 @@ class AttributeFile(File):
         super().__init__(mode, moves)
         self.show = show
         self.store = store
+
+
+class _OpenSteppedAttribute(_OpenAttribute):
+    node: SteppedAttribute
+
+    def _write_steps(self, data: bytes) -> Steps:
+        yield from self.node.store_steps(data)
+        return len(data)
+
+
+class SteppedAttribute(AttributeFile):
+    """An AttributeFile whose write takes effect in steps. Other requests may run between two of them."""
+
+    opened_as = _OpenSteppedAttribute
+    __slots__ = ("store_steps",)
+
+    def __init__(
+        self, mode: int, show: Callable[[], str], store_steps: Callable[[bytes], Iterator[None]]
+    ) -> None:
+        super().__init__(mode, show)
+        self.store_steps = store_steps
 
 
 class _OpenOneRead(_OpenAttribute):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from emulated_kernel.machine.guest_calls import MAX_ARGUMENTS
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.open_file import Steps
 
 
 class Calls:
@@ -22,22 +23,27 @@ class Calls:
         self._bits = 8 * word_size
         self.result = ""
 
-    def execute(self, data: bytes) -> int:
-        """Call a function for each line, and store the results for the next read.
+    def execute(self, data: bytes) -> Steps:
+        """Return the steps that call a function for each line and store the results for the next read.
 
         Raises: KernelError (the first call that failed; the calls before it were made).
         """
-        self.result = ""
-        # Strings may contain any bytes.
-        for text in data.decode("utf-8", "surrogateescape").split("\n"):
-            line = text.strip()
-            if not line:
-                continue
-            try:
-                self.result += f"{self._call(line)}\n"
-            except KernelError as error:
-                self.result += f"{line.split(maxsplit=1)[0]}: {error.strerror}\n"
-                raise
+        results: list[str] = []
+        try:
+            # Strings may contain any bytes.
+            for text in data.decode("utf-8", "surrogateescape").split("\n"):
+                line = text.strip()
+                if not line:
+                    continue
+                if results:
+                    yield
+                try:
+                    results.append(f"{self._call(line)}\n")
+                except KernelError as error:
+                    results.append(f"{line.split(maxsplit=1)[0]}: {error.strerror}\n")
+                    raise
+        finally:
+            self.result = "".join(results)
         return len(data)
 
     def _call(self, line: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
-from emulated_kernel.trace.hist.trigger import hist_text
+from emulated_kernel.trace.hist.trigger import hist_records
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.vfs.core.kstrtox import switch
@@ -19,7 +20,8 @@ from emulated_kernel.vfs.core.seq_file import (
     CommandFile,
     OneReadFile,
     SeqFile,
-    listing,
+    SteppedAttribute,
+    StreamFile,
     single,
 )
 
@@ -65,10 +67,10 @@ def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Dir
 
 
 def _enable(events: ArrayEvents, chosen: Callable[[], Iterable[TraceEvent]]) -> File:
-    return AttributeFile(
+    return SteppedAttribute(
         READ_WRITE,
-        show=lambda: f"{events.set_enabled_text(chosen())}\n",
-        store=lambda data: events.set_all(chosen(), switch(data)),
+        lambda: f"{events.set_enabled_text(chosen())}\n",
+        lambda data: events.set_all_steps(chosen(), switch(data)),
     )
 
 
@@ -91,7 +93,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
     triggerable: dict[str, Node] = {
         "trigger": CommandFile(
             READ_WRITE,
-            listing(lambda: triggers.records(event)),
+            partial(triggers.records, event),
             execute=lambda data: triggers.write(event, data),
             truncate=lambda: triggers.truncate(event),
             moves=Moves.BY_BYTES,
@@ -103,7 +105,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
             **(switchable if event.is_switchable else {}),
             "format": SeqFile(READ_ONLY, single(event.format_text)),
             **(registrable if event.is_registrable else {}),
-            "hist": SeqFile(READ_ONLY, single(lambda: hist_text(triggers, event))),
+            "hist": StreamFile(READ_ONLY, lambda: hist_records(triggers, event)),
             **(triggerable if event.is_switchable or event.name == "print" else {}),
         },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -59,7 +60,7 @@ def machine_files(
     """
 
     def symbols(client: Client) -> Records:
-        return single(lambda: kallsyms.kallsyms_text(not owner.is_privileged(client)))
+        return partial(kallsyms.kallsyms_lines, zero_addresses=not owner.is_privileged(client))
 
     return {
         "version": SeqFile(0o444, single(lambda: banner)),

@@ -22,7 +22,14 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import kstrtoul, switch
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.seq_file import AttributeFile, PerClientFile, Records, SeqFile, listing, single
+from emulated_kernel.vfs.core.seq_file import (
+    AttributeFile,
+    PerClientFile,
+    Records,
+    SeqFile,
+    listing_of,
+    single,
+)
 
 _DIRECTORY = 0o755
 _READ_WRITE = 0o644
@@ -70,14 +77,21 @@ ProbeState = Mapping[str, str | int | bool]
 
 
 def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Yield the state of each kprobe event, including its name as `event`."""
-    for event in kernel.tracing.kprobe_events.events():
-        yield {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
+    """Yield the state of each kprobe event, including its name as `event`, sorted by name."""
+    events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
+    return (_probe_state(kernel, event) for event in events)
+
+
+def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeState:
+    return {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
     """Return machine/probes, which has a line of JSON with the state of each kprobe event."""
-    return SeqFile(0o400, listing(lambda: (f"{json.dumps(state)}\n" for state in probe_states(kernel))))
+    events = kernel.tracing.kprobe_events
+    return SeqFile(
+        0o400, listing_of(events.events, lambda event: f"{json.dumps(_probe_state(kernel, event))}\n")
+    )
 
 
 class _EventStats:

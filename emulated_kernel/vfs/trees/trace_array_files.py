@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import ClassVar
 
 from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.output.options import TraceOptions
+from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
@@ -18,17 +20,21 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import cpumask, kstrtoul
 from emulated_kernel.vfs.core.modes import DIRECTORY, OWNER_WRITE_ONLY, READ_ONLY, READ_WRITE, WRITE_ONLY
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
-from emulated_kernel.vfs.core.open_file import File, Moves
+from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile
 from emulated_kernel.vfs.core.seq_file import (
     AttributeFile,
     CommandFile,
     EditedFile,
+    Execute,
     LastCloseFile,
     MarkerFile,
     OpenCommand,
     OpenPipe,
     PipeFile,
     RawMarkerFile,
+    Records,
+    RecordStream,
+    SteppedFile,
     WrittenList,
     listing,
     single,
@@ -59,7 +65,13 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "events": events_directory(tracing),
         "options": _options_directory(array.options, instance=instance),
         "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(array, cpu) for cpu in range(array.cpus)}),
-        "set_event": list_file(tracing.events),
+        "set_event": SteppedFile(
+            READ_WRITE,
+            listing(tracing.events.records),
+            tracing.events.write_steps,
+            tracing.events.clear,
+            moves=Moves.BY_BYTES,
+        ),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
         "set_ftrace_filter": EditedFile(READ_WRITE, functions.filter),
@@ -187,7 +199,54 @@ def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
     )
 
 
-class _OpenTrace(OpenCommand):
+class _OpenRecords(OpenCommand):
+    """An open file of records. While it is open for reading, its buffers keep their sizes.
+
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_prepare (v6.1).
+    """
+
+    node: _RecordsFile
+
+    def __init__(self, node: _RecordsFile, flags: int, client: Client) -> None:
+        super().__init__(node, flags, client)
+        self._held = [*node.buffers()] if self.readable else []
+        for buffer in self._held:
+            buffer.held += 1
+
+    def release(self) -> None:
+        for buffer in self._held:
+            buffer.held -= 1
+
+
+class _RecordsFile(CommandFile):
+    """A file of the records in some ring buffers, which are rendered as they are read."""
+
+    opened_as: ClassVar[type[OpenFile]] = _OpenRecords
+    __slots__ = ("_begin", "buffers")
+
+    def __init__(
+        self,
+        buffers: Callable[[], Sequence[RingBuffer]],
+        begin: Callable[[], Iterator[str]],
+        execute: Execute,
+        truncate: Callable[[], None] | None = None,
+        *,
+        moves: Moves = Moves.NOT,
+    ) -> None:
+        super().__init__(READ_WRITE, None, execute, truncate, moves=moves)
+        self.buffers = buffers
+        self._begin = begin
+
+    def records_for(self, client: Client) -> Records:
+        del client
+        return RecordStream(self._begin)
+
+
+def _of_cpu(buffers: Sequence[RingBuffer], cpu: int | None) -> Sequence[RingBuffer]:
+    return buffers if cpu is None else [buffers[cpu]]
+
+
+class _OpenTrace(_OpenRecords):
     """An open `trace`; with option pause-on-trace, recording stops while it is open for reading."""
 
     node: _TraceFile
@@ -206,17 +265,22 @@ class _OpenTrace(OpenCommand):
             # Linux: a reader that opened the file before the option was set also undoes another reader's
             # stop.
             self.node.array.start()
+        super().release()
 
 
-class _TraceFile(CommandFile):
+class _TraceFile(_RecordsFile):
     """The file `trace`: writes are ignored, and O_TRUNC clears the buffer."""
 
     opened_as = _OpenTrace
     __slots__ = ("array",)
 
     def __init__(self, array: TraceArray, cpu: int | None) -> None:
-        text = single(lambda: array.trace_text(cpu))
-        super().__init__(READ_WRITE, text, execute=len, truncate=lambda: array.clear_trace(cpu))
+        super().__init__(
+            lambda: _of_cpu(array.buffers, cpu),
+            lambda: array.trace_records(cpu),
+            execute=len,
+            truncate=lambda: array.clear_trace(cpu),
+        )
         self.array = array
 
 
@@ -244,7 +308,12 @@ def _snapshot(array: TraceArray, cpu: int | None) -> File:
         array.snapshot.write(kstrtoul(data), cpu)
         return len(data)
 
-    return CommandFile(READ_WRITE, single(lambda: array.snapshot_text(cpu)), execute, moves=Moves.BY_BYTES)
+    return _RecordsFile(
+        lambda: _of_cpu(array.snapshot.buffers, cpu),
+        lambda: array.snapshot_records(cpu),
+        execute,
+        moves=Moves.BY_BYTES,
+    )
 
 
 def _buffer_size(array: TraceArray, cpu: int | None) -> File:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from emulated_kernel.components.records import TracingComponents
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventKind
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.text.printf import signed
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
@@ -14,15 +16,7 @@ from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File, Moves
-from emulated_kernel.vfs.core.seq_file import (
-    AttributeFile,
-    EditedFile,
-    LinesFile,
-    SeqFile,
-    WrittenList,
-    listing,
-    single,
-)
+from emulated_kernel.vfs.core.seq_file import AttributeFile, EditedFile, LinesFile, SeqFile, listing, single
 from emulated_kernel.vfs.trees.readme import README
 from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,
@@ -100,14 +94,15 @@ def _stack_files(stack: StackTracer) -> dict[str, Node]:
     }
 
 
-def _definitions_file(events: WrittenList) -> File:
+def _definitions_file(events: EventKind[Any] | DynamicEvents) -> File:
     """Return a file of event definitions: writes add or remove definitions, and O_TRUNC removes all."""
-    return LinesFile(READ_WRITE, listing(events.records), events.write, events.clear)
+    records = events.records_from if isinstance(events, DynamicEvents) else events.records
+    return LinesFile(READ_WRITE, records, events.write, events.clear)
 
 
 def kprobe_events_file(events: KprobeEvents) -> File:
     """Return kprobe_events, the file of kprobe event definitions."""
-    return LinesFile(READ_WRITE, events.records, events.write, events.clear)
+    return _definitions_file(events)
 
 
 def kprobe_profile_file(events: KprobeEvents) -> File:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field
+from itertools import count
 from typing import BinaryIO
 
 from emulated_kernel.kernel.api import Kernel
@@ -21,11 +22,28 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 LAST = "last"
 """Instance with the records of the top directory. Records of instance NAME are in `last.NAME`."""
+NAME_MAX = 255
+"""Bytes of the longest file name. Mirrors: include/uapi/linux/limits.h (v6.1)"""
 
 
 def is_last(instance: str) -> bool:
     """Return True if an instance shows the records of an earlier daemon."""
     return instance == LAST or instance.startswith(f"{LAST}.")
+
+
+def last_names(instances: Iterable[str]) -> dict[str, str]:
+    """Return instance -> name of the instance that shows its records. Too long names are shortened."""
+    found: dict[str, str] = {}
+    # Long names come last, so that the short ones keep the form that they always have.
+    for instance in sorted(instances, key=lambda name: len(os.fsencode(name))):
+        name = f"{LAST}.{instance}" if instance else LAST
+        encoded = os.fsencode(name)
+        if len(encoded) > NAME_MAX:
+            ends = (b"~%d" % number for number in count(1))
+            shortened = (os.fsdecode(encoded[: NAME_MAX - len(end)] + end) for end in ends)
+            name = next(each for each in shortened if each not in found.values())
+        found[instance] = name
+    return found
 
 
 @dataclass(frozen=True)
@@ -90,7 +108,8 @@ def read_records(
             found.arrays[place.name] = place, past
     # Newer records replace those that the earlier daemon itself showed in `last`.
     fresh = {name: each for name, each in found.arrays.items() if not is_last(name)}
-    renamed = {f"{LAST}.{name}" if name else LAST: each for name, each in fresh.items()}
+    names = last_names(fresh)
+    renamed = {names[name]: each for name, each in fresh.items()}
     found.arrays = {name: each for name, each in found.arrays.items() if is_last(name)} | renamed
     return found, cmdlines
 

@@ -9,7 +9,7 @@ from functools import partial
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.core.open_file import OpenFile, Piece
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece, finish
 from kprobefs.daemon.state.journal import Entry
 from kprobefs.definitions.loader import Loader
 from kprobefs.definitions.syntax import Line
@@ -67,7 +67,7 @@ class Replay:
             opened = self._open(path, handle)
             # A daemon of an earlier version wrote an entry for a whole long write.
             for piece in [Piece(data, True)] if is_part else opened.pieces(data):
-                opened.write(piece.data, opened.next_offset, is_part=piece.is_part)
+                finish(opened.begin_write(piece.data, opened.next_offset, is_part=piece.is_part))
         except KernelError as error:
             if not failed:
                 yield f"{path}: {error.strerror}: {data[:80].decode('latin-1')}"

@@ -64,15 +64,118 @@ def refused(code: int) -> Iterator[None]:
 
 
 def test_what_is_shown(mount: Mount) -> None:
-    assert shown(mount) == {
-        "probes": ["65536", "0"],
-        "instances": ["1024", "0"],
+    found = shown(mount)
+    probes, instances, records = (found.pop(name) for name in ("probes", "instances", "record_bytes"))
+    assert found == {
         "open_files": ["65536", "1"],
+        "user_open_files": ["16384", "0"],
+        "hist_bytes": [str(512 << 20), "0"],
         "scratch_bytes": ["max", "0"],
         "run_budget_ms": ["200"],
     }
-    write(mount, LIMITS, "probes 7\n  instances max \nrun_budget_ms 50")
-    assert [shown(mount)[name][0] for name in ("probes", "instances", "run_budget_ms")] == ["7", "max", "50"]
+    assert probes[1] == instances[1] == "0"
+    assert 30000 < int(probes[0]) < 65536
+    assert 0 < int(records[1]) < int(records[0])
+    write(mount, LIMITS, "probes 7\n  scratch_bytes 4096 \nrun_budget_ms 50")
+    assert [shown(mount)[name][0] for name in ("probes", "scratch_bytes", "run_budget_ms")] == [
+        "7",
+        "4096",
+        "50",
+    ]
+    write(mount, LIMITS, "probes max\ninstances max\nscratch_bytes max\n")
+    assert [shown(mount)[name][0] for name in ("probes", "instances", "scratch_bytes")] == [
+        probes[0],
+        instances[0],
+        "max",
+    ]
+
+
+def test_as_many_instances_as_are_shown_can_be_made(mount: Mount) -> None:
+    most = int(shown(mount)["instances"][0])
+    assert most < 1024
+    for number in range(most):
+        assert shown(mount)["instances"] == [str(most), str(number)] or number % 50
+        mount.mkdir(CLIENT, f"/tracing/instances/i{number}", 0o755)
+    with refused(errno.ENOMEM):
+        mount.mkdir(CLIENT, "/tracing/instances/more", 0o755)
+    assert shown(mount)["instances"] == [str(most), str(most)]
+
+
+def test_as_many_probes_as_are_shown_can_be_defined(kernel: Kernel, mount: Mount) -> None:
+    events = kernel.tracing.system.events
+    most = int(shown(mount)["probes"][0])
+    assert most == events.ids_left
+    # Take most ids, because thousands of definitions would take long.
+    events._next_id += most - 2
+    assert shown(mount)["probes"] == ["2", "0"]
+    write(mount, EVENTS, "p:one vfs_read\np:two vfs_read\n")
+    with refused(errno.ENODEV):
+        write(mount, EVENTS, "p:three vfs_read\n")
+    assert shown(mount)["probes"] == ["2", "2"]
+    write(mount, EVENTS, "-:one\n")
+    assert shown(mount)["probes"] == ["2", "1"]
+    write(mount, EVENTS, "p:three vfs_read\n")
+
+
+def test_the_open_files_of_one_user(mount: Mount) -> None:
+    user = Client(FIRST_PID, 5, 60)
+    other = Client(FIRST_PID, 6, 60)
+    write(mount, LIMITS, "user_open_files 3\n")
+    handles = [mount.open(user, "/tracing/README", os.O_RDONLY) for _ in range(3)]
+    with refused(errno.ENFILE):
+        mount.open(user, "/tracing/README", os.O_RDONLY)
+    with refused(errno.ENFILE):
+        mount.opendir(user, "/")
+    handles.append(mount.open(other, "/tracing/README", os.O_RDONLY))
+    handles += [mount.open(CLIENT, "/tracing/README", os.O_RDONLY) for _ in range(5)]
+    assert shown(mount)["user_open_files"] == ["3", "3"]
+    mount.release(handles.pop(0))
+    handles.append(mount.open(user, "/tracing/README", os.O_RDONLY))
+    for handle in handles:
+        mount.release(handle)
+    assert shown(mount)["user_open_files"] == ["3", "0"]
+
+
+def test_the_memory_of_histograms(mount: Mount) -> None:
+    trigger = "/tracing/events/kprobes/e/trigger"
+
+    def used() -> int:
+        return int(shown(mount)["hist_bytes"][1])
+
+    write(mount, EVENTS, "p:e int_sqrt a=$arg1\n")
+    write(mount, trigger, "hist:keys=a\n")
+    empty = used()
+    write(mount, "/machine/call", "".join(f"int_sqrt {number}\n" for number in range(100)))
+    element = (used() - empty) // 100
+    assert used() == empty + 100 * element
+    write(mount, LIMITS, f"hist_bytes {used() + 10 * element}\n")
+    write(mount, "/machine/call", "".join(f"int_sqrt {number}\n" for number in range(90, 120)))
+    text = read(mount, "/tracing/events/kprobes/e/hist")
+    assert "    Hits: 120\n    Entries: 110\n    Dropped: 10\n" in text
+    with refused(errno.ENOMEM):
+        write(mount, trigger, "hist:keys=a:sort=a\n")
+    assert read(mount, trigger).count("\n") == 1
+    write(mount, trigger, "hist:keys=a:clear\n")
+    assert used() == empty
+    write(mount, trigger, "hist:name=x:keys=a\n")
+    write(mount, EVENTS, "p:f int_sqrt a=$arg1\n")
+    named = used()
+    write(mount, "/tracing/events/kprobes/f/trigger", "hist:name=x:keys=a\n")
+    assert used() == named == 2 * empty
+    write(mount, trigger, "!hist:name=x:keys=a\n")
+    assert used() == named
+    write(mount, "/tracing/events/kprobes/f/trigger", "!hist:name=x:keys=a\n")
+    write(mount, trigger, "!hist:keys=a\n")
+    assert used() == 0
+
+
+def test_the_memory_of_records_is_shown_and_fixed(mount: Mount) -> None:
+    write(mount, "/tracing/buffer_size_kb", "2000\n")
+    before = int(shown(mount)["record_bytes"][1])
+    write(mount, "/tracing/snapshot", "1\n")
+    assert int(shown(mount)["record_bytes"][1]) > before + (1 << 20)
+    with refused(errno.EINVAL):
+        write(mount, LIMITS, "record_bytes 1000000\n")
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def links_and_room(directory: Path) -> None:
     (scratch / "linked").hardlink_to(scratch / "whole")
     assert (scratch / "linked").read_text() == "text"
     assert (scratch / "linked").stat().st_nlink == 2
+    # A change by one name is seen by all, at once.
+    whole, linked = scratch / "whole", scratch / "linked"
+    for number in range(10):
+        assert whole.stat().st_size == linked.stat().st_size == 4 + 2 * number
+        with linked.open("a") as file:
+            file.write("ab")
+        (scratch / "third").hardlink_to(linked)
+        assert [each.stat().st_nlink for each in (whole, linked)] == [3, 3]
+        whole.chmod(0o600 + number % 2)
+        assert linked.stat().st_mode & 0o777 == 0o600 + number % 2
+        (scratch / "third").unlink()
+        assert [each.stat().st_nlink for each in (whole, linked)] == [2, 2]
     os.mkfifo(scratch / "fifo")
     reader = os.open(scratch / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     (scratch / "fifo").write_bytes(b"through")

@@ -68,11 +68,11 @@ def _state(kernel: TriggerKernel) -> tuple[object, ...]:
     """All that a failed write has to leave alone."""
     events = [kernel.event(name) for name in ("a", "b", "syn")]
     return (
-        [kernel.triggers.records(event) for event in events],
+        [[*kernel.triggers.records(event)] for event in events],
         [(event.references, event.is_enabled) for event in events],
-        kernel.kernel.dynamic_events.records(),
+        [*kernel.kernel.dynamic_events.records()],
         tuple(kernel.system.with_variables(kernel.kernel.recorder)),
-        list(kernel.hists.named),
+        list(kernel.hists.owners),
         kernel.control.snapshot.condition,
         [each.hist_references for each in (kernel.synthetic.find("syn"),) if each],
     )
@@ -99,7 +99,7 @@ def test_histograms(writes: list[tuple[str, bool, str]]) -> None:
         kernel.triggers.truncate(kernel.event(event))
     kernel.synthetic.clear()
     kernel.kernel.events.clear()
-    assert not kernel.hists.named
+    assert not kernel.hists.owners
 
 
 @settings(max_examples=fewer(500, 10))

@@ -185,7 +185,7 @@ def test_named_histograms_share_their_data(kernel: TriggerKernel) -> None:
     _hit(kernel, di=4)
     assert kernel.entries("c") == ["{ n:          4 } hitcount:          3"]
     kernel.write("!hist:name=foo:keys=n", "c")
-    assert not kernel.hists.named
+    assert not kernel.hists.owners
 
 
 def test_removal(kernel: TriggerKernel) -> None:
@@ -255,4 +255,4 @@ def test_a_failing_event_loses_its_errno(kernel: TriggerKernel) -> None:
     backend = kernel.kernel.backend
     backend.refuse_enabling.add(backend.handles[0].address)
     assert errno_of(lambda: kernel.write("hist:keys=n:name=x")) == "EPERM"
-    assert not kernel.hists.named
+    assert not kernel.hists.owners

@@ -11,7 +11,7 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.hist.services import HistServices
-from emulated_kernel.trace.hist.trigger import HistCommand, hist_text
+from emulated_kernel.trace.hist.trigger import HistCommand, hist_records
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
 from emulated_kernel.trace.probes.eprobe import EventProbes
 from emulated_kernel.trace.ring.trace_clock import TraceClock
@@ -115,7 +115,7 @@ class TriggerKernel:
 
     def hist(self, event: str = "a") -> str:
         """The event's hist file."""
-        return hist_text(self.triggers, self.event(event))
+        return "".join(hist_records(self.triggers, self.event(event)))
 
     def entries(self, event: str = "a") -> list[str]:
         """The elements in the event's hist file."""

@@ -31,7 +31,7 @@ def _fire(kernel: TriggerKernel, pid: int = 1, name: bytes = b"cat", ptr: int = 
 
 
 def _lines(kernel: TriggerKernel) -> list[str]:
-    return kernel.kernel.dynamic_events.records()[1:-1]
+    return [*kernel.kernel.dynamic_events.records()][1:-1]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def _lines(kernel: TriggerKernel) -> list[str]:
 )
 def test_shown(kernel: TriggerKernel, written: str, shown: str) -> None:
     _write(kernel, written)
-    assert kernel.kernel.dynamic_events.records()[-1] == f"{shown}\n"
+    assert [*kernel.kernel.dynamic_events.records()][-1] == f"{shown}\n"
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,8 @@ class BuiltinCalls(GuestCalls):
         """
         inner = file.inner
         if file.fd is None or not self.sees_lookups:
-            return inner.read(size, offset)
-        produce = RunOnce(lambda: inner.read(size, offset))
+            return inner.read_step(size, offset)
+        produce = RunOnce(lambda: inner.read_step(size, offset))
         task = self._clients.task_for_control(client)
         if task is not None:
             try:

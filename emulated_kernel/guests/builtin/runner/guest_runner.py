@@ -83,8 +83,8 @@ class Request:
     args: tuple[int, ...]
     hostfs: HostfsHandler | None
     started: bool = False
-    waits_for_host: bool = False
-    """Whether the task sleeps in a control file until `GuestRunner.resume` is called."""
+    waits_for_host: type[WouldBlock] | None = None
+    """Why the task sleeps in a control file until `GuestRunner.resume` is called; None if it does not."""
     elsewhere: Callable[[], int] | None = None
     """Action of a DeferToGuest, which must run before the task repeats its request to the control file."""
     result: int | None = None
@@ -194,7 +194,7 @@ class GuestRunner:
         """
         self.check_stopped()
         assert task.request is not None
-        task.request.waits_for_host = False
+        task.request.waits_for_host = None
         return self._finish(task)
 
     @property
@@ -315,7 +315,7 @@ class GuestRunner:
         try:
             result = action()
         except YieldLock:
-            request.waits_for_host = True
+            request.waits_for_host = YieldLock
             raise
         except KernelError as error:
             result = -(error.errno or errno.EIO)
@@ -466,8 +466,8 @@ class GuestRunner:
             serve = request.hostfs
         try:
             return serve(trap.args[0], trap.args[2], trap.args[3])
-        except WouldBlock:
-            request.waits_for_host = True
+        except WouldBlock as wait:
+            request.waits_for_host = type(wait)
             return -ERESTARTSYS
         except DeferToGuest as wish:
             request.elsewhere = wish.action
@@ -485,10 +485,11 @@ class GuestRunner:
     def _await_time(self, request: Request, slept: int) -> None:
         """Let a jiffy pass, because the task sleeps and no other task runs.
 
-        Raises: WouldBlock (the task waits for the host), KernelError EIO (it has slept MAX_SLEEP_JIFFIES).
+        Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (it has slept
+        MAX_SLEEP_JIFFIES).
         """
-        if request.waits_for_host:
-            raise WouldBlock
+        if request.waits_for_host is not None:
+            raise request.waits_for_host
         if slept >= MAX_SLEEP_JIFFIES:
             self.note(f"system call {request.nr} does not return: it sleeps, and nothing will wake it")
             raise KernelError(errno.EIO, "the system call does not return; see machine/dmesg")

@@ -17,14 +17,15 @@ from emulated_kernel.util.safe_read import PATIENCE
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
+from emulated_kernel.vfs.core.open_file import Steps
 from emulated_kernel.vfs.core.seq_file import (
-    CommandFile,
-    Execute,
-    GuestCommandFile,
+    ExecuteSteps,
+    GuestSteppedFile,
     HostReadingFile,
     Records,
     SeqFile,
-    explained,
+    SteppedFile,
+    explained_steps,
     listing,
     single,
 )
@@ -67,20 +68,20 @@ def machine_tree(
         "tasks": SeqFile(0o444, listing(lambda: _task_lines(reader))),
         "cpus": SeqFile(0o444, listing(lambda: _cpu_lines(reader, guest))),
         "meminfo": SeqFile(0o444, listing(lambda: reader.memory().text())),
-        "clock": CommandFile(
+        "clock": SteppedFile(
             0o644,
             single(partial(clock_text, kernel)),
             _each_line(guest, "clock", partial(parsed_clock, kernel)),
         ),
-        "load": GuestCommandFile(
+        "load": GuestSteppedFile(
             0o644, listing(kernel.loads.text), _each_line(guest, "load", kernel.loads.parsed)
         ),
-        "limits": CommandFile(
+        "limits": SteppedFile(
             0o644,
             listing(lambda: limit_lines(kernel)),
             _each_line(guest, "limits", partial(parsed_limit, kernel)),
         ),
-        "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
+        "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
         **further,
     }
 
@@ -103,11 +104,11 @@ def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
         )
 
 
-def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], int]:
-    """Read the files of the commands in `data`, and return a function that executes the commands.
+def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], Steps]:
+    """Read the files of the commands in `data`, and return a function that begins the commands.
 
-    The commands are `load NAME`, `load PATH` and `unload NAME`. If a command fails, the commands before it
-    have been executed.
+    The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. If a command fails, those
+    before it have been executed.
 
     Raises: KernelError EINVAL (not ASCII). The returned function raises: KernelError EINVAL (malformed),
     E2BIG (more than MAX_LOADS), and as Modules.check, Modules.load and Modules.unload.
@@ -124,14 +125,16 @@ def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable
     deadline = monotonic() + PATIENCE
     files = {name: modules.read(name, deadline) for name in names}
 
-    def execute() -> int:
+    def execute() -> Steps:
         unloaded: set[str] = set()
         for verb, name in commands:
             if verb == "load":
                 modules.check(files[name], unloaded)
             else:
                 unloaded.add(name.replace("-", "_"))
-        for verb, name in commands:
+        for number, (verb, name) in enumerate(commands):
+            if number:
+                yield
             if verb == "load":
                 modules.load(files[name])
             else:
@@ -141,15 +144,17 @@ def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable
     return execute
 
 
-def _each_line(guest: Guest, file: str, parsed: Callable[[str], Callable[[], None]]) -> Execute:
-    """Return a function that executes the lines of a write to `file`, after all lines were parsed.
+def _each_line(guest: Guest, file: str, parsed: Callable[[str], Callable[[], None]]) -> ExecuteSteps:
+    """Return a function that executes each line of a write to `file` in a step, after all were parsed.
 
     If a line fails, the lines before it have been executed.
     """
 
-    def execute(data: bytes) -> int:
-        for command in [parsed(line) for line in ascii_lines(data)]:
+    def execute(data: bytes) -> Steps:
+        for number, command in enumerate([parsed(line) for line in ascii_lines(data)]):
+            if number:
+                yield
             command()
         return len(data)
 
-    return explained(guest.log, file, execute)
+    return explained_steps(guest.log, file, execute)

@@ -251,7 +251,7 @@ class LinuxControlCalls(GuestCalls):
         """
         with self.request(client) as task:
             size = min(size, READ_SIZE)
-            once = RunOnce(lambda: file.inner.read(size, offset))
+            once = RunOnce(lambda: file.inner.read_step(size, offset))
 
             def begin(sleeping: LinuxTask) -> int:
                 return self._syscalls.begin_read(

@@ -26,6 +26,7 @@ from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
@@ -167,7 +168,7 @@ def native_mount(
     time = RealTime(tasks) if is_clock_real else PassingTime(tasks)
     guest = LinuxGuest(tasks, watch, owner, modules, lock=lock, begins=time.request_begins)
     if is_tracefs:
-        return Mount({"/": GuestFs(guest, {"/": TRACEFS})})
+        return Mount({"/": GuestFs(guest, {"/": TRACEFS})}, limits=Limits())
     paths = {
         "/": DEBUGFS,
         **{f"/{top}": at for top, at in TOPS.items()},
@@ -178,4 +179,4 @@ def native_mount(
     table: dict[str, FileSystem] = dict.fromkeys(paths, files)
     table[MACHINE] = MachineFs(guest)
     table[MODULES] = ModulesFs(guest, paths)
-    return Mount(table, lasting=LASTING)
+    return Mount(table, limits=Limits(), lasting=LASTING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.components.guest_directories import MAKES, GuestDirectories
@@ -15,10 +16,12 @@ from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
 from emulated_kernel.guests.linux.mounts.probed_tree import engine_tree
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.control_fs import ControlFs
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
-from emulated_kernel.vfs.core.seq_file import GuestCommandFile, HostReadingFile, Records, SeqFile, single
+from emulated_kernel.vfs.core.open_file import Steps, one_step
+from emulated_kernel.vfs.core.seq_file import GuestSteppedFile, HostReadingFile, Records, SeqFile, single
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
@@ -69,10 +72,8 @@ def probed_mount(
 
     calls = Calls(call_function, engine.machine.memory.word_size)
     machine = {
-        "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
-        "modules": HostReadingFile(
-            0o644, partial(_module_lines, guest), partial(guest.prepared_modules, refused=_PROBING)
-        ),
+        "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
+        "modules": HostReadingFile(0o644, partial(_module_lines, guest), partial(_prepare_modules, guest)),
         "meminfo": SeqFile(0o444, single(partial(_meminfo, guest))),
     }
     # Mount points for the guest's own directories.
@@ -82,7 +83,7 @@ def probed_mount(
     table: dict[str, FileSystem] = {"/": ControlFs(tree, guest.lock, strategy)}
     if not is_tracefs:
         table |= dict.fromkeys(GUESTS_OWN, GuestFs(guest, GUESTS_OWN))
-    mount = Mount(table, lasting=() if is_tracefs else LASTING)
+    mount = Mount(table, limits=Limits(), lasting=() if is_tracefs else LASTING)
     engine.machine.text.before_first_change.append(mount.open_in_guest)
     if not keeps_tracefs:
         GuestDirectories(
@@ -112,6 +113,12 @@ def _meminfo(guest: LinuxGuest) -> str:
     """Return the content of the guest's /proc/meminfo."""
     with guest.running:
         return guest.syscalls.read_all(f"{PROC}/meminfo").decode()
+
+
+def _prepare_modules(guest: LinuxGuest, client: Client, data: bytes) -> Callable[[], Steps]:
+    """Read the module files of a client's write, and return a function that begins the write."""
+    execute = guest.prepared_modules(client, data, refused=_PROBING)
+    return lambda: one_step(execute)
 
 
 def _module_lines(guest: LinuxGuest, client: Client) -> Records:

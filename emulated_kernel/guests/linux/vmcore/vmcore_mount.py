@@ -14,10 +14,11 @@ from emulated_kernel.guests.linux.vmcore.vmcore_files import VmcoreFiles
 from emulated_kernel.guests.linux.vmcore.vmcore_fs import FILES, VmcoreFs
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import VmcoreGuest
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.control_fs import ControlFs, GuestCalls
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
-from emulated_kernel.vfs.core.seq_file import GuestCommandFile, single
+from emulated_kernel.vfs.core.seq_file import GuestSteppedFile, single
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
@@ -109,11 +110,11 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
         engine,
         owner,
         strategy.log,
-        {"call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute)},
+        {"call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute)},
         {FILES[1:]: Directory(0o555, {})},
         is_tracefs=is_tracefs,
     )
     table: dict[str, FileSystem] = {"/": ControlFs(tree, engine.lock, strategy)}
     if not is_tracefs:
         table[FILES] = VmcoreFs(files, strategy.request, strategy.look_up, owner, engine.lock)
-    return Mount(table, lasting=() if is_tracefs else ("kprobes", "machine", "tracing"))
+    return Mount(table, limits=Limits(), lasting=() if is_tracefs else ("kprobes", "machine", "tracing"))

@@ -1,0 +1,81 @@
+"""A process that unmounts after the daemon was killed, so that no dead mount is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from select import POLLIN, poll
+from typing import NoReturn
+
+from kprobefs.common import mountpoints
+from kprobefs.common.daemon_registry import forget
+from kprobefs.common.errors import CliError, fork
+
+MESSAGE_SIZE = 64
+"""Bytes that are enough for a device number."""
+
+
+class UnmountWatcher:
+    """A child process that unmounts if the daemon ends by a signal that it cannot handle.
+
+    It holds no descriptor of /dev/fuse, with which requests would wait for its answers. Start it before
+    /dev/fuse is opened and while the caller has no threads.
+
+    Mirrors: fusermount's option auto_unmount (libfuse 3).
+    """
+
+    def __init__(self, directory: str, at_killed: Callable[[], None]) -> None:
+        """Fork the child, which calls `at_killed` after the unmount. Raises: CliError."""
+        daemon = os.pidfd_open(os.getpid())
+        reader, self._writer = os.pipe()
+        self.pid = fork()
+        if self.pid == 0:
+            _watch(directory, reader, daemon, at_killed)
+        os.close(reader)
+        os.close(daemon)
+
+    def leave(self, device: str) -> None:
+        """Let the child leave the caller's session, because the mount with this device number is there."""
+        os.write(self._writer, device.encode())
+
+    def end(self) -> None:
+        """Kill the child and wait for its end."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._writer)
+
+
+def _watch(directory: str, reader: int, daemon: int, at_killed: Callable[[], None]) -> NoReturn:
+    """Wait for the daemon's end, then unmount. Do not look up the directory before: autofs may guard it."""
+    # Hazard: this is a forked copy of the daemon. No exception may unwind into the daemon's frames.
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        signal.set_wakeup_fd(-1)
+        os.chdir("/")
+        _close_all_but(reader, daemon)
+        device = os.read(reader, MESSAGE_SIZE).decode()
+        if device:
+            os.setsid()
+        waiting = poll()
+        waiting.register(daemon, POLLIN)
+        waiting.poll()
+        mountpoints.detach_dead(directory, device)
+        with suppress(OSError, CliError):
+            at_killed()
+        forget(directory)
+    finally:
+        os._exit(0)
+
+
+def _close_all_but(*kept: int) -> None:
+    """Close the other copies of the daemon's descriptors. One locks its record; others are ends of pipes."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for target in range(3):
+        os.dup2(null, target)
+    low = 3
+    for each in sorted(kept):
+        os.closerange(low, each)
+        low = each + 1
+    os.closerange(low, 1 << 20)

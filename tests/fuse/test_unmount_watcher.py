@@ -1,0 +1,198 @@
+"""A daemon that is killed leaves nothing, and the process that unmounts leaves everything else alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kprobefs.common.daemon_registry import running, runtime_directory
+from kprobefs.common.mountpoints import FSTYPE, mount_points
+from tests.fuse.harness import (
+    PATIENCE,
+    PROGRAM,
+    REAL_PROGRAM,
+    Daemon,
+    daemon,
+    environment,
+    eventually,
+    is_mounted,
+    kprobefs,
+    needs_fuse,
+)
+from tests.fuse.ordinary_user import ordinary_user
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a mount of another file system needs root")
+DEADLY = [
+    signal.SIGKILL,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGALRM,
+    signal.SIGXCPU,
+    signal.SIGSEGV,
+    signal.SIGRTMIN + 3,
+]
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", DEADLY, ids=str)
+def test_nothing_is_left_of_a_daemon_that_any_signal_ends(number: int, directory: Path) -> None:
+    assert kprobefs("mount", str(directory)).returncode == 0
+    found = running(str(directory))
+    assert found is not None
+    below = children(found.pid)
+    os.kill(found.pid, number)
+    eventually(lambda: not is_mounted(directory), "its mount is still there")
+    eventually(lambda: [*runtime_directory().iterdir()] == [], "its record or log is still there")
+    eventually(lambda: not any(map(is_alive, below)), "a process is still there")
+    assert os.listdir(directory) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_daemon_that_ends_by_itself_leaves_no_process(number: signal.Signals, mounted: Daemon) -> None:
+    below = children(mounted.process.pid)
+    assert below
+    assert mounted.stop(number) == 0
+    assert not any(map(is_alive, below))
+
+
+def test_killing_the_whole_process_group_leaves_nothing(directory: Path) -> None:
+    process = subprocess.Popen(
+        [*PROGRAM, "mount", "-f", str(directory)],
+        env=environment(),
+        process_group=0,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        eventually(lambda: is_mounted(directory) and len(os.listdir(directory)) > 1)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE)
+    eventually(lambda: not is_mounted(directory), "its mount is still there")
+
+
+def test_run_and_its_daemon_killed_at_once_leave_no_directory() -> None:
+    process = subprocess.Popen(
+        [*PROGRAM, "run", "--", "sh", "-c", "echo $KPROBEFS; exec sleep 60"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    mounted = Path(process.stdout.readline().strip())
+    found = running(str(mounted))
+    assert found is not None
+    # Stopped, it cannot clean up between the two signals.
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGKILL)
+    os.kill(found.pid, signal.SIGKILL)
+    process.wait(PATIENCE)
+    process.stdout.close()
+    eventually(lambda: not mounted.parent.exists(), "its directory is still there")
+
+
+@needs_root
+def test_bind_mounts_of_a_killed_daemon_go_too(directory: Path) -> None:
+    other = directory.with_name("other")
+    other.mkdir()
+    with daemon(directory) as killed:
+        subprocess.run(["mount", "--bind", killed.path("tracing"), str(other)], timeout=10, check=True)
+        killed.stop(signal.SIGKILL)
+        eventually(lambda: not is_mounted(directory) and not is_mounted(other))
+
+
+@needs_root
+def test_a_mount_over_the_one_of_a_killed_daemon_stays(directory: Path) -> None:
+    with daemon(directory) as killed:
+        subprocess.run(["mount", "-t", "tmpfs", "data", str(directory)], timeout=10, check=True)
+        try:
+            (directory / "file").write_text("kept")
+            below = children(killed.process.pid)
+            killed.stop(signal.SIGKILL)
+            eventually(lambda: not any(map(is_alive, below)))
+            assert (directory / "file").read_text() == "kept"
+        finally:
+            subprocess.run(["umount", str(directory)], timeout=10, check=True)
+        assert kprobefs("umount", str(directory)).returncode == 0
+
+
+@needs_root
+def test_another_daemon_on_the_same_directory_stays(directory: Path) -> None:
+    with daemon(directory) as killed:
+        watcher = children(killed.process.pid)[0]
+        os.kill(watcher, signal.SIGSTOP)
+        killed.stop(signal.SIGKILL)
+        with daemon(directory) as other:
+            os.kill(watcher, signal.SIGCONT)
+            eventually(lambda: not is_alive(watcher))
+            assert "tracing" in os.listdir(other.directory)
+            [point] = [each for each in mount_points() if each.directory == str(directory)]
+            assert running(str(directory)) is not None
+    assert not is_mounted(directory)
+    assert point.fstype == FSTYPE
+
+
+def test_an_ordinary_users_daemon_leaves_nothing() -> None:
+    with ordinary_user() as user:
+        user.run("mkdir", "m")
+        mounted = user.kprobefs("mount", "m")
+        assert mounted.returncode == 0, mounted.stderr
+        [state] = json.loads(user.kprobefs("status", "--json").stdout)
+        assert user.run("kill", "-USR1", str(state["daemon"]["pid"])).returncode == 0
+        eventually(lambda: FSTYPE not in user.run("cat", "/proc/mounts").stdout)
+        assert user.run("ls", "m").returncode == 0
+
+
+class TestAutomount:
+    """An automounter lets only its own process group pass to the directory until the mount is there."""
+
+    @pytest.mark.parametrize("options", [(), ("--mkdir",), ("--arch", "riscv64")], ids=str)
+    def test_mount(self, options: tuple[str, ...], directory: Path) -> None:
+        found = self._automounted(directory, *PROGRAM, "mount", *options, str(directory))
+        assert found[0] == "0"
+        assert {"kprobe_events", "kprobes", "tracing"} <= set(found)
+
+    def test_the_helper_of_mount_8(self, directory: Path) -> None:
+        script = "import sys; from kprobefs.cli.mount_helper import main; sys.exit(main())"
+        program = [sys.executable, "-c", script]
+        found = self._automounted(directory, *program, "debugfs", str(directory), "-o", "rw,nofail")
+        assert found[0] == "0"
+        assert "tracing" in found
+
+    def test_a_mount_that_fails_is_told_to_those_who_wait(self, directory: Path) -> None:
+        command = [*REAL_PROGRAM, "mount", "--image", __file__, str(directory)]
+        assert self._automounted(directory, *command) == ["2"]
+
+    def _automounted(self, directory: Path, *command: str) -> list[str]:
+        if os.geteuid() != 0:
+            pytest.skip("mounting autofs needs root")
+        automounter = str(Path(__file__).with_name("automounter.py"))
+        done = subprocess.run(
+            ["unshare", "-m", sys.executable, automounter, str(directory), *command],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        if done.returncode == 77:
+            pytest.skip(done.stdout.strip())
+        assert done.returncode == 0
+        return done.stdout.split()
