@@ -81,7 +81,7 @@ def _first(file: str, failed: list[str]) -> list[str]:
 
 
 def _number(file: str, failed: list[str]) -> list[str]:
-    """Return a message with the number of failures, without the lines of the file."""
+    """Return a message with the number of failures in a file, without the file's lines."""
     if not failed:
         return []
     lines = "1 line" if len(failed) == 1 else f"{len(failed)} lines"

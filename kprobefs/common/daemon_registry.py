@@ -79,7 +79,7 @@ def parent_of(pid: int) -> int:
 
 
 def has_ended(pid: int, started: int) -> bool:
-    """Return True if the process that started at that clock tick has ended; its status may be unread."""
+    """Return True if the process with this pid and start time has ended, even if it is a zombie."""
     try:
         fields = _fields(pid)
     except OSError:
@@ -132,7 +132,7 @@ class Registration:
 
 
 def unwritable(path: str | Path, error: OSError) -> CliError:
-    """Return the error for a file of the runtime directory that cannot be written."""
+    """Return the CliError for a file of the runtime directory that cannot be written."""
     way = "free some space, or set" if error.errno == errno.ENOSPC else "set"
     return CliError(f"{path}: {error.strerror}; {way} XDG_RUNTIME_DIR")
 

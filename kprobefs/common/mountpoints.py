@@ -61,7 +61,7 @@ class MountPoint:
     """One line of /proc/self/mountinfo."""
 
     number: int
-    """Mount id. It may belong to a later mount after the unmount."""
+    """Mount id. After the unmount, a later mount may get the same id."""
     directory: str
     device: str
     """Device number, as major:minor."""

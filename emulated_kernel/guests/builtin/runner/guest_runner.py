@@ -84,7 +84,7 @@ class Request:
     hostfs: HostfsHandler | None
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
-    """Why the task sleeps in a control file until `GuestRunner.resume` is called; None if it does not."""
+    """Reason why the task sleeps in a control file until `GuestRunner.resume` is called, or None."""
     elsewhere: Callable[[], int] | None = None
     """Action of a DeferToGuest, which must run before the task repeats its request to the control file."""
     result: int | None = None
