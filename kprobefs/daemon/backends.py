@@ -92,7 +92,7 @@ def _boot_linux(options: MountOptions) -> None:
 
 
 def _native_mount(options: MountOptions) -> Mount:
-    """Return the mount of a distribution's kernel that uses its own kprobes."""
+    """Return the mount of a distribution's kernel that uses the kprobes of that kernel."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started
     from emulated_kernel.guests.linux.mounts.native_mount import native_mount

@@ -26,7 +26,7 @@ from kprobefs.mount_options import Builder, MountOptions
 log = logging.getLogger("kprobefs")
 
 READY = b"\0"
-"""Message by which the daemon tells the starting process that the mount answers requests."""
+"""Message of the daemon to the starting process: the mount answers requests."""
 
 
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
@@ -244,7 +244,7 @@ class DaemonStart:
 
 
 def _given_descriptors() -> list[int]:
-    """Return the descriptors inherited by execve(2), except the standard ones.
+    """Return the descriptors that this process has inherited by execve(2), except standard streams.
 
     Python opens its own descriptors with FD_CLOEXEC.
     """

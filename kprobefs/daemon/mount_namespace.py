@@ -16,7 +16,7 @@ CAP_SYS_PTRACE = 19
 
 
 class NamespaceMembers:
-    """The other processes in the daemon's mount namespace, except the daemons of its kprobefs mounts.
+    """Counts the other processes in the daemon's mount namespace, except daemons of kprobefs mounts.
 
     If daemons counted, two of them in one namespace would keep each other alive. The host's initial
     namespace is not scanned because it always has other processes.

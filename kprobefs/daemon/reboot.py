@@ -54,7 +54,7 @@ class KernelFiles(TreeFiles):
         self._kernel = kernel
 
     def configured_events(self, directory: str) -> Iterator[str]:
-        """See Files."""
+        """Yield the events of a trace array that may have filters or triggers; see Files.configured_events."""
         name = directory.partition("instances/")[2].rstrip("/")
         arrays = self._kernel.trace_arrays
         tracing = arrays.find(name) if name else arrays.top
@@ -161,7 +161,7 @@ class RebootableKernel:
         return kernel.filesystem(RootLayout.FULL, self._owner)
 
     def reboot(self) -> None:
-        """Replace the current kernel by a new one. If that fails, keep the old one. Raises: KernelError."""
+        """Replace the current kernel by a new kernel; keep it if the reboot fails. Raises: KernelError."""
         with self._kernel.lock:
             for _ in self._reboot():
                 pass

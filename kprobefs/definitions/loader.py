@@ -278,7 +278,7 @@ def _has_command(words: Iterable[str], pattern: str, command: str) -> bool:
 
 
 class _ExistingDefinitions:
-    """The definitions that dynamic_events listed, and those that were written after it was read."""
+    """The definitions that dynamic_events listed, and definitions that were written afterwards."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
@@ -328,7 +328,7 @@ def _last_error(log: str, value: str) -> tuple[str, int | None]:
 
 
 class _ExistingTriggers:
-    """The triggers that a trigger file listed, and those that were written after it was read."""
+    """The triggers that a trigger file listed, and triggers that were written afterwards."""
 
     def __init__(self, triggers: Iterable[str]) -> None:
         self._listed: dict[tuple[str, ...], list[_Trigger]] = {}
@@ -348,7 +348,7 @@ class _ExistingTriggers:
     def is_unsure(self, text: str) -> bool:
         """Return True if the file must be read again to find the trigger.
 
-        The kernel completes the parameters of a trigger. It may have completed a written one to this one.
+        The kernel completes the parameters of a trigger, so that a written trigger may now be equal to it.
         """
         return _Trigger(text).key() in self._written
 
@@ -387,7 +387,7 @@ class _Trigger:
 
 
 def _makes_others(trigger: str) -> bool:
-    """Return True if a trigger may make triggers of other events: those of its actions' fields."""
+    """Return True if a trigger may create triggers of other events, which record its actions' fields."""
     return ":on" in trigger
 
 

@@ -157,7 +157,7 @@ class _Array:
 def _single_probes(
     files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeState] | None
 ) -> Iterator[str]:
-    """Yield the switches of single probes that differ from those of their events.
+    """Yield the switches of single probes that differ from the switches of their events.
 
     These lines come after the switches of events, because switching an event switches its probes.
     """

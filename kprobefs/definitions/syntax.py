@@ -70,7 +70,7 @@ class Line:
 
 
 def read_lines(path: str, text: str) -> Iterator[Line]:
-    """Yield the lines of a file except blank ones and comments.
+    """Yield the lines of a file, except blank lines and comments.
 
     A backslash at the end of a line joins it with the next line that is not a comment.
     """

@@ -92,7 +92,7 @@ def read_all(read: Callable[[int], bytes]) -> str:
 
 
 def write_all(write: Callable[[bytes], int], text: str) -> None:
-    """Write all of the text. Some files take only one word from each write."""
+    """Write all of the text by repeated writes, because some files take only one word from each write."""
     left = text.encode("utf-8", "surrogateescape")
     while left and (taken := write(left)):
         left = left[taken:]

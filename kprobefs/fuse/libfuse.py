@@ -97,7 +97,10 @@ RETRY_DELAY = 0.01
 
 _INT_MAX = (1 << 31) - 1
 _ENOTSUPP = 524
-"""The one errno above MAX_ERRNO that kernels return to processes. Mirrors: include/linux/errno.h (v6.1)"""
+"""ENOTSUPP, an errno above MAX_ERRNO that kernels return to processes.
+
+Mirrors: include/linux/errno.h (v6.1)
+"""
 _SECOND = 1_000_000_000
 _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
 """Errnos of a read of /dev/fuse that are ignored: the next request is read."""
@@ -127,7 +130,7 @@ for _name, (_result, _arguments) in _PROTOTYPES.items():
 
 
 class FuseContext(ctypes.Structure):
-    """struct fuse_context, whose fields describe the client of the request that a thread answers.
+    """Layout of struct fuse_context, which describes the client of the request that a thread answers.
 
     Replaces: fusepy's fuse_context, which ends before `umask`.
     Needed for: the modes of files that a client makes in the guest while something is probed
@@ -167,7 +170,7 @@ _BY_ADDRESS = {
 
 
 class FuseOperations(ctypes.Structure):
-    """struct fuse_operations, complete.
+    """Layout of the complete struct fuse_operations.
 
     Replaces: fusepy's fuse_operations, which ends before `poll`.
     Needed for: poll(2) on trace_pipe (test_pipe.py:test_readiness).

@@ -59,7 +59,7 @@ def _client() -> Client:
 
 
 def _existing(path: str | None) -> str:
-    """Return the path of a request, which is not None. Raises: KernelError ENOENT (the file was deleted)."""
+    """Return the path of a request unchanged. Raises: KernelError ENOENT (None: the file was deleted)."""
     if path is None:
         raise KernelError(errno.ENOENT, "the file was deleted")
     return path

@@ -57,9 +57,9 @@ UNIQUE = slice(8, 16)
 ENTRY_REPLY_SIZE = 144
 """Size in bytes of a reply with a struct fuse_entry_out."""
 ATTR_REPLY_SIZE = 120
-"""Bytes of a reply with a struct fuse_attr_out."""
+"""Size in bytes of a reply with a struct fuse_attr_out."""
 ENTRY_NODE = struct.Struct("=16xQ92xII20x")
-"""A reply with a fuse_entry_out: nodeid, attr.mode, attr.nlink."""
+"""Layout of a reply with a fuse_entry_out: nodeid, attr.mode, attr.nlink."""
 ENTRY_VALID = slice(32, 40)
 """Range of the bytes of fuse_entry_out.entry_valid in a reply."""
 ENTRY_VALIDITIES = slice(32, 56)

@@ -114,7 +114,7 @@ class BuiltinKernel(TaskStacks):
         self._stacks = StackScanner(lambda: self._reader("stacks"), symbols, abi, machine)
 
     def _reader(self, what: str) -> GuestReader:
-        """Return a reader for one use; `what` names the data that it reads."""
+        """Return a new reader of guest memory, with its own limits; `what` names the data for reports."""
         return GuestReader(self._memory, what, self.damage)
 
     def _module_reader(self) -> ModuleReader:

@@ -175,7 +175,7 @@ class Guest:
                 self.syscalls.call(task, "close", number)
 
     def call_function(self, name: str, *args: int | str | bytes) -> int:
-        """Call a kernel function in the worker's task and return the raw result; pass strings by address.
+        """Call a kernel function in the worker's task and return its raw result; pass strings by address.
 
         No task stays frozen after the call, even if the function was freeze_processes.
 

@@ -87,7 +87,7 @@ class Modules:
         return [*needed, _file(path, name, lambda path: read_regular(path, MAX_SIZE))]
 
     def check(self, files: list[ModuleFile], unloaded: Collection[str] = ()) -> None:
-        """Check that all files were read, except those of modules that are loaded already.
+        """Check that all files were read, except the files of modules that are loaded already.
 
         Modules in `unloaded` count as not loaded.
 

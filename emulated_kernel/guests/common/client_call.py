@@ -174,7 +174,7 @@ class ClientCall:
 def client_call(pid: int, memory: ProcessMemory) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
-    Return None if `ARGUMENTS` does not list the call, or if this process may not trace the other one.
+    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`.
     If the memory of the process can't be read in time, the call is hidden; return None if the call
     needs more than its paths.
     """

@@ -32,7 +32,7 @@ _OPEN_COMMS = 64
 _PIDFDS = 1024
 """Maximum number of open pidfds. The ends of further processes are found by start times in /proc."""
 _SPARE = 24
-"""Number of descriptors that following processes leaves to the rest of kprobefs."""
+"""Number of free descriptors that must remain for other uses when pidfds are opened."""
 _UNKNOWN = "?"
 """Start time of a process whose file in /proc could not be read."""
 _STARTS_PER_LOOK = 32
@@ -121,7 +121,8 @@ class ProcessWatch:
     def has_ended(self, pid: int) -> bool:  # noqa: ARG002
         """Return True if a followed process has ended; exited() does not report its end afterwards.
 
-        exited() finds the ends of some processes late. A request with such a pid comes from another process.
+        exited() may report an end late. A request with the pid of an ended process comes from another
+        process.
         """
         return False
 

@@ -59,7 +59,7 @@ class WallTime:
 
     @staticmethod
     def to_guest(wall_ns: int) -> int:
-        """Return the guest's file time for a time that a process sets, limited to what the guest can store.
+        """Return the guest's file time for a time that a process sets, limited to times the guest can store.
 
         Mirrors: fs/inode.c:timestamp_truncate (v6.1)
         """

@@ -74,7 +74,7 @@ class BuiltinCalls(GuestCalls):
     ) -> None:
         """Repeat the client's call on a path if the call is one of `names`; see GuestCalls.
 
-        The guest's call changes nothing in the guest.
+        The repeated call changes nothing in the guest.
         """
         call = facts_of(client).call
         if call is None:

@@ -61,7 +61,7 @@ class ClientCalls:
         return self._guest.processes.task_of(client.pid, client.uid, client.gid, facts_of(client))
 
     def task_for_control(self, client: Client) -> GuestTask | None:
-        """Return the client's task; None if the guest is too broken to create one.
+        """Return the client's task, or None if the guest fails to create one.
 
         Raises: KernelError EDEADLK (see unless_deadlock).
         """

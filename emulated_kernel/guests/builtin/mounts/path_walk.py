@@ -62,7 +62,7 @@ def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[st
 def _misses(call: ClientCall, is_last: bool) -> bool:
     """Return True if the call fails because the name that was looked up does not exist.
 
-    A call does not fail if it creates the name. `is_last`: the name is the last one of its path.
+    A call does not fail if it creates the name. `is_last`: the name is the last component of its path.
     """
     makes = call.name in _MAKES or call.name in _RENAMES or bool(call.flags & os.O_CREAT)
     return not (is_last and makes)

@@ -257,9 +257,9 @@ class ScratchFs(FileSystem):
             return self._open(client, path, flags | os.O_CREAT, mode)
 
     def opendir(self, client: Client, path: str) -> ScratchDirectory:
-        """Open a directory; see FileSystem.
+        """Open a directory, in the guest, too, if probes could notice the call; see FileSystem.
 
-        If the guest has no room for the directory, clients can list it all the same.
+        If the guest has no memory for the open directory, clients can list it nevertheless.
         """
         with self.lock:
             directory = ScratchDirectory(self, path)
@@ -329,7 +329,7 @@ class ScratchFs(FileSystem):
         return count
 
     def _follow(self, task: GuestTask, call: ClientCall, name: str, file: ScratchFile, offset: int) -> None:
-        """Repeat an lseek(2) of the client, if the offset of its read or write shows that it made one.
+        """Repeat an lseek(2) of the client, if the offset of its read or write shows that it called lseek.
 
         FUSE does not report lseek(2) by itself.
         """
@@ -524,7 +524,7 @@ class ScratchFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """Return the S_IFMT bits to show: a regular file for a device.
+    """Return the S_IFMT bits to show for a file of type `kind`: those of a regular file for a device.
 
     Hazard: the host would open a device by its own driver instead of the guest's.
     """

@@ -6,7 +6,7 @@ from emulated_kernel.guests.common.host_processes import Fork, HostProcesses, pa
 
 FIRST_PID = 1000
 _PIDS = 1 << 21
-"""Number of pids that are assigned before they repeat; kprobefs's own tasks have higher pids."""
+"""Number of pids that are assigned before pids repeat; kprobefs's own tasks have higher pids."""
 
 
 class IsolatedProcesses(HostProcesses):

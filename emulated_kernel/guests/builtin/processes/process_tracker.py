@@ -21,7 +21,10 @@ FORK_FLAGS = 0x01200011
 """Flags that the C library's fork() passes to clone(2): CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, SIGCHLD."""
 INIT_PID = 1
 PID_MAX = 4194304
-"""Upper bound of pids, exclusive. Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1)."""
+"""Upper bound of the guest's pids, exclusive.
+
+Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1).
+"""
 MAX_UNNAMED = 8
 """Maximum number of newly forked tasks whose processes are checked for a changed name after an execve."""
 MAX_TASKS = 500

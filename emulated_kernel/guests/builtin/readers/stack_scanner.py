@@ -43,7 +43,7 @@ class StackScanner:
             return set(spans)
 
     def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield, for each register or stack word that points into one of the ranges `spans`, that range."""
+        """Yield the range in `spans` into which a register or stack word points, for each such value."""
         if not spans:
             return
         wanted = AddressRanges(spans)

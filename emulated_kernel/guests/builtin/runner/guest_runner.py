@@ -21,7 +21,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 HostfsHandler = Callable[[int, int, int], int]
 """Function that serves a control file: (operation, address of the user buffer, count) -> result.
 
-Raises: KernelError (an errno), WouldBlock (the task must sleep and ask again).
+Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its request).
 """
 
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
@@ -327,7 +327,7 @@ class GuestRunner:
         return result
 
     def _tick(self) -> None:
-        """Deliver a timer interrupt if a jiffy has passed since the last one."""
+        """Deliver a timer interrupt and serve it, if a jiffy has passed since the last timer interrupt."""
         jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         if jiffy != self._last_jiffy and self._at is not CpuPosition.DEAD:
             self._last_jiffy = jiffy
@@ -450,7 +450,7 @@ class GuestRunner:
             request.result = last_result
 
     def _serve(self, trap: Trap) -> int:
-        """Answer a hypercall that asks a control file, the module loader or another service of the host.
+        """Answer a hypercall that requests a control file, the module loader or another service of the host.
 
         The guest is in the middle of a system call.
         """
@@ -498,7 +498,7 @@ class GuestRunner:
         self._deliver(Vector.TIMER)
 
     def _bury(self) -> None:
-        """Forget the tasks that have ended; if one was killed in a system call, the call fails with EIO."""
+        """Forget the tasks that have ended; the system call of a killed task fails with EIO."""
         for addr in self._kernel.new_exits():
             task = self._tasks.pop(addr, None)
             if task is None:

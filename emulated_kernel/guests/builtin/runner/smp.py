@@ -144,7 +144,7 @@ class SmpGuestRunner(GuestRunner):
         self._turn_to(here)
 
     def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
-        """Run CPUs for one turn before the interrupt is delivered, as it takes time to arrive."""
+        """Run CPUs for a turn before their interrupt is delivered, since a real interrupt takes time."""
         for number in numbers:
             if self._seat(number)[0] is CpuPosition.UNDERWAY and number not in self._unserved:
                 self._turn_to(number)
@@ -201,7 +201,7 @@ class SmpGuestRunner(GuestRunner):
         return at in (CpuPosition.IDLE, CpuPosition.USER) and self._kernel.sent_to(number) != 0
 
     def _interrupt_current(self) -> None:
-        """Deliver the first pending interrupt of the current CPU, if there is one and the CPU can take it."""
+        """Deliver the lowest pending interrupt of the current CPU, if any, if the CPU can take it."""
         cpu = self._machine.cpu
         if self._at is CpuPosition.ANSWERED or not self._kernel.sent_to(cpu):
             return

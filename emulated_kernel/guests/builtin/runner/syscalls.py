@@ -63,7 +63,7 @@ _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "rmdir": ("unlinkat", (AT_REMOVEDIR,)),
     "unlink": ("unlinkat", (0,)),
 }
-"""Older system call -> the newer one that replaces it on some architectures, and its last arguments.
+"""Older system call -> newer call that replaces it on some architectures, and its last arguments.
 
 AT_FDCWD is passed to the newer call before the path.
 """
@@ -357,7 +357,7 @@ class Syscalls:
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
-        """Return an offset as arguments: one on a 64-bit machine; on a 32-bit machine two, low half first."""
+        """Return a file offset as arguments: one on a 64-bit machine, low and high half on 32 bits."""
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:

@@ -59,8 +59,8 @@ def kinds_of(guest: Guest) -> Collection[WorkloadKind]:
 class BackgroundWorkload:
     """A workload of one kind, whose system calls one guest task and its children make.
 
-    The task gets `pid`, which no host process may have. After `end`, that pid and those of its children are
-    free.
+    The task gets `pid`, which no host process may have. After `end`, the pids of the task and its children
+    are free.
     """
 
     def __init__(self, guest: Guest, kind: WorkloadKind, pid: int) -> None:

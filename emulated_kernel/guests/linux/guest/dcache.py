@@ -43,9 +43,9 @@ class DcacheReader:
         self._read: list[tuple[int, int, bytes]] = []
         """Memory that the current lookup has read: start, end and content of each piece."""
         self._answers: dict[str, tuple[list[tuple[int, int, bytes]], Stat]] = {}
-        """Path -> memory that its lookup has read, and the attributes.
+        """Cache of lstat(): path -> pieces of memory that its lookup has read, and the attributes.
 
-        They are valid while the memory is unchanged.
+        An entry is valid while these pieces of memory are unchanged.
         """
         self._limit = len(self._memory.ram) - PAGE
         self._direct = 0
@@ -204,7 +204,7 @@ class DcacheReader:
 
 @lru_cache(_NAMES)
 def name_hash(parent: int, name: bytes) -> int:
-    """Return length and hash of a name in a directory, as a dentry keeps them.
+    """Return length and hash of a name in the directory `parent`, as d_name.hash_len of a dentry.
 
     Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS)
     """
