@@ -1,6 +1,6 @@
-"""`kprobefs run --as-system`: a private mount namespace in which the mount stands at the system's own places.
+"""`kprobefs run --as-system`: shows the mount at the system's own paths, in a private mount namespace.
 
-Tools that know no other place than /sys/kernel/tracing, /sys/kernel/debug and /proc/kallsyms find it there.
+Tools that only use /sys/kernel/tracing, /sys/kernel/debug and /proc/kallsyms then find the mount.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class KernelFiles(TreeFiles):
         self._kernel = kernel
 
     def configured_events(self, directory: str) -> Iterator[str]:
-        """Yield the events of a trace array that may have filters or triggers; see Files.configured_events."""
+        """Yield the array's events that may have filters or triggers; see Files.configured_events."""
         name = directory.partition("instances/")[2].rstrip("/")
         arrays = self._kernel.trace_arrays
         tracing = arrays.find(name) if name else arrays.top

@@ -37,7 +37,7 @@ class UnmountWatcher:
         os.close(daemon)
 
     def leave(self, device: str) -> None:
-        """Let the child leave the caller's session, because the mount exists now. `device`: its number."""
+        """Let the child leave the caller's session, because the mount, with this device number, exists."""
         os.write(self._writer, device.encode())
 
     def end(self) -> None:

@@ -283,7 +283,7 @@ class _ExistingDefinitions:
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """Kind, event and rest -> values of maxactive. Each definition also has a key with the event ""."""
+        """(kind, event, rest) of a definition -> values of maxactive. The event "" means any event."""
         for line in lines:
             definition = parse_definition(line)
             if definition is not None:
