@@ -48,7 +48,7 @@ def _payload(data: bytes) -> bytes:
     protocol = struct.unpack_from("<H", data, _MAGIC_AT + 4)[0]
     if protocol < _PAYLOAD_PROTOCOL:
         raise unusable(
-            f"boot protocol {protocol >> 8}.{protocol & 255:02} is too old: it does not name the payload's offset"
+            f"boot protocol {protocol >> 8}.{protocol & 255:02} is too old: it has no payload offset"
         )
     setup = ((data[0x1F1] or 4) + 1) * SECTOR
     offset, length = struct.unpack_from("<II", data, 0x248)

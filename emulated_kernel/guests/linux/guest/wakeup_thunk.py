@@ -38,6 +38,10 @@ Linux leaves them unused, and a relative jump from the kernel's text reaches the
 """
 THUNKS = range(_TEXT, _TEXT + PAGE)
 """Range of virtual addresses of the code page."""
+_CELLS = 0x20
+"""Offset in the data page of the words for breakpoints."""
+_STUB = 0x100
+"""Offset in the code page of the code for breakpoints."""
 _ROOM = 0x100
 """Offset of the free part of the data page; the page's first word is the address of the task to wake."""
 _ACCESSED_DIRTY = 0x60
@@ -59,6 +63,10 @@ class WakeupThunk:
         self._callback = structs.physical(facts.symbols["x86_platform_ipi_callback"])
         self.host_room = self._task + _ROOM, _DATA + _ROOM
         """Physical and virtual address of the free part of the data page."""
+        self.stub_cells = self._task + _CELLS, _DATA + _CELLS
+        """Physical and virtual address of five words of the data page, for breakpoint_stub.py."""
+        self.stub_text = self._base + _STUB, _TEXT + _STUB
+        """Physical and virtual address of the room for its code."""
 
     def install(self) -> None:
         """Map the pages, write the code, and register it as the callback; snapshots of the guest keep it."""
