@@ -83,7 +83,7 @@ T = TypeVar("T")
 PATH_CODEC = "kprobefs_path"
 """Name of the codec that register_path_codec() registers."""
 BLOCK_SIZE = 4096
-"""st_blksize of every file."""
+"""Value of st_blksize for every file, in bytes."""
 CACHED_ATTRIBUTES = 500
 """Maximum number of struct stat that are cached."""
 VALIDITY = 3600

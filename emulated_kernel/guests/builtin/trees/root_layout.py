@@ -26,7 +26,7 @@ def build_filesystem(
 ) -> NodeTree:
     """Return the file tree of a mount with `layout`, with the files in `further` added to machine/.
 
-    The files belong to `owner`; if it is None, to root.
+    The files belong to `owner`, or to root if `owner` is None.
     """
     owner = owner or Owner()
     # The guest's own file systems are mounted on these directories.

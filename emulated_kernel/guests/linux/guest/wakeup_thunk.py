@@ -64,9 +64,9 @@ class WakeupThunk:
         self.host_room = self._task + _ROOM, _DATA + _ROOM
         """Physical and virtual address of the free part of the data page."""
         self.stub_cells = self._task + _CELLS, _DATA + _CELLS
-        """Physical and virtual address of five words of the data page, for breakpoint_stub.py."""
+        """Physical and virtual address of the five words of the data page that breakpoint_stub.py uses."""
         self.stub_text = self._base + _STUB, _TEXT + _STUB
-        """Physical and virtual address of the room for its code."""
+        """Physical and virtual address of the space in the code page for the code of breakpoint_stub.py."""
 
     def install(self) -> None:
         """Map the pages, write the code, and register it as the callback; snapshots of the guest keep it."""

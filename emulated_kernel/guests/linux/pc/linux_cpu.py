@@ -101,11 +101,11 @@ _DIRECTION = 0x400
 
 
 class Gate(NamedTuple):
-    """A gate of the interrupt descriptor table."""
+    """A decoded gate of the interrupt descriptor table. `entry`: address of the handler."""
 
     entry: int
     stack: int
-    """Number of its interrupt stack; 0 for none."""
+    """Number (IST) of the interrupt stack that the gate switches to; 0 if it keeps the stack."""
     disables_interrupts: bool
 
 
@@ -344,7 +344,10 @@ class LinuxCpu:
         return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
 
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
-        """Set the words for a gate that the host's routine compares. `ram`: its address in this process."""
+        """Set the words of the gate of `vector` that the host's routine for traps compares.
+
+        `ram`: address of RAM in this process.
+        """
         state = self._state
         start = ctypes.addressof(state)
         at = self._memory.translate(self.root, state.idt.base + _GATE_SIZE * vector)
