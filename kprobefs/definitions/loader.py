@@ -28,6 +28,7 @@ from kprobefs.definitions.syntax import (
     without_count,
 )
 from kprobefs.definitions.tracefs_files import OUTSIDE, Files
+from kprobefs.definitions.trigger_order import by_need
 
 LINES_PER_STEP = 16
 """Number of lines that are applied in one step of a reboot, during which requests wait."""
@@ -103,6 +104,7 @@ class Loader:
                     yield
             if len(later) == len(now):
                 break
+            later = by_need(later)
         return failed + failed_triggers
 
     def _do(self, text: str) -> None:

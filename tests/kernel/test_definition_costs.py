@@ -77,3 +77,29 @@ def test_a_definition_between_two_settings_reads_the_definitions_once() -> None:
         files = CountedFiles(kernel)
         assert apply(files, *lines) == []
         assert files.reads["dynamic_events"] == 1
+
+
+class CountedWrites(CountedFiles):
+    """Files of a kernel that also count the writes of triggers."""
+
+    triggers = 0
+
+    def write(self, name: str, text: str) -> None:
+        self.triggers += name.endswith("/trigger")
+        super().write(name, text)
+
+
+@pytest.mark.parametrize("stride", [1, -1, 7])
+def test_triggers_that_need_each_others_variables_take_two_passes(stride: int) -> None:
+    number = 40
+    events = [f"p:h{each} int_sqrt a=$arg1" for each in range(number)]
+    chain = [
+        f"events/kprobes/h{each}/trigger = hist:keys=a:v{each}="
+        + (f"$v{each + 1}" if each + 1 < number else "common_timestamp.usecs")
+        for each in range(number)
+    ]
+    lines = [chain[each * stride % number] for each in range(number)]
+    with Kernel() as kernel, kernel.lock:
+        files = CountedWrites(kernel)
+        assert apply(files, *events, *lines) == []
+        assert files.triggers < 2 * number

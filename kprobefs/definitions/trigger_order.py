@@ -1,0 +1,43 @@
+"""Order of hist triggers: a trigger that defines a variable comes before those that use it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from kprobefs.definitions.syntax import Line
+
+_DEFINED = re.compile(r"(?<=[:,=])(?P<name>\w+)=")
+"""Matches `NAME=` at the start of a field or of an assignment within one."""
+_USED = re.compile(r"\$(?P<name>\w+)")
+
+
+def by_need(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines of triggers so that each variable is defined before it is used, where possible.
+
+    Lines that do not depend on each other keep their order. In a circle, one line comes too early.
+    """
+    defining = defaultdict[str, list[int]](list)
+    for index, line in enumerate(lines):
+        for match in _DEFINED.finditer(line.text):
+            defining[match["name"]].append(index)
+    ordered: list[Line] = []
+    visited: set[int] = set()
+    # A stack in place of recursion: a chain of variables may be longer than Python's limit.
+    for first in range(len(lines)):
+        pending = [(first, False)]
+        while pending:
+            index, is_ready = pending.pop()
+            if is_ready:
+                ordered.append(lines[index])
+            elif index not in visited:
+                visited.add(index)
+                pending.append((index, True))
+                needed = {
+                    number
+                    for match in _USED.finditer(lines[index].text)
+                    for number in defining[match["name"]]
+                }
+                pending += [(number, False) for number in sorted(needed - visited, reverse=True)]
+    return ordered
