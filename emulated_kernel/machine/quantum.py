@@ -10,7 +10,7 @@ from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 
 _FEWEST = 1
-"""Fewest instructions of a run; an interrupt before the first one would lose the host's answer."""
+"""Minimum number of instructions of a run; an interrupt before the first one would lose the host's answer."""
 
 
 class Quantum:
