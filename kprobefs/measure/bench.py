@@ -258,8 +258,7 @@ def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
     """Return a function that calls FUNCTION `hits` times in the guest, and returns nanoseconds a call."""
-    loop = _loop if kernel.arch.name in _RISCV else _x86_loop
-    code, begin = loop(kernel, hits)
+    code, begin = loop_of_calls(kernel, hits)
 
     def run() -> float:
         with kernel.lock:
@@ -273,6 +272,11 @@ def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
 
 Loop = tuple[int, Callable[[], None]]
 """Address of a loop in the guest, and a function to call before each run of the loop."""
+
+
+def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
+    """Make guest code that calls FUNCTION `hits` times."""
+    return (_loop if kernel.arch.name in _RISCV else _x86_loop)(kernel, hits)
 
 
 def _loop(kernel: Kernel, hits: int) -> Loop:

@@ -46,7 +46,7 @@ class RejectReason(Enum):
     NOT_A_BOUNDARY = "not an instruction boundary", EILSEQ
     NOT_COPYABLE = "instruction can't be copied", EINVAL, RejectSubject.INSN
     NOT_EMULATED = "control transfer that can be neither stepped nor emulated", EOPNOTSUPP, RejectSubject.INSN
-    TOO_LONG = "no room for the breakpoint behind the instruction's copy", ENOSPC, RejectSubject.INSN
+    TOO_LONG = "no room for the breakpoint after the instruction's copy", ENOSPC, RejectSubject.INSN
 
     NOT_BUILT = "this kernel is built without jump optimization"
     FTRACE = "fentry site: ftrace calls the probe"

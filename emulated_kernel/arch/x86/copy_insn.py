@@ -116,7 +116,7 @@ def prepare(
     copied, insn = copy_instruction(code, addr, slot_addr, bits)
     emulation = prepare_emulation(insn, addr, bits)
     if insn.length + INT3_SIZE > MAX_INSN_SIZE:
-        raise KernelError(ENOSPC, "no room for the breakpoint behind the copy")
+        raise KernelError(ENOSPC, "no room for the breakpoint after the copy")
     room = MAX_INSN_SIZE - insn.length >= JMP32_SIZE
     return ArchSpecificInsn(
         length=insn.length,

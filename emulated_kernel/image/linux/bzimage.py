@@ -38,7 +38,7 @@ def unpack_bzimage(data: bytes) -> bytes:
     if len(vmlinux) != declared:
         raise unusable(f"its payload gives {len(vmlinux)} bytes, where it says {declared}")
     if not vmlinux.startswith(ELF_MAGIC):
-        raise unusable("what its payload holds is no ELF file")
+        raise unusable("its payload is not an ELF file")
     return vmlinux
 
 
@@ -48,7 +48,7 @@ def _payload(data: bytes) -> bytes:
     protocol = struct.unpack_from("<H", data, _MAGIC_AT + 4)[0]
     if protocol < _PAYLOAD_PROTOCOL:
         raise unusable(
-            f"boot protocol {protocol >> 8}.{protocol & 255:02}, which doesn't tell where the payload is"
+            f"boot protocol {protocol >> 8}.{protocol & 255:02} is too old: it has no payload offset"
         )
     setup = ((data[0x1F1] or 4) + 1) * SECTOR
     offset, length = struct.unpack_from("<II", data, 0x248)
