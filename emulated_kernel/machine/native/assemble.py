@@ -29,7 +29,7 @@ DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
 
 
 def constants() -> dict[str, int]:
-    """Return the names that the sources use, with their values."""
+    """Return a map for the sources: name of a constant -> value."""
 
     def offsets(of: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
         return ((name, getattr(of, name).offset) for name, *_ in of._fields_)
