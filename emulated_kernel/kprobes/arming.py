@@ -95,7 +95,7 @@ class Arming:
         self._log("kprobes: Kprobes globally disabled")
 
     def _enabled(self) -> tuple[list[AggrKprobe], list[AggrKprobe]]:
-        """Return the probes that are not disabled: those called by fentry sites, and the others."""
+        """Return the enabled entries in two lists: those that fentry sites call, and those with a breakpoint."""
         called: list[AggrKprobe] = []
         trapping: list[AggrKprobe] = []
         for head in self._table:
@@ -135,7 +135,7 @@ class Arming:
         self._copies.release(head)
 
     def revive(self, head: AggrKprobe) -> None:
-        """Prepare the probes of an address, which are gone, for new code at that address; they stay disabled.
+        """Prepare an address whose probes are gone for new code there; its entry becomes disabled.
 
         Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as InsnCopier.prepare).
         Mirrors: the part of kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone probes.

@@ -160,7 +160,7 @@ class Engine(CodeCache):
 
     @property
     def version(self) -> tuple[int, int]:
-        """Major and minor version of Unicorn."""
+        """Version of Unicorn: major and minor number."""
         packed = int(self._held.uc_version(None, None))
         return packed >> 24, packed >> 16 & 0xFF
 

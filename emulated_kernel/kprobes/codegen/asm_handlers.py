@@ -133,7 +133,7 @@ class AssembledHandlers:
         return self._assemblies[moment].reads
 
     def emit(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
-        """Add the handler for `moment` to a program, if there is one.
+        """Add the handler in assembly for `moment` to a program, if the probe has such a handler.
 
         A fault skips the rest of the handler.
         """

@@ -195,7 +195,7 @@ class HitHandling:
                 regs.ip = code.entry
 
     def on_debug_trap(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
-        """End a step by the trap flag.
+        """End a step at the trap that the trap flag causes.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11).
         """
@@ -406,7 +406,7 @@ class HitHandling:
         return self.ctlblk.is_underway or any(self._is_within(ip) for ip, _ in self._machine.positions())
 
     def _is_within(self, ip: int) -> bool:
-        """Return True if a CPU at `ip` is in a hit that is guest code."""
+        """Return True if `ip` is in guest code of a hit: in a compiled handler, or in a step."""
         return self.steps.at(ip) is not None or self._compiler.contains(ip)
 
     def may_interrupt(self) -> bool:

@@ -151,7 +151,7 @@ class _FprobeOps(AssemblyOwner):
     fp: Fprobe[Any]
     ops: FtraceOps
     code: CompiledCode | None = None
-    """Guest code that the functions' sites call instead of trapping."""
+    """Guest code that the functions' sites call; None: Python handles their calls."""
     is_python: bool = False
     """Whether Python handles all calls, because the handlers cannot be compiled to guest code."""
 
@@ -350,7 +350,7 @@ class Fprobes:
         return registered
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Compile the fprobe's entry; hits run the code, or Python if it cannot be compiled."""
+        """Compile the handling of the fprobe's entries; if that is impossible, Python handles them."""
         sites = self._kprobes.sites
         builder = ProgramBuilder()
         assert sites is not None

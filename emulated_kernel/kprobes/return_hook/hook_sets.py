@@ -81,7 +81,7 @@ class HookSets(TaskObserver):
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
     def freed(self, task: int) -> None:
-        """Flush the pending calls of an ended task, for kernels that do not report the end themselves."""
+        """Flush the pending calls of an ended task, in a kernel that does not report the end by a trap."""
         for hooks in self._sets:
             hooks.flush(task)
 

@@ -143,7 +143,7 @@ def ring_capacity(nodes: int) -> int:
 
 
 class ObjpoolCode(RethookListCode[ObjpoolStack]):
-    """Emits code for the rings. Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
+    """Emits code for objpools. Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
 
     Nodes are put back only into the CPU's own ring. No interrupt may come while a node is put back.
     Linux: turns interrupts off. Deviates: interrupts stay on, but are never delivered in compiled code

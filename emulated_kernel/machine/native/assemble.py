@@ -94,7 +94,7 @@ def _hex(code: bytes) -> str:
 
 
 def main() -> int:
-    """Assemble; return 1 if `--check` finds a difference."""
+    """Write routines.py, or with `--check` return 1 if it differs from a fresh assembly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare routines.py with a fresh assembly")
     if parser.parse_args().check:

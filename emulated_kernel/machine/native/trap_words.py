@@ -71,7 +71,7 @@ class TrapTable:
         """Make an empty table, and store its location and size in `words`."""
         self._words = words
         self._indices: dict[int, int] = {}
-        """Address -> index of its entry."""
+        """Address of a trap -> index of its entry in the table."""
         self._resize(_FIRST_BITS)
 
     def __contains__(self, address: object) -> bool:
