@@ -95,7 +95,7 @@ class Arming:
         self._log("kprobes: Kprobes globally disabled")
 
     def _enabled(self) -> tuple[list[AggrKprobe], list[AggrKprobe]]:
-        """Return the enabled entries in two lists: those that fentry sites call, and those with a breakpoint."""
+        """Return the enabled entries in two lists: entries that fentry sites call, and all others."""
         called: list[AggrKprobe] = []
         trapping: list[AggrKprobe] = []
         for head in self._table:

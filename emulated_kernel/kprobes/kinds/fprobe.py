@@ -99,7 +99,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     return_code: str | None = None
     """A handler in assembly for exits, which shares `cells` with `code`."""
     is_disabled: bool = False
-    """Whether Kernel.disable_fprobe has stopped calls of the handlers."""
+    """Whether the fprobe is disabled, so that its handlers are not called; see Kernel.disable_fprobe."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
