@@ -1,4 +1,4 @@
-"""machine/limits: this kernel's resource limits and the use of them, and commands that set the limits."""
+"""machine/limits: shows the kernel's resource limits and their use; commands set the limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulated_kernel.util.limits import RECORD_BYTES, UNLIMITED, Limit, parse_li
 
 
 def limit_lines(kernel: BuiltinKernelComponents) -> Iterator[str]:
-    """Yield a line for each limit: its name, the most that is possible now, and how much is in use."""
+    """Yield a line for each resource limit: its name, the maximum that is possible now, the amount in use."""
     limits = kernel.config.limits
     trace = kernel.tracing
     records = kernel.machine.records
@@ -40,7 +40,7 @@ def limit_lines(kernel: BuiltinKernelComponents) -> Iterator[str]:
 
 
 def parsed_limit(kernel: BuiltinKernelComponents, line: str) -> Callable[[], None]:
-    """Parse `NAME NUMBER` or `NAME max` and return a function that sets the limit.
+    """Parse a command `NAME NUMBER` or `NAME max` and return a function that sets the limit.
 
     Raises: KernelError EINVAL, ERANGE.
     """
