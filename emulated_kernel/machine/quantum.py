@@ -14,7 +14,7 @@ _FEWEST = 1
 
 
 class Quantum:
-    """Counts instructions, with a callback for each one; for tests of interleaved CPUs.
+    """Ends runs after a random number of instructions, which a callback counts; for tests of several CPUs.
 
     The places where runs end depend on the seed and on the executed instructions, not on time.
     """

@@ -31,9 +31,10 @@ class AsmThunks:
     ) -> bool:
         """Let the guest run the owners' handlers, and then call `on_return` with the live registers.
 
-        Return False if there is no room for their code: they are missed, and `on_return` is not called.
+        Return False if there is no room for the handlers' code. Then the hit counts as missed for the owners,
+        and `on_return` is not called.
         `in_frame`: the probed code's registers are in a struct pt_regs at sp. The compiled code is kept for
-        the next hit, until an owner calls Compiler.drop_asm_thunks.
+        further hits, until Compiler.drop_asm_thunks is called for an owner.
         """
 
         def emit(builder: ProgramBuilder) -> None:

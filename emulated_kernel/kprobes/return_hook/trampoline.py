@@ -58,7 +58,7 @@ class Trampoline:
         self.native = 0
         """Address to which calls with a handler in guest code return; 0 while there is no such trampoline."""
         self.native_breakpoint: int | None = None
-        """Address for `native` in the form BREAKPOINT; None in the form ASSEMBLY."""
+        """Address of the breakpoint that is the native trampoline in the form BREAKPOINT; else None."""
         self._native_code: CompiledCode | None = None
         self._is_told = False
         """Whether the guest knows the trampoline's addresses."""
@@ -143,7 +143,7 @@ class Trampoline:
         self._memory.write(slot, address.to_bytes(self._word, "little"))
 
     def _on_saved(self, regs: Any) -> None:
-        """Handle a return in assembly form: saved registers and the return address's slot are on the stack.
+        """Handle a return to a trampoline that has saved the registers on the stack.
 
         Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline_callback (v6.1).
         """

@@ -95,7 +95,7 @@ class TrapHooks:
 
     @property
     def is_native(self) -> bool:
-        """Whether the host's routine follows Redirects."""
+        """Whether the host's routine handles the traps that have a Redirect, without Python."""
         return bool(self.words.callback)
 
     @property
