@@ -434,8 +434,8 @@ class Kprobes:
     def resolve_probed_address(self, address: int) -> tuple[int, tuple[int, range] | None] | None:
         """Map an address in a slot, detour or stub to the probed instruction; return None for others.
 
-        If the address is before the copied instructions, the second item of the result is the entry and the
-        address range of the detour or stub. Otherwise it is None.
+        If the address is before the copied instructions, the second item of the result has the entry and the
+        addresses of the detour or stub. Otherwise it is None.
         """
         for head in self.table:
             insn = head.insn

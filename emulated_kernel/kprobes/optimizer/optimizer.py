@@ -300,8 +300,8 @@ class Optimizer:
     def _affected(self) -> list[Span]:
         """Return the ranges that must be quiescent before jumps are written and detours are freed.
 
-        They are the text that jumps will cover, slots and detours that jump back into it, slots and detours
-        that will be freed, and the garbage, which may jump into all of these.
+        They are the text that jumps will cover, and the slots and detours that jump back into this text. They
+        are also slots and detours that will be freed, and the garbage, which may jump into all other ranges.
         """
         spans = {*self._garbage.spans}
         for head in self.optimizing:
