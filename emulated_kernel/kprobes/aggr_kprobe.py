@@ -17,20 +17,20 @@ from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 MOST_HANDLERS = 400
-"""Limit of handlers that one request compiles, and so of handlers per address.
+"""Maximum number of handlers that one request compiles, and therefore of compiled handlers of one address.
 
 Python calls thousands of handlers as fast as the emulator does.
 """
 COSTS_KEPT = 63
-"""Number of latest hits whose cost is kept; an odd number has a median."""
+"""Number of latest hits whose cost is kept; it is odd, so that the median is one of the costs."""
 
 JPROBE = "j"
 KPROBE = "k"
 KRETPROBE = "r"
-"""Letters of the kinds of probes in kprobes/list."""
+"""Letter of a kretprobe in kprobes/list; JPROBE and KPROBE are the letters of the other kinds."""
 
 FailureReport = Callable[[Kprobe, BaseException], None]
-"""Takes what a handler raised."""
+"""Function that takes a probe and the exception that a handler of this probe raised."""
 _PostCall = Callable[[Kprobe, Regs], object]
 
 # Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.
@@ -47,7 +47,7 @@ class HitCost:
 
     def __init__(self) -> None:
         self.latest: deque[int] | None = None
-        """Nanoseconds of the latest hits; created at the first hit, because most probes are never hit."""
+        """Cost of the latest hits in nanoseconds; None before the first hit, as most probes are never hit."""
 
     def text(self, hits: int) -> str:
         """Return the number of hits, and the median of the latest hits' nanoseconds."""
@@ -60,14 +60,14 @@ class HitCost:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Member:
-    """What the engine knows about one registered probe, apart from the user's record."""
+    """The engine's data about one registered probe, in addition to the user's record."""
 
     kind: str
     """KPROBE, KRETPROBE or JPROBE."""
     takes_flags: bool
     """Whether the post_handler has a third argument."""
     place: str
-    """Beginning of the line in kprobes/list; empty for a probe in a module, which may be unloaded."""
+    """Beginning of the probe's line in kprobes/list; empty in a module, because modules may be unloaded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,27 +83,29 @@ class AggrKprobe(AssemblyOwner):
     address: GuestAddr = field(metadata=ADDRESS)
     report: FailureReport = field(repr=False)
     flags: KprobeFlag
-    """The flags of the address. Those of the members may differ."""
+    """The flags of the address, which may differ from the members' flags."""
     members: dict[Kprobe, Member] = field(default_factory=dict, init=False)
-    """The members, in the reverse order of their handlers' runs; a dict, to remove one of thousands quickly.
+    """The members, in the reverse order of their handlers' runs.
+
+    A dict allows to remove one of thousands of members quickly.
     """
     is_aggregated: bool = field(default=False, init=False)
-    """Whether Linux has an aggregator: a second probe was registered here, or there is a detour."""
+    """Whether Linux has an aggregator: a second probe was registered at the address, or there is a detour."""
     enabled_members: int = field(default=0, init=False, repr=False)
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
-    """The out-of-line form of the probed instruction; None at an fentry site, and after the removal."""
+    """The out-of-line form of the probed instruction; None at an fentry site, and after it was freed."""
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
-    """Host time of the latest hits."""
+    """Host time for the handling of the latest hits."""
     rejection: Rejection | str = field(default="", init=False, repr=False)
-    """Reason why the probes cannot be optimized: address and rule; empty if they can be."""
+    """Reason why the probes cannot be optimized: address and rule; empty if the probes can be optimized."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
-    """Handler to which a hit by a breakpoint is sent."""
+    """Compiled handler to which hits by the breakpoint lead; None: Python handles these hits."""
     compiled: CompiledCode | None = field(default=None, init=False, repr=False)
-    """Compiled handler that the jump or call in the text reaches; None: hits trap."""
+    """Compiled handler to which the jump or call in the text leads; None: Python handles these hits."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
-    """Registers at the last hit before the handlers were compiled."""
+    """Register name -> value at the last hit before the handlers were compiled, for benchmarks."""
     is_python: bool = field(default=False, init=False, repr=False)
-    """Whether it was found that the present handlers cannot be guest code."""
+    """Whether Python handles all hits, because the present handlers cannot be compiled to guest code."""
     has_assembly: bool = field(default=False, init=False, repr=False)
     """Whether a member has `code`, disabled or not."""
     has_post_assembly: bool = field(default=False, init=False, repr=False)
@@ -112,15 +114,15 @@ class AggrKprobe(AssemblyOwner):
     """Whether a member has a post_handler or `post_code`, disabled or not. This prevents boosting."""
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
     has_used_detour: bool = field(default=False, init=False, repr=False)
-    """Whether CPUs have been led into the detour since it was made."""
+    """Whether the detour has been in use since it was created, so that CPUs may be in it."""
     is_patched: bool = field(default=False, init=False)
-    """Whether the text has a jump to the detour at its address."""
+    """Whether the text at the probed address has a jump to the detour."""
     saved_tail: bytes = field(default=b"", init=False, repr=False)
     """The text after the breakpoint, as it was before the jump overwrote it."""
     is_held: bool = field(default=False, init=False)
     """Whether the user wants the probes to stay unoptimized."""
     jprobe: Kprobe | None = field(default=None, init=False, repr=False)
-    """The member that is a jprobe or has a break_handler; there is at most one."""
+    """The member that is a jprobe or has a break_handler, or None. An address has at most one such member."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
     """Member whose pre_handler ended the latest hit. Linux: kprobe_instance."""
     _with_post_handler: int = field(default=0, init=False, repr=False)
@@ -129,7 +131,7 @@ class AggrKprobe(AssemblyOwner):
     _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
     """Pre_handlers of enabled members.
 
-    None: collect them at the next hit, because thousands may change before.
+    None: they are collected at the next hit, because thousands of members may change before that hit.
     """
     _post_handlers: list[tuple[_PostCall, Kprobe]] = field(default_factory=list, init=False, repr=False)
     """Post_handlers of enabled members."""
@@ -138,7 +140,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_disabled(self) -> bool:
-        """Whether no probe of the address is to be hit."""
+        """Whether the address is disarmed: all probes are disabled, or the probed code was freed."""
         return self.flags._value_ & _DISABLED_OR_GONE != 0
 
     @property
@@ -158,7 +160,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_unused(self) -> bool:
-        """Whether the last member is gone and only the unoptimization is pending.
+        """Whether the last member was unregistered, and only the removal of the jump is pending.
 
         Mirrors: kprobe_unused (v6.1).
         """
@@ -178,9 +180,9 @@ class AggrKprobe(AssemblyOwner):
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
-        """Iterate over the code that runs in place of the probed text.
+        """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item has its entry, the code, and the number of bytes of text that it copies.
+        Each item is the entry address, the code, and the number of bytes of probed text that the code copies.
         """
         if self.stub is not None:
             yield self.stub.entry, self.stub, 0
@@ -199,7 +201,7 @@ class AggrKprobe(AssemblyOwner):
     def add(self, kprobe: Kprobe, member: Member) -> None:
         """Add a member, whose handlers run first.
 
-        A jprobe runs last, because it does not return to the others.
+        A jprobe runs last, because it does not return to the handlers of other members.
         """
         if is_jprobe(kprobe, member):
             self.members = {kprobe: member, **self.members}
@@ -209,7 +211,7 @@ class AggrKprobe(AssemblyOwner):
         self._count(kprobe, 1)
 
     def remove(self, kprobe: Kprobe) -> None:
-        """Remove a member."""
+        """Remove a member, whose handlers do not run any more."""
         del self.members[kprobe]
         if kprobe is self.jprobe:
             self.jprobe = None
@@ -224,25 +226,25 @@ class AggrKprobe(AssemblyOwner):
             self._with_post_assembly += change * (HandlerPoint.POST in assembled)
 
     def refresh_handlers(self) -> None:
-        """Update the handlers after a change of the members or their flags."""
+        """Recompute which handlers exist, after a change of the members or their flags."""
         self._pre_handlers = None
         self.has_assembly = self._with_assembly > 0
         self.has_post_assembly = self._with_post_assembly > 0
         self.has_post_handler = self._with_post_handler > 0
 
     def miss(self) -> None:
-        """Count a hit that is not handled. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
+        """Count a missed hit for each member. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
         for kprobe in self.members:
             kprobe.nmissed += 1
 
     # Handlers in Python
 
     def _enabled(self) -> list[Kprobe]:
-        """Return the enabled members, as their handlers run."""
+        """Return the enabled members, in the order in which their handlers run."""
         return [kprobe for kprobe in self.by_run if not kprobe.is_disabled]
 
     def _collected(self) -> list[tuple[PreHandler, Kprobe]]:
-        """Return the pre_handlers of enabled members; collect them, and the post_handlers, if necessary."""
+        """Return the pre_handlers of enabled members; collect pre_handlers and post_handlers if necessary."""
         pre_handlers = self._pre_handlers
         if pre_handlers is None:
             enabled = self._enabled()
@@ -258,7 +260,7 @@ class AggrKprobe(AssemblyOwner):
         return pre_handlers
 
     def run_pre_handlers(self, regs: Regs) -> int | None:
-        """Call the pre_handlers; return 1 if one of them has ended the hit."""
+        """Call the members' pre_handlers in Python; return 1 if one of them has ended the hit, else None."""
         self._stopped_by = None
         pre_handlers = self._pre_handlers
         for pre_handler, kprobe in self._collected() if pre_handlers is None else pre_handlers:
@@ -271,7 +273,7 @@ class AggrKprobe(AssemblyOwner):
         return None
 
     def run_all_pre_handlers(self, regs: Regs) -> None:
-        """Call all pre_handlers; none can change where a detour continues.
+        """Call the members' pre_handlers in Python; no result can change where a detour continues.
 
         Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1).
         """
@@ -283,7 +285,7 @@ class AggrKprobe(AssemblyOwner):
                 self.report(kprobe, error)
 
     def run_post_handlers(self, regs: Regs) -> None:
-        """Call the post_handlers."""
+        """Call the members' post_handlers in Python, after the probed instruction."""
         self._collected()
         for post_handler, kprobe in self._post_handlers:
             try:
@@ -292,14 +294,14 @@ class AggrKprobe(AssemblyOwner):
                 self.report(kprobe, error)
 
     def run_break_handler(self, regs: Regs) -> int | None:
-        """Call the break_handler of the member that has left the hit open."""
+        """Call the break_handler of the member that has left the hit open; return the handler's result."""
         kprobe = self._stopped_by
         assert kprobe is not None
         assert kprobe.break_handler is not None
         return kprobe.break_handler(kprobe, regs)
 
     def run_fault_handler(self, regs: Regs, vector: int) -> bool:
-        """Call the fault handlers for an exception of the step, until one has handled the exception."""
+        """Call the fault_handlers for an exception of the step; return True if one has handled it."""
         return any(
             kprobe.fault_handler(kprobe, regs, vector)
             for kprobe in self.by_run
@@ -316,7 +318,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def nr_handlers(self) -> int:
-        """Number of enabled members with a handler before the instruction or in assembly."""
+        """Number of enabled members that have a pre_handler or a handler in assembly."""
         return sum(_has_handler(kprobe) for kprobe in self._enabled())
 
     @property
@@ -342,7 +344,7 @@ class AggrKprobe(AssemblyOwner):
         return True
 
     def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
-        """Emit only the assembly for `point`."""
+        """Emit the enabled members' handlers in assembly for `point`, and no other code."""
         for kprobe in self._enabled():
             _emit_assembly(kprobe, builder, point)
 
@@ -354,7 +356,10 @@ class AggrKprobe(AssemblyOwner):
 
 
 def is_jprobe(kprobe: Kprobe, member: Member) -> bool:
-    """Return True if a probe goes elsewhere from the breakpoint, so that an address has at most one."""
+    """Return True if a probe continues elsewhere after its breakpoint, like a jprobe.
+
+    An address has at most one such probe.
+    """
     return member.kind == JPROBE or kprobe.break_handler is not None
 
 

@@ -15,7 +15,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Arming:
-    """Arms and disarms one probe or all probes, and releases what probes in freed text hold.
+    """Arms and disarms one probe or all probes, and releases the resources of probes in freed text.
 
     Mirrors: kernel/kprobes.c (v6.1).
     """
@@ -28,7 +28,7 @@ class Arming:
     _log: Callable[[str], None]
 
     def arm(self, head: AggrKprobe) -> None:
-        """Arm a probe. Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
+        """Arm the probes of one address. Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
         if self._sites is not None and head.is_ftrace:
             self._sites.arm([head])
             return
@@ -42,13 +42,13 @@ class Arming:
             self._optimizer.optimize(head)
 
     def _uncover(self, head: AggrKprobe) -> None:
-        """Remove a jump that covers the probed address, or is queued to cover it."""
+        """Remove the jumps of other probes that cover the probed address, or are queued to cover it."""
         if self._optimizer is not None:
             for covering in self._optimizer.covering(head.address):
                 self._optimizer.unoptimize(covering, force=True)
 
     def disarm(self, head: AggrKprobe) -> None:
-        """Disarm a probe. Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
+        """Disarm the probes of one address. Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
         optimizer = self._optimizer
         if self._sites is not None and head.is_ftrace:
             self._sites.disarm([head])
@@ -56,9 +56,9 @@ class Arming:
             self._breakpoints.clear(head)
         else:
             optimizer.unoptimize(head, force=False)
-            # If it is queued, the worker disarms it.
-            # Linux: another probe whose jump this one has prevented stays without a jump, because this probe
-            # is not marked as disabled yet when that is checked.
+            # If the probe is queued, the worker disarms it.
+            # Linux: another probe whose jump this probe has prevented stays without a jump, because this
+            # probe is not marked as disabled yet at the check for a jump.
             if not optimizer.is_queued(head):
                 self._breakpoints.clear(head)
 
@@ -95,7 +95,7 @@ class Arming:
         self._log("kprobes: Kprobes globally disabled")
 
     def _enabled(self) -> tuple[list[AggrKprobe], list[AggrKprobe]]:
-        """Return the probes that are not disabled: those called by fentry sites, and the others."""
+        """Return the enabled entries in two lists: entries that fentry sites call, and all others."""
         called: list[AggrKprobe] = []
         trapping: list[AggrKprobe] = []
         for head in self._table:
@@ -117,7 +117,7 @@ class Arming:
             self._optimizer.leave_text(spans)
 
     def _kill(self, head: AggrKprobe) -> None:
-        """Mark a probe as gone.
+        """Mark the probes of one address as gone.
 
         Linux: the text is left as it is.
         Mirrors: kernel/kprobes.c:kill_kprobe (v6.1).
@@ -135,7 +135,7 @@ class Arming:
         self._copies.release(head)
 
     def revive(self, head: AggrKprobe) -> None:
-        """Probe an address again whose probe is gone, because there is new code.
+        """Prepare an address whose probes are gone for new code there; its entry becomes disabled.
 
         Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as InsnCopier.prepare).
         Mirrors: the part of kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone probes.

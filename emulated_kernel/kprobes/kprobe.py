@@ -29,20 +29,23 @@ else:
 """The registers that a probe's handlers get: X86Regs, I386Regs or RiscvRegs of kprobes.regs."""
 
 PreHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
-"""Takes the probe and the registers. A true result means that it has set regs.ip itself."""
+"""Function that takes the probe and the registers. A true result means that it has set regs.ip itself."""
 PostHandler: TypeAlias = (
     Callable[["Kprobe[RegsT]", RegsT], object] | Callable[["Kprobe[RegsT]", RegsT, int], object]
 )
-"""Takes the probe, the registers and optionally Linux's flags, which are always 0."""
+"""Function that takes the probe, the registers and optionally Linux's flags, which are always 0."""
 CompileHandler = Callable[[ProgramBuilder, EntryKind], bool]
-"""Adds what the pre_handler does to a program; False, with nothing added, where it must run itself."""
+"""Function that adds the pre_handler's effect to a program and returns True.
+
+It returns False, with nothing added, if the pre_handler itself must run.
+"""
 FaultHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT, int], int | None]
-"""Takes the probe, the registers and the exception's vector.
+"""Function that takes the probe, the registers and the exception's vector.
 
 A true result means that it has handled the exception.
 """
 BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
-"""Takes the probe and the registers.
+"""Function that takes the probe and the registers.
 
 A true result lets the probed instruction run, which ends the hit.
 """
@@ -59,8 +62,8 @@ class KprobeFlag(Flag):
     OPTIMIZED = auto()
     """Patched with a jump, or queued for patching or for removal of the jump.
 
-    As in Linux, only the aggregator probe of an address has it, never a registered Kprobe. Ask
-    Kernel.probe_mode() instead.
+    As in Linux, only the aggregator probe of an address has this flag, never a registered Kprobe. To ask for
+    the state of a Kprobe, call Kernel.probe_mode().
     """
 
 
@@ -106,7 +109,7 @@ class Kprobe(FailureCount, Generic[RegsT]):
     ends the handler, and counts in `failures`.
     """
     post_code: str | None = None
-    """A post_handler in assembly, with the same cells."""
+    """A post_handler in assembly, which shares `cells` with `code`."""
     fault_handler: FaultHandler[RegsT] | None = None
     """Called with an exception's vector when a handler or the copied instruction faults (Linux before 5.14).
 
@@ -132,7 +135,7 @@ class Kprobe(FailureCount, Generic[RegsT]):
 
     @property
     def nmissed(self) -> int:
-        """Number of hits that were not handled, because a handler was running. It can be set."""
+        """Number of hits that were not handled, because a handler was running. The user can set it."""
         return self._missed
 
     @nmissed.setter

@@ -8,11 +8,11 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.text.text import Text
 
 GONE = "gone with its module"
-"""Shown for a probe whose text was freed."""
+"""Text that is shown for a probe whose module was unloaded."""
 
 
 class ProbeText:
-    """Reads the guest's text for people; the control lock must be held."""
+    """Disassembles guest text for users; the control lock must be held."""
 
     def __init__(self, kprobes: Kprobes, arch: Arch, text: Text) -> None:
         self._kprobes = kprobes
@@ -20,7 +20,7 @@ class ProbeText:
         self._text = text
 
     def replaced(self, kprobe: Kprobe) -> tuple[bytes, bytes]:
-        """Return the bytes that a registered probe may replace: the original ones, and the current ones."""
+        """Return the original and the current bytes of the text that a registered probe may replace."""
         head = self._kprobes.table.valid(kprobe)
         if head is not None and head.detour is not None:
             size = head.detour.length
@@ -33,7 +33,7 @@ class ProbeText:
     def out_of_line(self, kprobe: Kprobe) -> str:
         """Return the disassembly of the code that hits run out of line: handlers and copied instructions.
 
-        An instruction that is emulated has no copy, and is shown itself.
+        If an instruction is emulated, it has no copy, and the original instruction is shown.
         """
         if kprobe.is_gone:
             return GONE
@@ -45,7 +45,7 @@ class ProbeText:
         return handler + self._copy(kprobe)
 
     def _copy(self, kprobe: Kprobe) -> str:
-        """Return the code after a handler that is not in the same piece of code, or that traps."""
+        """Return the disassembly of the code after the handlers: detour, trampoline, slot or emulation."""
         head = self._kprobes.table.valid(kprobe)
         insn = None if head is None else head.insn
         arch = self._arch

@@ -56,17 +56,17 @@ class Profile:
     name: str
     """Name of the preset."""
     preemption: bool = True
-    """CONFIG_PREEMPTION. Without it, the copy of a boostable instruction ends in a jump back."""
+    """CONFIG_PREEMPTION. A kernel without it boosts probes: the copied instruction ends in a jump back."""
     stepper: Stepper = Stepper.BREAKPOINT
-    """How the step of a copied instruction ends."""
+    """Mechanism that ends the step of a copied instruction."""
     ftrace: bool = True
-    """CONFIG_KPROBES_ON_FTRACE. Without it, fentry sites are plain nops."""
+    """CONFIG_KPROBES_ON_FTRACE. In a kernel without it, fentry sites are plain nops."""
     optimizer: bool = True
     """CONFIG_OPTPROBES: jump optimization."""
     strategies: tuple[str, ...] = ("optprobe",)
-    """Names of optimizers' rules; the first that the architecture has is followed."""
+    """Names of optimization policies; the first name that the architecture knows selects the policy."""
     djprobe: QuiesceMethod | None = None
-    """How commit_kprobes() waits before it writes the jumps. If it is None, there are no djprobes."""
+    """Method by which commit_kprobes() waits before it writes jumps; None if the kernel has no djprobes."""
     jprobes: bool = False
     """Whether register_jprobe() exists (Linux up to 4.14)."""
     fprobe_events: bool = False
@@ -74,18 +74,18 @@ class Profile:
     fault_handlers: bool = False
     """Whether a probe may have a fault_handler (Linux up to 5.13)."""
     return_hook: str = "rethook"
-    """The shadow stack of return probes: one of RETURN_HOOKS."""
+    """Name of the shadow stack of return probes: one of RETURN_HOOKS."""
     trampoline: TrampolineForm = TrampolineForm.ASSEMBLY
-    """How hooked functions reach the return handlers."""
+    """Form of the return trampoline, through which hooked functions reach the return handlers."""
     saving: RegisterSaving = RegisterSaving.LIVE
     """Registers that compiled handlers save. Linux: always ALL."""
     compiled: bool = True
-    """Whether handlers of events become guest code. Without it, Python handles each hit."""
+    """Whether handlers of events are compiled to guest code. Otherwise Python handles each hit."""
 
 
 DEFAULT = "linux-6.1"
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
-"""Policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
+"""Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,
@@ -95,7 +95,7 @@ _OLD: dict[str, Any] = {
 }
 
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
-"""Names of shadow stacks: those of Linux 6.1, 6.7 and 5.10, the function graph's, and that one for all hooks.
+"""Names of shadow stacks: of Linux 6.1, 6.7 and 5.10, of the function graph, and that one for all hooks.
 
 return_hooks.py maps them to classes.
 """
@@ -133,11 +133,11 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         )
     }
 )
-"""Name -> preset."""
+"""Name of a profile -> preset."""
 
 
 def profile_named(name: str) -> Profile:
-    """Return a preset. Raises: KernelError EINVAL (unknown name)."""
+    """Return the preset with this name. Raises: KernelError EINVAL (unknown name)."""
     try:
         return PROFILES[name]
     except KeyError:

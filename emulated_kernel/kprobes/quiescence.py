@@ -1,4 +1,4 @@
-"""GracePeriod: the guest's jiffies, tasks and the text they use; DelayedWork: work due at a jiffy."""
+"""GracePeriod: the guest's jiffies, its tasks and the text that they use; DelayedWork: work due later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from emulated_kernel.machine.task_stacks import TaskStacks
 
 Span = tuple[int, int]
-"""Addresses [start, end)."""
+"""Address range: start, and end (exclusive)."""
 
 
 class GracePeriod:
@@ -23,11 +23,11 @@ class GracePeriod:
     ) -> None:
         self._kernel = kernel
         self.jiffies = jiffies
-        """Returns the present time in units of 1/HZ seconds."""
+        """Function that returns the present time in jiffies (units of 1/HZ seconds)."""
         self.yield_to_tasks = yield_to_tasks
-        """Gives the CPU to each runnable task once."""
+        """Function that gives the CPU to each runnable task once."""
         self.frozen = frozen
-        """Context in which all tasks are in the refrigerator; yields False if it cannot freeze all."""
+        """Function that returns a context with all tasks frozen; it yields False if a task doesn't freeze."""
         self.in_use_ranges: Callable[[Sequence[Span]], Collection[Span]] = kernel.in_use_ranges
         self.is_quiescent: Callable[[Sequence[Span]], bool] = kernel.is_quiescent
 
@@ -37,9 +37,9 @@ class GracePeriod:
 
 
 class DelayedWork:
-    """A function, and while it is pending, the jiffy at which it is due.
+    """A function that is to be called at a jiffy, while it is pending.
 
-    It does not run by itself: the host calls `run_if_due` between requests.
+    The function does not run by itself: the host calls `run_if_due` between requests.
     Mirrors: struct delayed_work.
     """
 
@@ -47,10 +47,10 @@ class DelayedWork:
         self._function = function
         self._scheduler = scheduler
         self.due: int | None = None
-        """Jiffy at which it is due; None: not pending."""
+        """Jiffy at which the function is due; None if it is not pending."""
 
     def schedule(self, delay: int) -> None:
-        """Let the function run in `delay` jiffies; if it is pending already, leave it as it is."""
+        """Let the function run in `delay` jiffies; if it is pending already, do nothing."""
         if self.due is None:
             self.due = self._scheduler.jiffies() + delay
 

@@ -49,7 +49,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class Kprobes:
-    """All probes of one kernel. Methods that change them assert that the control lock is held.
+    """All kprobes of one kernel. Methods that change them assert that the control lock is held.
 
     Mirrors: kernel/kprobes.c (v6.1).
     """
@@ -66,14 +66,14 @@ class Kprobes:
     ) -> None:
         self.profile = profile
         self.lock = lock
-        """The control lock, for code that registers probes and changes state of its own."""
+        """The control lock; other kinds of probes assert with it that their caller holds the lock."""
         self._image = image
         self._symbols = image.kallsyms
         self._log = log
         self._bits = arch.bits
         table = ProbeTable(arch.bits)
         self.table = table
-        """The probes by address, and whether they are armed."""
+        """Probed address -> its probes, and whether all probes are disarmed."""
         self._assembler = arch.assembler
         self._records = machine.records
         self._slot_size = arch.max_insn_size
@@ -121,7 +121,7 @@ class Kprobes:
         self._arming.kill_within(spans)
 
     def __iter__(self) -> Iterator[Kprobe]:
-        """Iterate over the users' probes in the order of kprobes/list, the newest of an address first."""
+        """Iterate over the users' probes in the order of kprobes/list; at one address, from the newest on."""
         for head in chain.from_iterable(self.table.buckets()):
             yield from head.by_run
 
@@ -135,12 +135,12 @@ class Kprobes:
     ) -> None:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
 
-        `kind` is the letter in kprobes/list. `on_assembled` gets the handlers in assembly before the probe is
-        armed.
+        `kind` is the letter in kprobes/list. `on_assembled` is called with the assembled handlers before the
+        probe is armed.
 
-        Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text), ENOENT
-        (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM, EINVAL (code that cannot
-        be assembled).
+        Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text, code that
+        cannot be assembled), ENOENT (unknown symbol, or an address in no symbol), EILSEQ (not at an
+        instruction), ENOMEM.
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()
@@ -178,7 +178,7 @@ class Kprobes:
             raise
 
     def assemble(self, texts: Mapping[HandlerPoint, str], cells: PerCpuVars) -> AssembledHandlers:
-        """Assemble handlers. Raises: KernelError EINVAL, ENOMEM."""
+        """Assemble handlers. Raises: KernelError EINVAL (an error in a text), ENOMEM (no room for cells)."""
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
@@ -238,7 +238,7 @@ class Kprobes:
             self.optimizer.optimize(head)
 
     def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
-        """Disarm and forget a probe; a probe that is not registered loses its address, as in Linux.
+        """Disarm and forget a probe. If the probe is not registered, only clear its address, as Linux does.
 
         Mirrors: kernel/kprobes.c:__unregister_kprobe_top, __unregister_kprobe_bottom (v6.1).
         """
@@ -288,7 +288,7 @@ class Kprobes:
         if goes_elsewhere and head.jprobe is not None:
             raise KernelError(errno.EEXIST, f"{head.address:#x} has a jprobe already")
         if head.is_unused and self.optimizer is not None:
-            # It is being removed, and its jump is still in the text.
+            # The last probe was removed, but its jump is still in the text.
             # Mirrors: reuse_unused_kprobe (v6.1).
             head.flags &= ~KprobeFlag.DISABLED
             self.optimizer.optimize(head)
@@ -305,7 +305,7 @@ class Kprobes:
                 self._arming.arm(head)
 
     def _aggregate(self, head: AggrKprobe) -> None:
-        """Prepare an address with a single probe for more of them.
+        """Prepare an address with a single probe for further probes.
 
         Mirrors: kernel/kprobes.c:alloc_aggr_kprobe, init_aggr_kprobe (v6.1).
         """
@@ -324,7 +324,7 @@ class Kprobes:
         self.routes.install(head)
 
     def handler_changed(self, kprobe: Kprobe) -> None:
-        """Drop the guest code of a probe, because its `program` makes other code or none from now on."""
+        """Drop the guest code of a probe, because its `program` emits other code, or no code, from now on."""
         self.lock.assert_held()
         head = self.table.valid(kprobe)
         if head is not None:
@@ -357,7 +357,7 @@ class Kprobes:
         return GuestAddr(addr), where, entry is not None
 
     def function_entry(self, kprobe: Kprobe) -> GuestAddr:
-        """Return the address of a probe that must be on a function's entry.
+        """Return the probed address of a probe that must be on a function's entry.
 
         Raises: KernelError EINVAL, ENOENT.
         """
@@ -367,7 +367,9 @@ class Kprobes:
         return address
 
     def commit_kprobes(self) -> None:
-        """Write the jumps of registered djprobes. Raises: KernelError EOPNOTSUPP (no djprobes), EBUSY.
+        """Write the jumps of registered djprobes.
+
+        Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task is in the way).
 
         Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
         """
@@ -403,7 +405,7 @@ class Kprobes:
         self._disable(kprobe, self._head_of(kprobe))
 
     def _head_of(self, kprobe: Kprobe) -> AggrKprobe:
-        """Return the table's entry for a registered probe. Raises: KernelError EINVAL."""
+        """Return the table's entry for a probe. Raises: KernelError EINVAL (the probe is not registered)."""
         head = self.table.valid(kprobe)
         if head is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
@@ -430,10 +432,10 @@ class Kprobes:
         self._refresh(head)
 
     def resolve_probed_address(self, address: int) -> tuple[int, tuple[int, range] | None] | None:
-        """Map an address in a slot, detour or stub to the probed instruction; return None for other code.
+        """Map an address in a slot, detour or stub to the probed instruction; return None for others.
 
-        If the address is before the copy of the instruction, the result also has the entry and the addresses
-        of the slot, detour or stub.
+        If the address is before the copied instructions, the second item of the result has the entry and the
+        addresses of the detour or stub. Otherwise it is None.
         """
         for head in self.table:
             insn = head.insn
@@ -448,16 +450,16 @@ class Kprobes:
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
-        """Return the detour of the probe's address, even if it is only prepared."""
+        """Return the detour of the probe's address, even if no jump leads to it, or None."""
         head = self.table.valid(kprobe)
         return None if head is None else head.detour
 
     def mode(self, kprobe: Kprobe) -> str:
-        """Return how hits of a probe are taken now."""
+        """Return the mode of a probe, by which its hits are taken now; see report.mode."""
         return report.mode(self.table, kprobe)
 
     def reason(self, kprobe: Kprobe) -> str:
-        """Return why the probe is not in a better mode: address and rule; empty in the best mode."""
+        """Return the address and the rule that keep the probe from a better mode; empty in the best mode."""
         return report.reason(self.table, self.optimizer, kprobe)
 
     def set_optimization(self, allowed: bool) -> None:
@@ -476,8 +478,8 @@ class Kprobes:
     def set_optimized(self, kprobe: Kprobe, wanted: bool) -> None:
         """Unoptimize and hold the probes of an address, or request their optimization again.
 
-        Raises: KernelError EINVAL (not registered), EOPNOTSUPP (unsafe, or a post_handler needs the end of
-        the step).
+        Raises: KernelError EINVAL (not registered), EOPNOTSUPP (a rule forbids the jump, or a post_handler
+        needs the end of the step).
         """
         self.lock.assert_held()
         head = self._head_of(kprobe)
@@ -495,7 +497,7 @@ class Kprobes:
     # Files in debugfs
 
     def set_enabled(self, enabled: bool) -> None:
-        """Arm or disarm all probes; see Arming."""
+        """Arm or disarm all probes, as a write to kprobes/enabled does."""
         self.lock.assert_held()
         if enabled:
             self._arming.arm_all()
@@ -503,7 +505,7 @@ class Kprobes:
             self._arming.disarm_all()
 
     def list_records(self, start: int) -> Iterator[str]:
-        """Iterate over the text of each hash bucket from `start` on; Linux reads the list by bucket, too."""
+        """Iterate over the lines of kprobes/list: one text for each hash bucket from number `start` on."""
         for probes in self.table.buckets(start):
             yield report.bucket_text(probes, self._symbols, self._bits)
 

@@ -1,4 +1,4 @@
-"""Text about probes for files: kprobes/list, modes, and the rule that prevents a better mode."""
+"""Text about probes for files: lines of kprobes/list, the mode, and the rule that prevents a better mode."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ OPTIMIZATION_MESSAGES = {
     True: "kprobes: kprobe jump-optimization is enabled. All kprobes are optimized if possible.",
     False: "kprobes: kprobe jump-optimization is disabled. All kprobes are based on software breakpoint.",
 }
-"""Messages that Linux logs if the sysctl changes."""
+"""Value of sysctl debug.kprobes-optimization -> message that Linux logs when the value changes."""
 
 
 def mode(table: ProbeTable, kprobe: Kprobe) -> str:
-    """Return the mode: int3, boosted, optimized, ftrace, disarmed or gone, as the text is now."""
+    """Return a probe's present mode: int3, boosted, optimized, ftrace, disarmed or gone."""
     if kprobe.is_gone:
         return "gone"
     if table.is_patched(kprobe):
@@ -53,7 +53,7 @@ def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> st
 
 
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
-    """Return a rule that may cease to apply while the armed probe exists."""
+    """Return the rule that now prevents a jump, and that may cease to apply while the probe is armed."""
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
     if not optimizer.allowed:
@@ -76,9 +76,9 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
 
 
 _OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
-"""Flags of the user's probe that its line shows."""
+"""Flags of the user's probe that its line in kprobes/list shows."""
 _WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
-"""Flags of the address's entry that show how hits are taken; other flags belong to the users' probes."""
+"""Flags of the aggregator probe that lines in kprobes/list show: they say how hits are taken."""
 
 
 def _line_end(flags: int) -> str:
@@ -89,13 +89,13 @@ def _line_end(flags: int) -> str:
 
 
 _LINE_ENDS = tuple(_line_end(flags) for flags in range(2 * max(flag.value for flag in KprobeFlag)))
-"""Value of flags -> end of the line."""
+"""Value of KprobeFlag -> end of a line in kprobes/list."""
 
 
 def line_head(addr: int, kind: str, where: Location | None, bits: int) -> str:
     """Return the beginning of a probe's line in kprobes/list.
 
-    `where` is None in a module that is unloaded.
+    `where` is the symbol and offset of the address; None if its module was unloaded.
     """
     text = (
         f"0x{addr:x} " if where is None else f"{where.symbol.name}+0x{where.offset:x}  {where.module or ' '} "
@@ -104,7 +104,7 @@ def line_head(addr: int, kind: str, where: Location | None, bits: int) -> str:
 
 
 def bucket_text(heads: Iterable[AggrKprobe], symbols: Kallsyms, bits: int = 64) -> str:
-    """Return the lines of a bucket's probes.
+    """Return the lines in kprobes/list for the probes of one hash bucket.
 
     Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1).
     """
@@ -122,7 +122,10 @@ def bucket_text(heads: Iterable[AggrKprobe], symbols: Kallsyms, bits: int = 64) 
 def blacklist_lines(
     blacklist: Iterable[tuple[int, int, str]], symbols: Kallsyms, bits: int = 64
 ) -> Iterator[str]:
-    """Iterate over the lines of the blacklist. Mirrors: kernel/kprobes.c:kprobe_blacklist_seq_show (v6.1)."""
+    """Iterate over the lines of kprobes/blacklist.
+
+    Mirrors: kernel/kprobes.c:kprobe_blacklist_seq_show (v6.1).
+    """
     digits = bits // 4
     for start, end, name in blacklist:
         where = symbols.lookup(start)

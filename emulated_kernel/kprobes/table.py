@@ -1,4 +1,4 @@
-"""ProbeTable: the entry of each probed address, and whether all probes are disarmed."""
+"""ProbeTable: the table of AggrKprobe objects by probed address, with the state "all disarmed"."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 
 KPROBE_HASH_BITS = 6
-"""Number of bits of a bucket's index. Linux has 64 hash buckets, and lists them in order."""
+"""Number of bits of a hash bucket's index. Linux has 64 buckets, and lists probes in the buckets' order."""
 GOLDEN_RATIO = {64: 0x61C8864680B583EB, 32: 0x61C88647}
 
 
 class ProbeTable:
-    """The entries of probed addresses. Mirrors: kernel/kprobes.c:kprobe_table (v6.1)."""
+    """Table: probed address -> AggrKprobe, its entry. Mirrors: kernel/kprobes.c:kprobe_table (v6.1)."""
 
     def __init__(self, bits: int = 64) -> None:
         """Make a table for addresses of `bits` bits."""
         self._bits = bits
         self._heads: dict[int, AggrKprobe] = {}
         self._buckets: tuple[dict[int, AggrKprobe], ...] = tuple({} for _ in range(1 << KPROBE_HASH_BITS))
-        """Buckets: address -> entry, in the order in which addresses were first probed."""
+        """Hash buckets, each a map: address -> entry, in the order in which addresses were first probed."""
         self.all_disarmed = False
         """Whether all probes are disarmed. Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
 
     def get(self, address: int) -> AggrKprobe | None:
-        """Return the entry of an address."""
+        """Return the entry of an address, or None."""
         return self._heads.get(address)
 
     def __iter__(self) -> Iterator[AggrKprobe]:
@@ -33,7 +33,7 @@ class ProbeTable:
         return iter(self._heads.values())
 
     def buckets(self, start: int = 0) -> Iterator[Iterator[AggrKprobe]]:
-        """Return the entries of each hash bucket from `start` on, the latest probed address first."""
+        """Return the entries of each hash bucket from index `start` on, the latest probed address first."""
         return (reversed(bucket.values()) for bucket in self._buckets[start:])
 
     def add(self, head: AggrKprobe) -> None:
@@ -43,13 +43,13 @@ class ProbeTable:
         self._buckets[hash_address(address, self._bits)][address] = head
 
     def remove(self, head: AggrKprobe) -> None:
-        """Remove an entry."""
+        """Remove the entry of an address."""
         address = head.address
         del self._heads[address]
         del self._buckets[hash_address(address, self._bits)][address]
 
     def valid(self, kprobe: Kprobe) -> AggrKprobe | None:
-        """Return the entry of which this probe is a member.
+        """Return the entry of which a probe is a member; None if the probe is not registered.
 
         Mirrors: kernel/kprobes.c:__get_valid_kprobe (v6.1).
         """
@@ -75,5 +75,5 @@ class ProbeTable:
 
 
 def hash_address(address: int, bits: int = 64) -> int:
-    """Return the hash bucket of an address of `bits` bits. Mirrors: include/linux/hash.h:hash_ptr."""
+    """Return the index of an address's hash bucket. Mirrors: include/linux/hash.h:hash_ptr."""
     return (address * GOLDEN_RATIO[bits] & (1 << bits) - 1) >> (bits - KPROBE_HASH_BITS)

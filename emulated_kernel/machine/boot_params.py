@@ -31,7 +31,10 @@ def write_boot_params(
 
 
 def per_cpu_base(image: KernelImage) -> int:
-    """Return the address of the boot CPU's per-CPU area: from the ABI table, or Linux's __per_cpu_load."""
+    """Return the address of the boot CPU's per-CPU area; 0 if the image does not name it.
+
+    Source: `percpu.base` of the ABI table, or else Linux's symbol __per_cpu_load.
+    """
     base = image.abi.get("percpu.base")
     return base if base is not None else image.kallsyms.lookup_name("__per_cpu_load") or 0
 
@@ -53,7 +56,7 @@ def per_cpu_address(image: KernelImage, name: str) -> int | None:
 
 
 def enter(regs: Regs, cpu: CpuModel, image: KernelImage, boot_params: int, host_stack: int) -> None:
-    """Set the registers at the entry point: boot parameters, sp = init_stack.top, interrupts off, others 0.
+    """Set the registers at the entry point: boot parameters, sp = init_stack.top, interrupts off, rest 0.
 
     An image without an ABI table starts on `host_stack`.
     """

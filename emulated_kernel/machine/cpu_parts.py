@@ -14,7 +14,7 @@ from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
-"""Function that adapts the hooks to Unicorn and tests it. It takes the result of find_cpu_state.
+"""Function that adapts the trap hooks to Unicorn and tests Unicorn, given the result of find_cpu_state.
 
 Raises: HardwareError (a check failed: Unicorn can't be used).
 """
@@ -27,7 +27,7 @@ class CpuParts:
     model: CpuModel
     adapt: Adapt
     hooks: type[TrapHooks]
-    """Class of the emulator's callbacks."""
+    """Class with the callbacks that Unicorn calls at traps."""
     delivery: type[Delivery]
     """Class that delivers interrupts to the guest."""
 

@@ -13,7 +13,7 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot, Vector
 
 MAX_ARGUMENTS = 6
 _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
-"""Vectors whose address is after the instruction, so that an exception table entry there doesn't apply."""
+"""Vectors of traps that report the address after the instruction, which the exception table is not for."""
 
 
 class HostCalls:
@@ -145,7 +145,7 @@ class HostCalls:
 
 
 def map_stack(memory: Memory, cpu: CpuModel, number: int, size: int = 4 * PAGE_SIZE) -> int:
-    """Map a host stack between unmapped guard pages; return its top."""
+    """Map host stack `number` between unmapped guard pages; return the address of its top."""
     base = cpu.layout.host_stacks + number * 0x100000 + PAGE_SIZE
     memory.map(base, memory.host_pages.alloc(size), size, Prot.READ | Prot.WRITE)
     return base + size

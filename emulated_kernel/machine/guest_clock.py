@@ -50,7 +50,7 @@ class GuestClock(ABC):
         """Read the time like the guest: the reading advances it, unless `holding` holds it."""
 
     def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
-        """Return a function that calls `call`, in which readings don't advance the time."""
+        """Return a wrapper of `call` during which readings don't advance the time."""
 
         def held(regs: Any) -> None:
             self._is_held = True
@@ -85,7 +85,7 @@ class RealClock:
         return now
 
     def advance(self, ns: int) -> None:
-        """Advance the time while nothing runs.
+        """Advance the time while no guest code runs.
 
         Deviates: the host doesn't wait while the guest sleeps; from then on the guest's time is ahead of real
         time.
@@ -97,7 +97,7 @@ class VirtualClock:
     """Time that only runs of the guest advance, so that the same seed and input give the same timestamps."""
 
     RUN_NS = 1_000
-    """Nanoseconds per run, on top of the steps taken by readings."""
+    """Nanoseconds by which each run of the guest advances the time, in addition to the steps of readings."""
 
     def __init__(self, cells: memoryview, seed: int) -> None:
         self._cells = cells

@@ -11,7 +11,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """A task, with the columns of machine/tasks."""
+    """A guest task; the fields are the columns of the file machine/tasks."""
 
     addr: int = field(metadata=ADDRESS)
     pid: int
@@ -23,17 +23,17 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class CpuInfo:
-    """A CPU, with the columns of machine/cpus."""
+    """A virtual CPU; the fields are the columns of the file machine/cpus."""
 
     number: int
     task: TaskInfo
     """The CPU's current task, even while the guest is stopped."""
     runnable: int
-    """Number of tasks that wait for the CPU."""
+    """Number of runnable tasks that wait for the CPU."""
     switches: int
-    """Task switches since boot."""
+    """Number of task switches since boot."""
     interrupts: int
-    """Hard interrupts since boot."""
+    """Number of hard interrupts since boot."""
 
     @property
     def is_idle(self) -> bool:
@@ -46,11 +46,11 @@ class Message:
     """One message of the kernel log."""
 
     sequence: int
-    """Number of messages before this one."""
+    """Sequence number: the number of messages before this one."""
     time_ns: int
-    """Nanoseconds since boot."""
+    """Time of the message in nanoseconds since boot."""
     level: int
-    """Mirrors: include/linux/kern_levels.h (v6.1)."""
+    """Log level. Mirrors: include/linux/kern_levels.h (v6.1)."""
     text: str
     """Lines of text, without a newline at the end."""
 
@@ -63,7 +63,7 @@ class Message:
 
 @dataclass(frozen=True)
 class SlabCache:
-    """One kmem_cache."""
+    """Memory use of one kmem_cache."""
 
     name: str
     objects: int
@@ -79,15 +79,15 @@ class MemoryInfo:
     total: int
     free: int
     reserve: int
-    """Free pages that aren't available to files."""
+    """Number of free pages that aren't available to files."""
     file: int
-    """Pages of ramfs files."""
+    """Number of pages that ramfs files use."""
     slab: int
     kernel_stack: int
 
     @property
     def available(self) -> int:
-        """Pages that files can still use."""
+        """Number of pages that files can still use."""
         return max(self.free - self.reserve, 0)
 
     def text(self) -> Iterator[str]:
@@ -114,17 +114,17 @@ class ModuleInfo:
     name: str
     """Name of the module."""
     size: int
-    """Size of its memory, in bytes."""
+    """Size of the module's memory in bytes."""
     users: int
-    """Its reference count."""
+    """Reference count of the module."""
     used_by: tuple[str, ...]
-    """Names of the modules that use it."""
+    """Names of the modules that use this module."""
     state: str
     """"Live", "Loading" or "Unloading"."""
     address: int = field(metadata=ADDRESS)
-    """Address of its text."""
+    """Address of the module's text."""
     digits: int
-    """Number of hexadecimal digits of an address."""
+    """Number of hexadecimal digits with which `line` shows an address."""
 
     def line(self, *, zero_address: bool) -> str:
         """Return the module's line of /proc/modules.

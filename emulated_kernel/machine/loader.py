@@ -11,7 +11,7 @@ from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 Placed = tuple[int, int, bool]
-"""A physical range [start, end), and True if it is writable."""
+"""A physical range: its start, its end (exclusive), and whether it is writable."""
 
 
 def page_up(value: int) -> int:
@@ -48,7 +48,7 @@ def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
 
 
 def _map_direct(memory: Memory, layout: MemoryLayout, placed: list[Placed]) -> None:
-    """Map all RAM in the direct map, never executable. Read-only parts of the image are read-only here too.
+    """Map all RAM in the direct map, never executable; read-only parts of the image stay read-only.
 
     If the image itself is in the direct map, its segments are already mapped.
     """
@@ -63,7 +63,7 @@ def _map_direct(memory: Memory, layout: MemoryLayout, placed: list[Placed]) -> N
 
 
 def _spans(placed: list[Placed], size: int) -> Iterator[Placed]:
-    """Yield the ranges of `placed` and the writable ranges between them."""
+    """Yield the ranges of `placed`, and writable ranges that fill the gaps between them up to `size`."""
     done = 0
     for start, end, writable in placed:
         if done < start:

@@ -1,4 +1,4 @@
-"""Machine: the complete emulated computer, which runs the guest and reports why it stopped."""
+"""Machine: the complete emulated computer. It runs the guest and reports the reason of each stop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from emulated_kernel.util.config import MachineConfig
 _HOST_SHARE = 4
 _HOST_LIMIT = 16 << 20
 _BOOT_LIMIT = 5.0
-"""Seconds that booting may take, independent of the run budget."""
+"""Maximum time for booting in seconds, independent of the run budget."""
 
 
 class Machine(ProbedMachine):
@@ -147,7 +147,7 @@ class Machine(ProbedMachine):
     def _boot(self) -> None:
         self._stale: StaleFetch | None = None
         self._is_preempted = False
-        """The last run was preempted, so the next one continues it."""
+        """Whether the last run was preempted, so that the next run continues it."""
         self.boot_ns = time_ns() if self.config.clock == "real" else 0
         """Wall time of the guest's boot as the guest sees it, in nanoseconds since the epoch."""
         params = boot_params.write_boot_params(
@@ -171,7 +171,7 @@ class Machine(ProbedMachine):
         self._cr2_offset = self.image.abi.get("percpu.host_cr2")
 
     def _panic_message(self, trap: Trap) -> str:
-        """Return the message of a kernel panic, or "" if the trap isn't a panic."""
+        """Return the message of the kernel panic that ended a run, or "" if `trap` isn't a panic."""
         with suppress(MemoryFault):
             if trap.number == Hypercall.PANIC:
                 return self.memory.read_cstring(trap.args[0], 200).decode("ascii", "replace")
@@ -184,7 +184,7 @@ class Machine(ProbedMachine):
 
     @property
     def run_budget(self) -> float:
-        """Budget of a run in seconds; see MachineConfig."""
+        """Maximum CPU time of a run in seconds; see MachineConfig."""
         return self._runner.watchdog.budget
 
     @run_budget.setter
@@ -242,7 +242,7 @@ class Machine(ProbedMachine):
             self._quantum.disarm()
 
     def serialise(self) -> None:
-        """Drop the prefetched bytes of all CPUs, which are stopped."""
+        """Drop the prefetched bytes of all CPUs, as a serialising instruction does; all CPUs are stopped."""
         if self._stale is not None:
             self._stale.serialise_all()
 
@@ -252,7 +252,7 @@ class Machine(ProbedMachine):
             self.hooks.stop(stop)
 
     def switch_to(self, number: int) -> None:
-        """Make another CPU the current one; the state of the previous one is saved.
+        """Make another CPU the current one, and save the state of the previous CPU.
 
         Raises: HardwareError (called from within a run).
         """
@@ -271,7 +271,7 @@ class Machine(ProbedMachine):
             callback(number)
 
     def start_cpu(self, number: int, entry: int, stack: int) -> None:
-        """Prepare another CPU: when it is switched to, it starts at `entry` with interrupts off."""
+        """Prepare a CPU that is not current: after `switch_to` it starts at `entry`, with interrupts off."""
         here = self.cpus[self.cpu]
         cpu = self.cpus[number]
         here.save()
@@ -302,17 +302,17 @@ class Machine(ProbedMachine):
         return values
 
     def answer(self, value: int, *args: int) -> None:
-        """Answer the hypercall at which the guest stopped (USER: system call number, then its arguments)."""
+        """Answer the hypercall at which the guest stopped. USER: a system call's number and arguments."""
         regs = self.regs
         setattr(regs, self.model.hypercall_register, value)
         for name, argument in zip(self.model.syscall_arguments, args, strict=False):
             setattr(regs, name, argument)
 
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
-        """Interrupt the stopped guest; it enters its handler in the next run.
+        """Interrupt the stopped guest, which enters its interrupt handler in the next run.
 
-        Raises: GuestFault (DOUBLE_FAULT: its stack can't take the frame), HardwareError (the image has no
-        interrupt handler).
+        Raises: GuestFault (DOUBLE_FAULT: the guest's stack can't take the frame), HardwareError (the image
+        has no interrupt handler).
         """
         if not self._delivery.possible:
             raise HardwareError("the image takes no interrupts")

@@ -11,18 +11,18 @@ MODULE_SPACE_SIZE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """The first address of each region, and the sizes of some in bytes."""
+    """First address of each region of the guest's address space; fields with `_size` are in bytes."""
 
     user_buffers: int
-    """Bounce buffers that serve as user memory (readable, writable, user)."""
+    """Bounce buffers that serve as user memory, readable and writable in user mode."""
     direct_map: int
-    """Direct map of all RAM; read-only parts of the image are read-only here too."""
+    """Direct map of all RAM; read-only parts of the image are read-only in the direct map too."""
     direct_map_size: int
     """Largest RAM size that the direct map can hold."""
     host_stacks: int
     """Stacks for functions that the host calls, separated by unmapped pages."""
     kernel_map: int
-    """Link address of physical address 0: a segment is loaded at physical address - kernel_map."""
+    """Link address of physical address 0: a segment is loaded at its link address minus kernel_map."""
     text_space: int
     """Insn slots and detour buffers, within the reach of a jump from the image."""
     module_space: int
@@ -32,4 +32,4 @@ class MemoryLayout:
     record_pages: int
     """Pages of ring buffers; host memory is only used for pages that were written."""
     record_pages_size: int
-    """Size of the region for ring buffer pages."""
+    """Size in bytes of the region for pages of ring buffers."""

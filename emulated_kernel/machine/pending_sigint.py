@@ -1,7 +1,8 @@
 """SIGINTs that Python has not handled yet.
 
 Python calls a signal's handler only between two of its own instructions. While hits stay in the guest, the
-main thread executes none, for as long as the run's budget allows. Another thread can look here meanwhile.
+main thread executes no instruction of Python, for as long as the run's budget allows. Another thread can call
+`pending` meanwhile.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from itertools import takewhile
 
 _MOST = 4096
 _pair: tuple[socket.socket, socket.socket] | None = None
-"""The sockets to read from and that Python writes signal numbers to; signals belong to the whole process."""
+"""Two sockets: one to read signal numbers from, and one to which Python writes them. Signals belong to the
+whole process."""
 
 
 def watch() -> None:
-    """Keep the numbers of the signals that arrive from now on, unless another part of the program does so.
+    """Record signals that arrive from now on, unless another part of the program uses set_wakeup_fd().
 
     Raises: ValueError (not in the main thread).
     """
@@ -35,7 +37,7 @@ def watch() -> None:
 
 
 def _watch_in_child() -> None:
-    """Give a forked process sockets of its own, if its signals come here."""
+    """Give a forked process its own sockets, if the parent's sockets record the signals."""
     global _pair
     if _pair is not None:
         of_parent = _pair[1].fileno()
@@ -66,7 +68,7 @@ def pending() -> int:
 
 
 def take() -> int:
-    """Return the number of SIGINTs that one call of the handler is for, and forget them."""
+    """Return the number of SIGINTs for which Python has called the handler now, and forget the SIGINTs."""
     if _pair is None:
         return 1
     with suppress(BlockingIOError):

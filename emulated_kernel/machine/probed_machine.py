@@ -18,13 +18,13 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 
 
 class ProbedMachine(ABC):
-    """Registers, memory, text and traps of a machine, for the built-in kernel and for Linux."""
+    """Interface to a machine's registers, memory, text and traps, for the built-in kernel and for Linux."""
 
     model: CpuModel
-    """The machine's instruction set and memory map."""
+    """Model of the machine's CPUs, with instruction set and memory map."""
     regs: Regs
     hooks: TrapHooks
-    """Receiver of the guest's traps."""
+    """Callbacks that receive the guest's traps."""
     memory: GuestMemory
     text: Text
     records: RecordMemory
@@ -36,23 +36,23 @@ class ProbedMachine(ABC):
 
     def __init__(self) -> None:
         self.damage = DamageReports()
-        """Reports what the guest has damaged."""
+        """Logs which data of the guest are damaged."""
         self.on_leave: list[Callable[[], None]] = []
         """Functions to call after a run on a host stack.
 
-        A guest function that was interrupted in it never returns.
+        A guest function that is pending at the end of the run never returns.
         """
         self.on_switch: list[Callable[[int], None]] = []
-        """Functions to call with the number of the new current CPU."""
+        """Functions to call with the CPU's number when another CPU becomes the current one."""
         self.clock_loops: list[range] = []
-        """Ranges of text that read the clock and repeat if it has changed in between."""
+        """Ranges of text that read the clock, and repeat that if the clock has changed in between."""
         self.interrupt_if: list[Callable[[], bool]] = []
-        """The current CPU takes an interrupt at its current instruction only if all of these return True."""
+        """Functions that must all return True for the current CPU to take an interrupt at its instruction."""
         self.in_handler: list[Callable[[int], bool]] = []
         """Functions that return True for an ip in a compiled handler, where a record may be half-written."""
 
     def in_clock_loop(self, address: int) -> bool:
-        """Return True if an address is in one of `clock_loops`; handlers there must not advance the clock."""
+        """Return True if an address is in one of `clock_loops`; handlers must not advance the clock there."""
         return any(address in loop for loop in self.clock_loops)
 
     @abstractmethod
@@ -61,11 +61,11 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def send_back(self, number: int, ip: int, /) -> None:
-        """Let a CPU continue at `ip`; only during a run, and the current CPU is left alone."""
+        """During a run, let another CPU continue at `ip`; do nothing for the current CPU."""
 
     @abstractmethod
     def alloc_pages(self, size: int, /) -> int:
-        """Allocate zeroed host pages that the guest can read and write; return an address in the direct map.
+        """Allocate zeroed host pages that the guest can read and write; return their direct map address.
 
         Raises: HardwareError (none left).
         """
@@ -76,20 +76,20 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` at the end of a quantum; if it returns False, the CPU runs one more instruction."""
+        """Call `may_end` at each end of a quantum; if it returns False, the CPU runs one more instruction."""
 
     @property
     def breakpoints(self) -> TrapHandlers:
-        """Address of an int3 -> handler, which is called during the run with regs.ip after the int3."""
+        """Address of an int3 -> handler. It is called during the run, with regs.ip after the int3."""
         return self.hooks.breakpoints
 
     @property
     def debug_traps(self) -> TrapHandlers:
-        """Address at which a single step ends -> handler, called during the run with regs.ip there."""
+        """Address at which a single step ends -> handler. It is called during the run, with regs.ip there."""
         return self.hooks.debug_traps
 
     def raise_fault(self, fault: MemoryFault) -> None:
-        """Raise a page fault of the instruction at regs.ip; only from a breakpoint handler."""
+        """Raise a page fault of the instruction at regs.ip; call this only in a breakpoint handler."""
         present = self.memory.is_mapped(fault.address)
         trap = self.model.access_fault(self.regs.ip, fault.address, write=fault.write, present=present)
         self.hooks.raise_exception(trap)

@@ -10,11 +10,11 @@ from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 
 _FEWEST = 1
-"""Fewest instructions of a run; an interrupt before the first one would lose the host's answer."""
+"""Minimum number of instructions of a run; an interrupt before the first one would lose the host's answer."""
 
 
 class Quantum:
-    """Counts instructions, with a callback for each one; for tests of interleaved CPUs.
+    """Ends runs after a random number of instructions, which a callback counts; for tests of several CPUs.
 
     The places where runs end depend on the seed and on the executed instructions, not on time.
     """

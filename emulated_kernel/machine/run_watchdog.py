@@ -13,17 +13,20 @@ from types import CodeType
 from emulated_kernel.util.threads import start_thread
 
 _THREAD_CPU_CLOCK = 6
-"""Low bits of the clock id that Linux gives a thread's CPU time. Mirrors: linux/posix-timers.h."""
+"""Low bits of the clock id for a thread's CPU time on Linux. Mirrors: linux/posix-timers.h."""
 
 
 LOOK = 0.25
-"""Seconds between two calls of `is_unwanted` or `is_interrupted` during a run."""
+"""Period in seconds for calls of `is_unwanted` and `is_interrupted` during a run."""
 HANDLERS_FREE = 0.75
-"""Share of the callbacks' time that doesn't count; the rest stops a guest that loops from hit to hit."""
+"""Share of the callbacks' time that doesn't count towards the budget.
+
+The rest counts, so that a guest that loops from hit to hit is stopped.
+"""
 
 
 class HandlerTime:
-    """CPU seconds of the host's callbacks within runs, such as probe handlers; measured only in long runs.
+    """Measures the CPU time of callbacks within runs, such as probe handlers; only in long runs.
 
     The guest isn't responsible for the time of handlers, however many probes a function has.
     """
@@ -32,15 +35,15 @@ class HandlerTime:
 
     def __init__(self) -> None:
         self.callbacks: set[CodeType] = set()
-        """Code of the functions that the emulator calls; each checks `is_measured` and calls `measure`."""
+        """Code objects of Unicorn's callbacks. Each callback checks `is_measured` and calls `measure`."""
         self.is_measured = False
         self.is_kept = False
-        """Continue to measure in the next runs."""
+        """Whether the measurement continues in the next runs."""
         self._kept_from = 0.0
         self.seconds = 0.0
-        """Total of the measured time."""
+        """Total of the measured CPU time in seconds."""
         self.since = 0.0
-        """CPU time of the thread when the current measured callback began; 0.0 if there is none."""
+        """CPU time of the thread at the start of the measured callback in progress; 0.0 if there is none."""
 
     def keep(self) -> None:
         """Measure from now on, in all runs until `is_kept` is set to False."""
@@ -50,7 +53,7 @@ class HandlerTime:
 
     @property
     def kept(self) -> float:
-        """Seconds since `keep` that don't count towards a budget."""
+        """Number of seconds measured since `keep` that don't count towards a budget."""
         return HANDLERS_FREE * (self.seconds - self._kept_from) if self.is_kept else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
@@ -65,12 +68,12 @@ class HandlerTime:
             self.since = 0.0
 
     def until(self, now: float) -> float:
-        """Return the total up to `now`, a CPU time of the running thread, including the current callback."""
+        """Return the total of measured time up to the thread's CPU time `now`, with the current callback."""
         since = self.since
         return self.seconds + (now - since if since else 0.0)
 
     def is_within(self, thread: int) -> bool:
-        """Return True if a thread is in a callback."""
+        """Return True if the thread with this identifier is in a callback."""
         frame = sys._current_frames().get(thread)
         while frame is not None and frame.f_code not in self.callbacks:
             frame = frame.f_back
@@ -80,8 +83,8 @@ class HandlerTime:
 class Watchdog:
     """Stops a run after `budget` seconds of CPU time; in the second half, callbacks count little.
 
-    Arming costs only two stores: the thread wakes by itself, at most once per budget, and then reads the
-    start of the current run. If nothing runs, it waits without a timeout.
+    Arming costs only two stores: the watchdog's thread wakes by itself, at most once per budget, and then
+    reads the start of the current run. If no guest runs, the thread waits without a timeout.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Watchdog:
         budget: float,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Take a function that stops runs of the main thread by returning True: `is_interrupted`."""
+        """`stop` ends a run. If `is_interrupted` returns True, a run of the main thread is stopped."""
         self._stop = stop
         self._is_interrupted = is_interrupted
         self._handler_time = handler_time
@@ -103,7 +106,7 @@ class Watchdog:
         self._seen = 0.0
         self._seen_cpu = 0.0
         self._half: float | None = None
-        """Counted CPU seconds at the moment when the measurement of callbacks began; None before."""
+        """Counted CPU seconds at the start of the measurement of callbacks; None before that."""
         self._expired = -1.0
         self._stopping = -1.0
         self._parked = False
@@ -112,15 +115,15 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._is_unwanted: Callable[[], bool] | None = None
         self._sleeps_long = False
-        """The thread sleeps until a run's budget ends, without calls of `is_unwanted` in between."""
+        """Whether the thread sleeps until a run's budget ends, without calls of `is_unwanted` in between."""
         self.was_unwanted = False
-        """True if the last stopped run was stopped because nobody waits for its result."""
+        """Whether `is_unwanted` stopped the last stopped run, because no caller waits for its result."""
         self.was_interrupted = False
-        """True if the last stopped run was stopped by `is_interrupted`."""
+        """Whether `is_interrupted` stopped the last stopped run."""
 
     @property
     def budget(self) -> float:
-        """Seconds that each further run may take."""
+        """Maximum CPU time in seconds of each further run."""
         return self._budget
 
     @budget.setter
@@ -156,7 +159,7 @@ class Watchdog:
             self._thread = start_thread("run-budget", self._watch)
 
     def disarm(self) -> bool:
-        """End the time of a run; return True if it was stopped. No stop arrives after this returns."""
+        """End the time of a run; return True if the run was stopped. No stop arrives after the return."""
         started = self._started
         self._started = 0.0
         # Order matters, as in _expire: either the thread sees the end, or this code sees that it is stopping.
@@ -172,7 +175,7 @@ class Watchdog:
         return self._expired == self._started
 
     def close(self) -> None:
-        """End the thread."""
+        """End the watchdog's thread, and wait until it has ended."""
         self._closed = True
         self._wake.set()
         if self._thread is not None:
@@ -198,7 +201,7 @@ class Watchdog:
             self._guard(self._started)
 
     def _guard(self, started: float) -> None:
-        """Sleep until the budget of the run that began at `started` ends, or stop it if it is used up."""
+        """Sleep until the budget of the run that began at `started` ends, or stop the run if it has ended."""
         self._sleeps_long = True
         is_unwanted = self._is_unwanted
         remaining = self._remaining(started)
@@ -214,7 +217,7 @@ class Watchdog:
         self._sleep(min(longest, LOOK) if is_unwanted or is_main else longest)
 
     def _remaining(self, started: float) -> float:
-        """Return a lower bound of the seconds that the run may still take."""
+        """Return a lower bound, in seconds, of the time that the run may still take."""
         half = self._allowed / 2
         handlers = self._handler_time
         cpu = self._cpu_of_run(started)
@@ -231,7 +234,7 @@ class Watchdog:
         return self._half + half - (used - HANDLERS_FREE * handlers.until(cpu))
 
     def _cpu_of_run(self, started: float) -> float:
-        """Return the CPU time of the running thread, and note it at the first call for a run.
+        """Return the CPU time of the thread that runs the guest, and note it at the first call for a run.
 
         CPU time is used because on a busy host a run that waits for a CPU must not be taken for a loop.
         """

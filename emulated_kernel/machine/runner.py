@@ -1,4 +1,4 @@
-"""Runner: resumes the guest, and determines why it stopped."""
+"""Runner: resumes the guest, and determines the reason of each stop."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Runner:
         """True while the guest runs, also inside hooks."""
         self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
-        """Cached addresses just after a `hlt` at which the guest stopped. That text is never patched."""
+        """Cached addresses after each `hlt` at which the guest has stopped; its text is never patched."""
 
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
-        """Run until the guest stops; without `tick`, its time continues from the last reading.
+        """Run until the guest stops; without `tick`, the guest's time continues from the last reading.
 
         `budget` is the run's budget in seconds; None takes the machine's budget.
 
@@ -66,7 +66,7 @@ class Runner:
         return self._why_stopped(self.hooks.run(self.regs.ip), self.watchdog.has_expired)
 
     def check_stopped(self) -> None:
-        """Check that the guest isn't running. Raises: HardwareError (it is)."""
+        """Check that the guest isn't running. Raises: HardwareError (the guest is running)."""
         if self.is_running:
             raise HardwareError("the guest runs already: not allowed in a hook")
 

@@ -11,7 +11,7 @@ PidObservers = list[Callable[[int], None]]
 class TaskObserver:
     """Base class of observers, which override the methods of events they need.
 
-    The guest is stopped in a call.
+    The guest is stopped during each call of a method.
     """
 
     def request_begins(self) -> None:
@@ -36,7 +36,7 @@ class TaskObserver:
         """Handle the release of an exited task's task_struct at address `task`."""
 
     def exited(self, pid: int) -> None:
-        """Handle the removal of a task whose host process has ended; the pid isn't reported any more."""
+        """Handle the removal of a task whose host process has ended; no later event has this pid."""
 
     def died(self, pid: int) -> None:
         """Handle the death of a task: by exit, by a signal or by an oops."""
@@ -57,7 +57,7 @@ class TaskEvents:
         self.died: PidObservers = []
 
     def watch(self, *observers: TaskObserver) -> None:
-        """Notify these observers from now on, in their order, after those that came before."""
+        """Add observers. At an event they are called in this order, after all earlier observers."""
         for observer in observers:
             for event, callbacks in vars(self).items():
                 if getattr(type(observer), event) is not getattr(TaskObserver, event):

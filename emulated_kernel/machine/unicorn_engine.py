@@ -1,4 +1,4 @@
-"""Engine: binding of libunicorn by ctypes. The Python binding takes 2 us per register and 40 ms to import."""
+"""Engine: a ctypes binding of libunicorn. Unicorn's own takes 2 us per register and 40 ms to import."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _CTL_FLUSH_TB = _CTL_WRITE | 10
 _CTL_FLUSH_TLB = _CTL_WRITE | 11
 _CTL_TCG_BUFFER_SIZE = _CTL_WRITE | 1 << 26 | 13
 TRANSLATED = 16 << 20
-"""Bytes of the buffer for translated code. By default code fills one GiB before any of it is freed."""
+"""Size in bytes of the buffer for translated code. By default, code fills one GiB before any is freed."""
 
 INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
 
 INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-"""Callback for syscall, which ignores the result, and rdtsc, which needs 1 if the callback emulated it."""
+"""Type of callbacks for rdtsc, which return 1 if they emulated it, and for syscall (result ignored)."""
 IN_CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
 )
@@ -59,7 +59,7 @@ _LIBRARIES = {"darwin": "libunicorn.2.dylib"}
 
 
 def _library_path() -> str:
-    """Return the path of libunicorn in the binding's package, which isn't imported; else its plain name."""
+    """Return the path of libunicorn in Unicorn's Python package, without an import; else the plain name."""
     name = _LIBRARIES.get(sys.platform, "libunicorn.so.2")
     spec = importlib.util.find_spec("unicorn")
     places = [os.environ.get("LIBUNICORN_PATH", "")]
@@ -70,7 +70,7 @@ def _library_path() -> str:
 
 
 def library_release() -> int:
-    """Return Unicorn's version, a byte each for major, minor, patch and extra.
+    """Return Unicorn's version as a number with four bytes: major, minor, patch and extra.
 
     Raises: OSError (there is no library).
     """
@@ -78,11 +78,11 @@ def library_release() -> int:
 
 
 class CodeCache(ABC):
-    """Cache of translated code, which must be dropped when text changes."""
+    """Interface of a cache of translated code, which must be dropped when text changes."""
 
     @abstractmethod
     def remove_cache(self, start: int, end: int) -> None:
-        """Drop code translated from virtual addresses [start, end), which must be in one page."""
+        """Drop the code translated from the virtual addresses [start, end), which must be in one page."""
 
     @abstractmethod
     def flush_code(self) -> None:
@@ -97,7 +97,7 @@ class Engine(CodeCache):
     """
 
     def __init__(self, arch: int, mode: int, cpu_model: int | None = None) -> None:
-        """Open an engine; `cpu_model` is Unicorn's number of a CPU other than its default."""
+        """Open an engine; `cpu_model` is Unicorn's id of a CPU model, or None for the default model."""
         path = _library_path()
         try:
             held = ctypes.PyDLL(path)
@@ -114,9 +114,9 @@ class Engine(CodeCache):
         self.exit_switch: memoryview | None = None
         """Unicorn's field no_exit_request, if quirks.stops.find_exit_switch found it."""
         self.parked: BaseException | None = None
-        """Exception that a callback raised, until TrapHooks.check() raises it."""
+        """Exception that a callback raised, stored until TrapHooks.check() raises it; else None."""
         self.is_interrupted = False
-        """A SIGINT arrived during a run; the caller of the guest raises it after the current operation."""
+        """Whether a SIGINT arrived during a run. The caller of the guest raises it after the operation."""
         self._bind()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             # signal() raises ValueError in other threads; only the main thread runs signal handlers.
@@ -153,19 +153,19 @@ class Engine(CodeCache):
             raise HardwareError(f"{what}: {self.strerror(error)}")
 
     def strerror(self, error: int) -> str:
-        """Return Unicorn's text for a uc_err."""
+        """Return Unicorn's message for a uc_err."""
         function = self._held.uc_strerror
         function.restype = ctypes.c_char_p
         return str(function(error).decode())
 
     @property
     def version(self) -> tuple[int, int]:
-        """Major and minor version of Unicorn."""
+        """Version of Unicorn: major and minor number."""
         packed = int(self._held.uc_version(None, None))
         return packed >> 24, packed >> 16 & 0xFF
 
     def reg_read(self, register: int) -> int:
-        """Return a register of up to 64 bits."""
+        """Return the value of a register of up to 64 bits."""
         self._cell.value = 0
         self._reg_read(self.handle, register, self._cell_pointer)
         return self._cell.value
@@ -210,7 +210,7 @@ class Engine(CodeCache):
         data: int | None = None,
         keep: tuple[object, ...] = (),
     ) -> ctypes.c_void_p:
-        """Register a ctypes callback for an address, a range or all, and keep it as long as the engine.
+        """Register a ctypes callback for one address, a range or all addresses, and keep the callback alive.
 
         `instruction` is Unicorn's number of an instruction, for HOOK_INSN. The callback can also be the
         address of host code. It gets the address `data`; `keep` contains objects that it uses.
@@ -267,16 +267,16 @@ class Engine(CodeCache):
         raise KeyboardInterrupt
 
     def stop(self) -> None:
-        """End the current run; callable from any thread. See `stops_between_blocks` for the place."""
+        """End the current run, from any thread. Where the run ends depends on `stops_between_blocks`."""
         self._emu_stop(self.handle)
 
     @property
     def stops_between_blocks(self) -> bool:
-        """True if runs are only stopped between blocks. Otherwise effects of instructions can be repeated."""
+        """Whether runs are stopped only between blocks. Otherwise effects of instructions can be repeated."""
         return self.exit_switch is not None and bool(self.exit_switch[0])
 
     def stop_between_blocks(self, only: bool) -> None:
-        """Select if runs are stopped only between blocks, or also after each hook and memory access."""
+        """Select whether runs are stopped only between blocks, or also after each hook and memory access."""
         if self.exit_switch is not None:
             self.exit_switch[0] = int(only)
             self.flush_code()
@@ -308,7 +308,7 @@ class Engine(CodeCache):
         return int(function(self.handle))
 
     def saved_context(self) -> bytes:
-        """Return the CPU state as bytes, for an engine with the same library and CPU model."""
+        """Return the CPU state as bytes, for `restore_context` in an engine of this library and CPU model."""
         context = self._scratch_context
         self.context_save(context)
         assert context.value is not None
@@ -333,7 +333,7 @@ class Engine(CodeCache):
         self._check(self._context_restore(self.handle, context), "uc_context_restore")
 
     def context_read(self, context: ctypes.c_void_p, register: int) -> int:
-        """Return a register of up to 64 bits from a saved context."""
+        """Return the value of a register of up to 64 bits in a saved context."""
         self._cell.value = 0
         self._check(self._context_reg_read(context, register, self._cell_pointer), "uc_context_reg_read")
         return self._cell.value

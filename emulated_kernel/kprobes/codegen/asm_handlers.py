@@ -1,4 +1,4 @@
-"""Handlers in assembly: their machine code, and their cells, which Python reads and writes by name."""
+"""Handlers in assembly: their machine code, and their variables (cells), which Python accesses by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MASK = (1 << 8 * CELL_SIZE) - 1
 
 
 class PerCpuVars(MutableMapping[str, int]):
-    """The cells of a probe by name, a mapping: one unsigned 64-bit number per CPU.
+    """Mapping of names to the cells of a probe: each cell has one unsigned 64-bit number per CPU.
 
     Reading a cell returns the sum over all CPUs modulo 2**64. Writing sets the first CPU's number, and the
     others to 0. Cells can be set before the probe is registered, and keep their values after it is
@@ -31,14 +31,14 @@ class PerCpuVars(MutableMapping[str, int]):
         """Views of the cells in guest memory while the probe is registered, otherwise None."""
 
     def per_cpu(self, name: str) -> list[int]:
-        """Return the number of each CPU. Raises: KeyError."""
+        """Return the number of each CPU in a cell. Raises: KeyError (no such cell)."""
         return list(self._values[name]) if self._live is None else [view[0] for view in self._live[name]]
 
     def __getitem__(self, name: str) -> int:
         return sum(self.per_cpu(name)) & _MASK
 
     def __setitem__(self, name: str, value: int) -> None:
-        """Set a cell. Raises: KeyError (the code of a registered probe has no such cell)."""
+        """Set a cell's sum to `value`. Raises: KeyError (the code of a registered probe has no such cell)."""
         if self._live is None:
             self._values[name] = [value & _MASK]
             return
@@ -46,7 +46,7 @@ class PerCpuVars(MutableMapping[str, int]):
             view[0] = 0 if number else value & _MASK
 
     def __delitem__(self, name: str) -> None:
-        """Delete a cell. Raises: KeyError, ValueError (the probe is registered)."""
+        """Delete a cell. Raises: KeyError (no such cell), ValueError (the probe is registered)."""
         if self._live is not None:
             raise ValueError("the cells of a registered probe are in use")
         del self._values[name]
@@ -71,13 +71,13 @@ class PerCpuVars(MutableMapping[str, int]):
         self._live = live
 
     def _detach(self) -> None:
-        """Move the values out of guest memory again."""
+        """Move the values of the cells from guest memory to Python, before the guest memory is freed."""
         self._values = {name: self.per_cpu(name) for name in self}
         self._live = None
 
 
 class HandlerPoint(Enum):
-    """Time at which a handler in assembly runs; the value is the attribute that holds its text."""
+    """Time at which a handler in assembly runs; the value names the probe's attribute that has its text."""
 
     PRE = "code"
     POST = "post_code"
@@ -125,15 +125,15 @@ class AssembledHandlers:
 
     @property
     def faults(self) -> int:
-        """Number of hits whose code ended at an instruction that faulted."""
+        """Number of hits at which a handler in assembly ended at an instruction that faulted."""
         return sum(view[0] for view in self._views(self._faults))
 
     def reads(self, moment: HandlerPoint) -> frozenset[str]:
-        """Return the pt_regs names of the registers whose values a handler needs."""
+        """Return the pt_regs names of the registers that the handler for `moment` reads."""
         return self._assemblies[moment].reads
 
     def emit(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:
-        """Add the handler for `moment` to a program, if there is one.
+        """Add the handler in assembly for `moment` to a program, if the probe has such a handler.
 
         A fault skips the rest of the handler.
         """
@@ -147,16 +147,16 @@ class AssembledHandlers:
         builder.place(done)
 
     def detach(self) -> None:
-        """Keep the values of the cells after the probe was unregistered."""
+        """Copy the values of the cells to Python, because the probe was unregistered."""
         self._cells._detach()
 
     def free(self) -> None:
-        """Free the guest memory. No CPU may run the code any more."""
+        """Free the guest memory of the cells. No CPU may run the handlers any more."""
         self._records.free_percpu(self._faults)
 
 
 class FailureCount:
-    """A user's record of a probe whose handlers may raise in Python, or fault in assembly."""
+    """Base class of the users' probes, whose handlers may raise in Python, or fault in assembly."""
 
     __slots__ = ()
 
@@ -170,20 +170,20 @@ class FailureCount:
 
 
 class AssemblyOwner(ABC):
-    """An object of the engine that has handlers in assembly."""
+    """Interface of the engine's objects that have handlers in assembly."""
 
     __slots__ = ()
 
     @abstractmethod
     def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
-        """Add only the assembly for `point` to a program."""
+        """Add the handlers in assembly for `point` to a program, and no other code."""
 
     @abstractmethod
     def miss_assembly(self, point: HandlerPoint) -> None:
-        """Count a missed hit if there is a handler for `point`."""
+        """Count a missed hit if the owner has a handler in assembly for `point`."""
 
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
-    """Return the texts of a probe's handlers in assembly, by the time at which they run."""
+    """Return a map: time at which a handler in assembly runs -> its text, for the handlers of a probe."""
     given = {point: getattr(probe, point.value, None) for point in HandlerPoint}
     return {point: text for point, text in given.items() if text is not None}

@@ -12,13 +12,13 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 
 
 class AsmThunks:
-    """Which CPUs run handlers of a hit for Python now, and what Python does when they return."""
+    """Runs handlers in assembly in the guest for hits that Python handles, then continues in Python."""
 
     def __init__(self, machine: ProbedMachine, compiler: Compiler) -> None:
         self._machine = machine
         self._compiler = compiler
         self._awaited: dict[int, tuple[int, Callable[[Regs], object]]] = {}
-        """CPU -> ip of the hit, and what Python does when the handlers return."""
+        """CPU number -> ip of the hit, and the function that Python calls when the handlers have ended."""
 
     def run_asm_handlers(
         self,
@@ -31,9 +31,10 @@ class AsmThunks:
     ) -> bool:
         """Let the guest run the owners' handlers, and then call `on_return` with the live registers.
 
-        Return False if there is no room for their code: they are missed, and `on_return` is not called.
-        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
-        its owners: see Compiler.drop_asm_thunks.
+        Return False if there is no room for the handlers' code. Then the hit counts as missed for the owners,
+        and `on_return` is not called.
+        `in_frame`: the probed code's registers are in a struct pt_regs at sp. The compiled code is kept for
+        further hits, until Compiler.drop_asm_thunks is called for an owner.
         """
 
         def emit(builder: ProgramBuilder) -> None:

@@ -31,14 +31,17 @@ from emulated_kernel.util.errors import KernelError
 _log = logging.getLogger(__name__)
 
 Rest = Callable[[int], bytes]
-"""Return the code that follows a handler, for its address. Raises: KernelError (out of reach)."""
+"""Function that takes an address and returns the code that follows a handler there.
+
+Raises: KernelError (an address that the code must reach is out of its reach).
+"""
 EmitAll = Callable[[ProgramBuilder], object]
-"""Adds everything that is to run to a program."""
+"""Function that adds all handlers that shall run to a program."""
 SHORTAGES = (MemoryError, ImportError, OSError)
 """Exceptions that mean that the host has no memory or descriptor, or that no address is within reach.
 
-They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.tell,
-because a package that can't be imported looks the same.
+They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.tell. It
+logs the error, because a package that can't be imported raises an ImportError too.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -80,20 +83,20 @@ class Compiler:
         self.saves_all = profile.saving is RegisterSaving.ALL
         """Whether handlers save every register."""
         self.enabled = profile.compiled
-        """Whether new code is to be compiled. Existing code stays until it is dropped."""
+        """Whether the compiler compiles new code. Existing code stays until it is dropped."""
         self.made = 0
         """Number of handlers compiled so far."""
         self.fixups: dict[int, int] = {}
-        """Address of an access that may fault -> address where the CPU then continues."""
+        """Address of an instruction that may fault -> address at which the CPU continues after the fault."""
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
-        """Owners and variant -> assembly that the guest runs at hits that Python handles."""
+        """Owners and variant -> compiled handlers in assembly, for hits that Python handles."""
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
         self._left = MOST_HANDLERS
-        """Number of handlers that may still be compiled while the lock is held this time."""
+        """Number of handlers that may still be compiled until the control lock is released."""
         self._told = ""
 
     def contains(self, address: int) -> bool:
@@ -101,7 +104,7 @@ class Compiler:
         return address in self._text.generated and any(code.contains(address) for code in self.codes)
 
     def keep_sample(self, head: AggrKprobe, regs: Any) -> None:
-        """Keep the registers of a hit. Benchmarks run the compiled handler on them."""
+        """Store a hit's registers in `head.sample`. Benchmarks run the compiled handler with these values."""
         head.sample = {name: getattr(regs, name) for name in self._sampled}
 
     def tell(self, error: Exception) -> None:
@@ -119,9 +122,9 @@ class Compiler:
     # Creation
 
     def load(self) -> bool:
-        """Load the decoder that compiling needs; return False if the host has nothing to load it with.
+        """Load the decoder that compiling needs; return False if the host lacks memory or a package for it.
 
-        It is called before the first probe is armed. If it fails, each compilation tries it again.
+        The first arming of a probe calls this method. If it fails, each compilation tries again.
         """
         try:
             self._arch.load_decoder()
@@ -132,7 +135,7 @@ class Compiler:
 
     @property
     def may_compile(self) -> bool:
-        """True if new code is to be compiled, and can be."""
+        """Whether compilation is enabled, and the decoder is loaded."""
         return self.enabled and self.load()
 
     def may_make(self, handlers: int = 1) -> bool:
@@ -200,7 +203,7 @@ class Compiler:
         return code
 
     def made_behind(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
-        """Return the result of `behind` if the code still exists."""
+        """Return the code that `behind` has compiled for this owner and target, or None if there is none."""
         return self.asm_thunks.get((owner, target))
 
     def _kept_aside(
@@ -244,9 +247,9 @@ class Compiler:
 
     @_or_none
     def jump(self, target: int) -> CompiledCode | None:
-        """Create one instruction that jumps to `target`; None if there is no room for the code.
+        """Create a jump instruction to `target`; return None if there is no room for the code.
 
-        Many sites can call it, and lead_to() then changes where all of them lead.
+        Many sites can call the instruction. lead_to() changes the target for all of them.
         """
         try:
             buffer = self._text.alloc_text(self._arch.jump_size)
@@ -260,7 +263,7 @@ class Compiler:
         return code
 
     def lead_to(self, jump: CompiledCode, target: int) -> bool:
-        """Let a jump of jump() lead to `target`; return False if that is out of its reach."""
+        """Let a jump that jump() created lead to `target`; return False if `target` is out of reach."""
         if jump.target != target:
             try:
                 insn = self._arch.relative_jump(jump.address, target)
@@ -337,7 +340,7 @@ class Compiler:
     def _handler(
         self, builder: ProgramBuilder, address: int, live: LiveRegisters | None = None
     ) -> HandlerCode:
-        """Generate code that saves the registers in `live`, or those live at the probe at `address`."""
+        """Generate code that saves the registers in `live`, or if None, the registers live at `address`."""
         if self.saves_all:
             return self._arch.handler_code(builder.program(), address, None)
         return self._arch.handler_code(builder.program(), address, live or self._verdict.live_at(address))
@@ -381,16 +384,16 @@ class Compiler:
     # Freeing
 
     def drop_asm_thunks(self, owner: object) -> bool:
-        """Drop the assembly of an owner whose handlers have changed; return True if there was any."""
+        """Drop an owner's compiled assembly, because its handlers changed; return True if there was any."""
         dropped = [key for key in self.asm_thunks if any(each is owner for each in key)]
         for key in dropped:
             self.retire(self.asm_thunks.pop(key))
         return bool(dropped)
 
     def retire(self, code: CompiledCode) -> None:
-        """Free code to which nothing jumps any more, after CPUs have left it.
+        """Free code to which nothing jumps any more, once no CPU is in it.
 
-        Such CPUs still continue to slots, detours and trampolines.
+        CPUs in the code may still continue to slots, detours and trampolines.
         """
         code.retired = True
         span = code.address, code.address + code.size

@@ -8,7 +8,7 @@ from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod, Span
 from emulated_kernel.util.fast_dataclass import dataclass
 
 COLLECT_DELAY = 5
-"""Jiffies until the garbage is collected; the delay lets one collection free several pieces."""
+"""Number of jiffies until freed pieces are collected; the delay lets one collection free several pieces."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,7 +22,7 @@ class DeferredFree:
     """Frees slots, detours and handlers that were taken out of use when they are quiescent.
 
     A piece is quiescent when no CPU's register and no live stack holds an address in it. Linux: it waits for
-    grace periods, of which `synchronize_rcu_tasks` is the longest.
+    grace periods. The longest of them is `synchronize_rcu_tasks`.
     """
 
     def __init__(self, scheduler: GracePeriod) -> None:
@@ -36,7 +36,7 @@ class DeferredFree:
         return [piece.span for piece in self._pieces]
 
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:
-        """Call `free` when `span` is quiescent. `leads_on`: its code may jump into other garbage."""
+        """Call `free` once `span` is quiescent. `leads_on`: code in `span` may jump into other pieces."""
         self._pieces.append(_DeferredPiece(span, free, leads_on))
         self.work.schedule(COLLECT_DELAY)
 

@@ -21,13 +21,13 @@ class CompiledCode:
     traps: tuple[int, ...] = field(metadata=ADDRESS)
     """Addresses of the breakpoints that call the host."""
     accesses: tuple[int, ...] = field(metadata=ADDRESS)
-    """Addresses of the instructions with a fixup."""
+    """Addresses of the instructions that have a fixup, at which the CPU continues after a fault."""
     copied: int = field(default=0, metadata=ADDRESS)
     """Address of the copied instructions after the handler, in a detour."""
     target: int | None = field(default=None, init=False, metadata=ADDRESS)
     """Address at which a stub for breakpoints continues; None if the host continues."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
-    """Address of the breakpoint that the code ends in, if it does."""
+    """Address of the breakpoint in which the code ends; 0 if the code ends otherwise."""
     retired: bool = field(default=False, init=False)
 
     def contains(self, address: int) -> bool:
@@ -42,9 +42,9 @@ class OutOfLine:
     slot: GuestAddr | None = field(metadata=ADDRESS)
     """Address of the copy in an insn slot; None for an emulated instruction."""
     lead: int = 0
-    """Bytes before the copy that set the trap flag for it."""
+    """Size in bytes of the code before the copy, which sets the trap flag for a single step of the copy."""
     boosted: bool = False
-    """Whether a jump back follows the copy in place of the breakpoint that ends the step."""
+    """Whether a jump back follows the copy, instead of the breakpoint that ends the step."""
 
     @property
     def entry(self) -> int | None:
@@ -59,17 +59,17 @@ class OutOfLine:
 
 @dataclass(frozen=True, slots=True)
 class DetourBuffer:
-    """A detour buffer in executable memory; addresses, sizes in bytes."""
+    """A detour buffer in executable memory: its addresses, and its size in bytes."""
 
     address: GuestAddr = field(metadata=ADDRESS)
     region: Region
     trap: int = field(metadata=ADDRESS)
     """Address of the breakpoint that calls the handlers."""
     copied: int = field(metadata=ADDRESS)
-    """Address of the copied instructions."""
+    """Address of the copied instructions in the buffer."""
     size: int
     jump: bytes
-    """Code at the probed address while the probe is optimized."""
+    """Machine code of the jump that is at the probed address while the probe is optimized."""
 
     @property
     def length(self) -> int:

@@ -11,7 +11,7 @@ _KEPT = 64
 
 
 class PtRegsView:
-    """One saved frame, valid until the guest continues. It has the attributes of the live registers."""
+    """One saved struct pt_regs, valid until the guest continues. The registers are attributes, as in Regs."""
 
     __slots__ = ("_words",)
 
@@ -20,7 +20,7 @@ class PtRegsView:
 
 
 class PtRegsFrames:
-    """Frames by address. Linux: the handler gets the same struct pt_regs through a pointer."""
+    """Cache of PtRegsView objects by address. Linux: the handler gets a pointer to the struct pt_regs."""
 
     def __init__(self, memory: GuestMemory, names: Sequence[str], word_size: int) -> None:
         self._view = memory.view
@@ -34,7 +34,7 @@ class PtRegsFrames:
         self._known: dict[int, Any] = {}
 
     def at(self, address: int) -> Any:
-        """Return the frame at a stack address. Frames are cached, since a stack stays mapped at its place.
+        """Return the struct pt_regs at a stack address. Views are cached, because stacks stay mapped.
 
         Raises: MemoryFault (the address isn't in one piece of writable memory).
         """

@@ -1,4 +1,4 @@
-"""BreakpointDispatch: the table from breakpoints to steps of hits; it compiles handlers at a first hit."""
+"""BreakpointDispatch: routes the traps of a hit to HitHandling, and compiles handlers at a first hit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class BreakpointDispatch:
-    """Fills the machine's table of breakpoints.
+    """Enters a handler in the machine's table for each trap of a probe.
 
-    Only few of many probes are ever hit. Handlers are therefore compiled at the first hit after each change
-    of them.
+    Only few of many probes are ever hit. Handlers are therefore compiled at the first hit after they have
+    changed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class BreakpointDispatch:
         self._clock = machine.clock
 
     def install(self, head: AggrKprobe) -> None:
-        """Route all ways into the probe according to its current state.
+        """Route all traps of the probe according to the probe's current state.
 
         Call this after each change of that state.
         """
@@ -109,7 +109,10 @@ class BreakpointDispatch:
             self.breakpoints[step_end] = ended
 
     def _leads_to(self, head: AggrKprobe) -> int | None:
-        """Return where a breakpoint hit continues after its handlers; None if only Python can continue it."""
+        """Return the address at which a breakpoint hit continues after its handlers, or None.
+
+        None means that Python continues the hit, because the instruction is emulated.
+        """
         if head.is_optimized:
             assert head.detour is not None
             return head.detour.copied
@@ -135,7 +138,7 @@ class BreakpointDispatch:
         leads_to = self._leads_to(head)
         self._compiler.keep_sample(head, regs)
         route(regs)
-        # Otherwise a handler changed or removed the probe, so that its breakpoint has another route.
+        # If a handler has changed or removed the probe, the breakpoint has another route now.
         if breakpoints.get(address) is route:
             self._make_stub(head, leads_to)
 
@@ -184,7 +187,7 @@ class BreakpointDispatch:
             self.compile_detour(head)
 
     def compile_detour(self, head: AggrKprobe) -> None:
-        """Compile the handlers into a detour, if possible, and point the jump to that detour."""
+        """Compile the handlers into a detour, if possible, and let the jump lead to this detour."""
         code = self._compiler.detour(head)
         detour = head.detour
         head.compiled = code
@@ -194,9 +197,12 @@ class BreakpointDispatch:
             self._poker.replace(head.address, self._arch.detour_jump(detour.region, code.entry))
 
     def drop_code(self, head: AggrKprobe) -> None:
-        """Let Python handle hits again until the next compilation, because the handlers have changed."""
+        """Drop the compiled handlers, because the handlers have changed.
+
+        Python handles hits until the next compilation.
+        """
         if self._compiler.asm_thunks and self._compiler.drop_asm_thunks(head) and head.insn is not None:
-            # The trap at the end of a step led to one of them.
+            # The trap at the end of a step led to a dropped handler.
             self._install_step_end(head, head.insn)
         if head.is_ftrace and self._sites is not None:
             self._sites.drop_code(head)
@@ -227,7 +233,7 @@ class BreakpointDispatch:
     # Removal
 
     def remove(self, head: AggrKprobe) -> None:
-        """Drop the routes of the probe's breakpoints; `remove_detour` drops those of its detour."""
+        """Drop the routes of the probe's breakpoints, except the route that `remove_detour` drops."""
         self.drop_code(head)
         if self._table.get(head.address) in (head, None):
             self.breakpoints.pop(head.address, None)
@@ -241,9 +247,9 @@ class BreakpointDispatch:
             self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
 
     def pass_detour(self, trap: int) -> None:
-        """Let the breakpoint of a detour do nothing.
+        """Let the breakpoint of a detour have no effect.
 
-        No jump leads there any more, but a CPU may still be in it.
+        No jump leads to the detour any more, but a CPU may still be in it.
         """
         self.breakpoints[trap] = Redirect(trap + self._breakpoint_size, _pass)
 
@@ -253,4 +259,4 @@ class BreakpointDispatch:
 
 
 def _pass(_regs: Regs) -> None:
-    """Ignore a trap: of a detour whose probe is disabled, or after a round of a repeated instruction."""
+    """Ignore a trap of a detour whose probe is disabled, or after one round of a repeated instruction."""

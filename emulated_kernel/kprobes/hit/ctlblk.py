@@ -22,14 +22,14 @@ class HitStatus(Enum):
 
 
 _State: TypeAlias = "tuple[AggrKprobe | None, HitStatus, list[tuple[AggrKprobe, HitStatus]], bool, bool, int]"
-"""The state of a CPU that is not the current one: running, status, interrupted, and so on."""
+"""Saved state of a CPU that is not the current one: the fields `running` to `started` of KprobeCtlblk."""
 
 
 @dataclass
 class KprobeCtlblk:
-    """The current CPU's probe state: the probe whose hit is being handled, and the ones that it interrupted.
+    """The current CPU's probe state: the probe whose hit is being handled, and the probes it interrupted.
 
-    Handlers of hits can keep a reference to it: one object serves all CPUs, and `switch_to` exchanges its
+    Handlers of hits can keep a reference to the object. It serves all CPUs, and `switch_to` exchanges its
     contents.
     A hit whose handlers and step are guest code has no state here.
     Mirrors: struct kprobe_ctlblk, current_kprobe.
@@ -44,7 +44,7 @@ class KprobeCtlblk:
     by_breakpoint: bool = False
     """Whether the latest hit came by a breakpoint, whose exception Linux counts as an NMI."""
     in_ops_list: bool = False
-    """Whether several users of one fentry site are being called. Linux disables preemption meanwhile."""
+    """Whether several users of one fentry site are being called. Linux: disables preemption meanwhile."""
     started: int = 0
     """Time at which the latest hit started, in nanoseconds."""
     cpu: int = 0
@@ -56,7 +56,7 @@ class KprobeCtlblk:
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
     def set_running(self, head: AggrKprobe | None) -> None:
-        """Set `running`, and let all traps come to Python while it is not None."""
+        """Set `running`, and send all traps to Python while `running` is not None."""
         self.running = head
         self.python[0] = head is not None
 
@@ -79,14 +79,14 @@ class KprobeCtlblk:
         cost.latest.append(perf_counter_ns() - self.started)
 
     def save_previous(self, head: AggrKprobe) -> None:
-        """Begin a hit within the handling of another one. Mirrors: save_previous_kprobe (v6.1)."""
+        """Begin a hit of `head` within the handling of another hit. Mirrors: save_previous_kprobe (v6.1)."""
         assert self.running is not None
         self.interrupted.append((self.running, self.status))
         self.running = head
         self.status = HitStatus.REENTER
 
     def restore_previous(self) -> None:
-        """End a hit within another one. Mirrors: restore_previous_kprobe (v6.1)."""
+        """End a hit within another hit, and resume the latter. Mirrors: restore_previous_kprobe (v6.1)."""
         head, self.status = self.interrupted.pop()
         self.set_running(head)
 
@@ -98,13 +98,13 @@ class KprobeCtlblk:
             self.set_running(None)
 
     def abandon(self) -> None:
-        """Forget all hits, because the guest's run was given up and nothing will resume them."""
+        """Forget all hits of the CPU, because the guest's run was given up and the hits never end."""
         self.interrupted.clear()
         self.set_running(None)
         self.in_ops_list = False
 
     def switch_to(self, cpu: int) -> None:
-        """Save the current CPU's state and load that of `cpu`."""
+        """Save the current CPU's state, and load the state of CPU number `cpu`."""
         self._others[self.cpu] = (
             self.running,
             self.status,

@@ -20,10 +20,10 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Called = Callable[[int, Any], object]
-"""Handler of a call: (site, saved registers). The saved ip is the address after the site."""
+"""Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
 
 OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
-"""Linux's function that calls the users of a site with several users."""
+"""Name of Linux's function that calls the users of an fentry site with several users."""
 
 
 @dataclass(eq=False)
@@ -32,21 +32,24 @@ class FtraceOps:
 
     func: Called
     symbol: Callable[[], str]
-    """Return the current name of the function with the same purpose in Linux."""
+    """Function that returns the present name of Linux's function with the same purpose."""
     saves_regs: bool = False
     """Whether the user needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
     modifies_ip: bool = False
-    """Whether the user may let the call return elsewhere. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
+    """Whether the user may change the call's return address. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
     codes: Mapping[int, int] = field(default_factory=dict)
-    """Site -> guest code with the same effect as `func`; a site calls it if this is its only user."""
+    """Site -> address of guest code with the effect of `func`; a site calls it if it has no other user."""
     assembly: AssemblyOwner | None = field(default=None, init=False)
     """Owner of handlers in assembly, which run before all users' `func`."""
     sites: set[int] = field(default_factory=set, init=False)
-    """The sites that call the user; maintained by FtraceSites."""
+    """Addresses of the sites that call the user. Only FtraceSites changes the set."""
 
 
 class FtraceSites:
-    """Arms fentry sites. Mirrors: kernel/kprobes.c:arm_kprobe_ftrace, disarm_kprobe_ftrace (v6.1)."""
+    """Arms fentry sites and routes their calls to users.
+
+    Mirrors: kernel/kprobes.c:arm_kprobe_ftrace, disarm_kprobe_ftrace (v6.1).
+    """
 
     def __init__(
         self,
@@ -72,19 +75,19 @@ class FtraceSites:
         stub = arch.ftrace_trampoline()
         self.trampoline_size = len(stub.code)
         self.trampoline = text.alloc_text(self.trampoline_size)
-        """Address that armed sites call."""
+        """Address of the trampoline that armed sites call, except sites that call compiled handlers."""
         text.poke(self.trampoline, stub.code)
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
         """Address of a return instruction, at which compiled handlers continue."""
         self._calls: dict[int, Called] = {}
-        """Site -> handler of its calls."""
+        """Site -> handler of calls from this site."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, AggrKprobe] = {}
         """Site -> entry of the probes that handle its calls."""
         self._put_off: set[int] = set()
-        """Sites that a hit wanted to change while they were being patched; they are updated afterwards."""
+        """Sites that a hit wanted to change while they were being patched; the change follows afterwards."""
         self._calling: dict[int, int] = {}
-        """Site that holds a call -> target of the call."""
+        """Site that is armed -> target of its call."""
         self._with_regs: set[int] = set()
         self.enabled = 1
         """Value of sysctl kernel.ftrace_enabled; while it is 0, no site calls."""
@@ -96,9 +99,9 @@ class FtraceSites:
             FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
             for modifies in (False, True)
         )
-        """All probes together are one user, except that those with a post_handler are a second one.
+        """Two users: one for all probes without a post_handler, and one for all probes with a post_handler.
 
-        Each of the two is as old as the first of its probes that was armed.
+        The order of calls treats each of the two as old as the first of its probes that was armed.
         Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
         """
 
@@ -107,7 +110,7 @@ class FtraceSites:
     def _make_on_call(self) -> Callable[[Any], None]:
         """Return the handler of the trampoline's breakpoint.
 
-        The saved ip is the address after the site, and is where the trampoline returns to.
+        The saved ip is the address after the site, at which the trampoline returns.
         """
         find = self._calls.get
         frame_at = self._hits.frame_at
@@ -128,7 +131,7 @@ class FtraceSites:
         return call
 
     def install(self, head: AggrKprobe) -> None:
-        """Update the route of an armed probe's calls after its state has changed."""
+        """Update the route of calls to an armed probe after the probe's state has changed."""
         if head.address in self._callers:
             self._route(head.address)
 
@@ -164,7 +167,7 @@ class FtraceSites:
     def _run_asm_handlers(
         self, owners: tuple[AssemblyOwner, ...], on_return: Called, site: int, frame: Any
     ) -> None:
-        """Let the guest run the users' handlers in assembly, and then call `on_return`."""
+        """Let the guest run the users' handlers in assembly, then call `on_return` with site and frame."""
         hits = self._hits
         regs = self._machine.regs
         if not hits.asm_thunks.run_asm_handlers(
@@ -249,7 +252,7 @@ class FtraceSites:
         self._update([head.address for head in heads])
 
     def disarm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Let the probes' sites call only their other users, or become nops again.
+        """Stop calls of the probes: their sites call only other users, or become nops again.
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """
@@ -271,7 +274,7 @@ class FtraceSites:
     def enable(self, value: int) -> None:
         """Set sysctl kernel.ftrace_enabled. With 0 all sites become nops, and users keep their sites.
 
-        Linux: EBUSY, where a live patch is registered; this kernel has none.
+        Linux: fails with EBUSY while a live patch is registered; this kernel has no live patches.
         Mirrors: kernel/trace/ftrace.c:ftrace_enable_sysctl (v6.1).
         """
         self._lock.assert_held()
@@ -283,7 +286,7 @@ class FtraceSites:
     def attach(self, ops: FtraceOps, sites: Collection[int]) -> None:
         """Set the sites that call a user. A user that had no sites becomes the newest one.
 
-        The guest must not run meanwhile.
+        The guest must not run during the call.
 
         Mirrors: kernel/trace/ftrace.c:register_ftrace_function, ftrace_hash_move_and_update_ops (v6.1).
         """
@@ -294,7 +297,7 @@ class FtraceSites:
         self._update(changed)
 
     def detach(self, ops: FtraceOps) -> None:
-        """Remove a user from all of its sites.
+        """Remove a user from all of its sites; the sites do not call it any more.
 
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function (v6.1).
         """
@@ -307,7 +310,7 @@ class FtraceSites:
             ops.sites.clear()
 
     def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
-        """Set the guest code that sites of a user call in place of Python: site -> address of the code.
+        """Set the guest code that sites of a user call instead of Python: site -> address of the code.
 
         Python handles the calls of all other sites.
         """
@@ -331,7 +334,7 @@ class FtraceSites:
             self._with_regs.update(sites)
 
     def _drop_regs(self, sites: Iterable[int]) -> None:
-        """Forget that sites save all registers if no remaining user needs that.
+        """Forget that sites save all registers if no remaining user needs all registers.
 
         Mirrors: test_rec_ops_needs_regs (v6.1).
         """
@@ -341,30 +344,30 @@ class FtraceSites:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is any user."""
+        """Whether any site has a user."""
         return bool(self._ops)
 
     def users(self) -> Mapping[int, tuple[int, Sequence[FtraceOps]]]:
-        """Return site -> target of its call, and its users, newest first."""
+        """Return a map for all armed sites: site -> target of its call, and its users, newest first."""
         return {site: (target, self._users(site)) for site, target in self._calling.items()}
 
     def saves_regs(self, site: int) -> bool:
         """Return True if a user of the site needs all registers.
 
-        Also return True if a removed probe needed them while the site kept other users.
+        Also return True if a removed probe needed them and the site has had other users since.
         Mirrors: FTRACE_FL_REGS (v6.1), which a probe leaves set as long as the site has users.
         """
         return site in self._with_regs
 
     def _target(self, site: int) -> int:
-        """Return the target of a site's call, apart from a probe's compiled code."""
+        """Return the target of a site's call, without regard to a probe's compiled handlers."""
         users = self._users(site)
         return self.trampoline if len(users) != 1 else users[0].codes.get(site, self.trampoline)
 
     def _update(self, sites: Iterable[int]) -> None:
         """Write the calls or nops that the sites' users require.
 
-        Users are routed before the text calls them, and stay routed until it has stopped calling them.
+        Users are routed before the text calls them, and stay routed until the text has stopped calling them.
         """
         sites = set(sites)
         routed = len(self._calls)
@@ -386,7 +389,7 @@ class FtraceSites:
         give_room_back(self._calling, calling)
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
-        """Let some sites call the given targets, and turn others into nops."""
+        """Let the sites in `starting` call their targets, and turn the sites in `stopping` into nops."""
         breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
         if starting:
@@ -407,9 +410,9 @@ class FtraceSites:
             self._update(again)
 
     def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:
-        """Return a handler of breakpoints at sites that performs the call which is being written.
+        """Return a handler of breakpoints at sites being patched; it performs the call that is being written.
 
-        One handler serves all sites, because a kernel has so many.
+        One handler serves all sites, because a kernel has tens of thousands of sites.
         """
         word = self._arch.word_size
         call_size = self._arch.call_size

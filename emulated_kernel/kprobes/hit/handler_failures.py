@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 class HandlerFailures:
     """Records exceptions of handlers in Python.
 
-    The hit continues after an exception: the guest can't be left in the middle of it, and other handlers must
-    run too.
+    The hit continues after an exception: the guest can't be left in the middle of the hit, and other handlers
+    must run too.
     """
 
     def __init__(self, machine: ProbedMachine) -> None:
@@ -42,13 +42,13 @@ class HandlerFailures:
         self.note(error, kprobe.address, is_first=kprobe.raised == 1)
 
     def note(self, error: BaseException, address: int, *, is_first: bool) -> None:
-        """Keep an exception for `take`, and log it if it is the probe's first one."""
+        """Keep an exception for `take`, and log it if it is the probe's first exception."""
         self._first = self._first or error
         if is_first:
             _log.error("a handler of the probe at %#x failed", address, exc_info=error)
 
     def raised_behind(self, call: Callable[[], _T]) -> _T:
-        """Return the result of `call`. Raises: the first exception of a handler during the call."""
+        """Call `call` and return its result. Raises: the first exception of a handler during the call."""
         self.take()
         try:
             return call()

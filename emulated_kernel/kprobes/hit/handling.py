@@ -46,7 +46,7 @@ _STEP_DONE = HitStatus.STEP_DONE
 
 
 class HitHandling:
-    """Handles a CPU's hit; `BreakpointDispatch` and `FtraceSites` route traps here.
+    """Handles the hits of all CPUs; `BreakpointDispatch` and `FtraceSites` route traps to this class.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
     ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step; instead
@@ -64,10 +64,10 @@ class HitHandling:
         """Offset from the probed address to the ip that handlers expect: Linux's ip after the breakpoint."""
         self._rewinds = arch.seen_ip != len(arch.breakpoint)
         self.frame_at = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size).at
-        """Return the registers that guest code has saved at an address, in the form that handlers get."""
+        """Function that returns the registers that guest code has saved at an address, for handlers."""
         self.ctlblk = KprobeCtlblk(machine.hooks.python)
         self.steps = Steps()
-        """The instructions that CPUs may step."""
+        """The copied instructions that CPUs may be stepping."""
         self.asm_thunks = AsmThunks(machine, compiler)
         self.failures = HandlerFailures(machine)
         machine.hooks.fault_hooks.append(self.fix_fault)
@@ -104,7 +104,7 @@ class HitHandling:
     ) -> bool:
         """Let the guest run the probe's handler in assembly, and then call `on_return` with `regs`.
 
-        Return False if there is no room for its code: `on_return` is not called.
+        Return False if there is no room for the handler's code; then `on_return` is not called.
         """
         machine = self._machine
 
@@ -119,9 +119,9 @@ class HitHandling:
     # By a breakpoint
 
     def by_breakpoint(self, head: AggrKprobe) -> Callable[[Regs], None]:
-        """Return the handler of the probe's hits by a breakpoint.
+        """Return the handler of the probe's hits by a breakpoint, in Python.
 
-        It is created once, so that a hit creates no object.
+        The handler is created once, so that a hit creates no object.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         begin = self._begin
@@ -195,7 +195,7 @@ class HitHandling:
                 regs.ip = code.entry
 
     def on_debug_trap(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
-        """End a step by the trap flag.
+        """End a step at the trap that the trap flag causes.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11).
         """
@@ -203,7 +203,7 @@ class HitHandling:
         self.on_step_end(head, next_ip, regs)
 
     def _post_process(self, head: AggrKprobe, regs: Regs) -> None:
-        """Call the post_handler and end the hit. Mirrors: core.c:kprobe_post_process (v6.1)."""
+        """Call the probe's post_handlers and end the hit. Mirrors: core.c:kprobe_post_process (v6.1)."""
         ctlblk = self.ctlblk
         if ctlblk.status is _REENTER:
             ctlblk.restore_previous()
@@ -234,7 +234,7 @@ class HitHandling:
     def code_behind(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
         """Return the probe's post_code as guest code that continues at `next_ip`, or None.
 
-        If there is no room for the code, this run of it is counted as missed.
+        If there is no room for the code, the hit is counted as missed.
         """
         if not self._continues_behind(head):
             return None
@@ -246,7 +246,7 @@ class HitHandling:
     def after_step(self, head: AggrKprobe, next_ip: int) -> int | None:
         """Return where the guest continues after the step of a hit without state.
 
-        None means that Python decides it: there are no such hits yet, or Python runs post_code.
+        None means that Python decides: there are no such hits yet, or Python starts the post_code.
         """
         if head.stub is None:
             return None
@@ -279,8 +279,8 @@ class HitHandling:
     def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], object]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
 
-        It is a Redirect if no part of the hit needs Python. It calls a closure over known values, because
-        that is all of the Python code that runs at such a hit.
+        The handler is a Redirect if no part of the hit needs Python. It is a closure over known values,
+        because no other Python code runs at such a hit.
         """
         ctlblk = self.ctlblk
         by_python = self.by_breakpoint(head)
@@ -343,7 +343,7 @@ class HitHandling:
         return hit
 
     def on_call_of_several(self, head: AggrKprobe, frame: Regs, then: Callable[[], object]) -> None:
-        """Handle a hit by a call of a site with several users. `then` calls the older users afterwards."""
+        """Handle a hit by a call from a site with several users; `then` calls the older users afterwards."""
         if not self._begin(head, frame, partial(self._called, then=then), False):
             then()
 
@@ -406,15 +406,15 @@ class HitHandling:
         return self.ctlblk.is_underway or any(self._is_within(ip) for ip, _ in self._machine.positions())
 
     def _is_within(self, ip: int) -> bool:
-        """Return True if a CPU at `ip` is in a hit that is guest code."""
+        """Return True if `ip` is in guest code of a hit: in a compiled handler, or in a step."""
         return self.steps.at(ip) is not None or self._compiler.contains(ip)
 
     def may_interrupt(self) -> bool:
         """Return True if the machine may deliver an interrupt.
 
-        It may not between a hit and the end of its step, since the slot's registers belong to the hit. It may
-        not in a compiled handler, which may have written half a record. And it may not between the
-        instructions of a jump or call that may be removed.
+        An interrupt is forbidden between a hit and the end of its step, because the CPU's registers belong to
+        the hit. It is forbidden in a compiled handler, which may have written half a record. It is also
+        forbidden between the two instructions of a jump or call that may be removed.
         Linux: where a jump or call is two instructions, the kernel isn't preempted, so that no task is
         between them while they are patched.
         """
@@ -423,7 +423,7 @@ class HitHandling:
 
 
 def stub_traps(head: AggrKprobe, stub: CompiledCode) -> int:
-    """Return the number of traps of a hit whose handlers are compiled into the probe's stub."""
+    """Return the number of traps at each hit of a probe whose handlers are compiled into `stub`."""
     insn = head.insn
     assert insn is not None
     return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1

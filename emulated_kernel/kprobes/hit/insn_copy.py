@@ -25,8 +25,8 @@ from emulated_kernel.util.fast_dataclass import dataclass
 class Breakpoints:
     """Writes and removes the breakpoints at probed addresses.
 
-    Linux: on RISC-V, it does so under stop_machine(). Deviates: a breakpoint that CPUs may fetch in two parts
-    is written in steps, like a jump.
+    Linux: on RISC-V, stop_machine() stops all CPUs meanwhile. Deviates: a breakpoint that CPUs may fetch in
+    two parts is written in steps, like a jump.
     Mirrors: arch/*/kernel/**/kprobes.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
     """
 
@@ -121,9 +121,10 @@ class InsnCopier:
             raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")
 
     def boost_or_step(self, head: AggrKprobe) -> None:
-        """End the copy by a jump back if the probe can be boosted, else by the end-of-step breakpoint.
+        """Put a jump back after the copy if the probe can be boosted, else the breakpoint that ends the step.
 
-        Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: it runs.
+        Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: such a
+        post_handler runs.
         """
         insn = head.insn
         if insn is None or insn.slot is None:

@@ -24,7 +24,7 @@ class InsnSlots:
     def __init__(
         self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
-        """Create no slots yet. `size`: minimum bytes of a slot; `lead`: code placed before each slot."""
+        """Create no slots yet. `size`: minimum size of a slot in bytes; `lead`: code before each slot."""
         self._text = text
         self._waiting = garbage
         self._lead = lead
@@ -43,16 +43,16 @@ class InsnSlots:
 
     @property
     def garbage(self) -> int:
-        """Number of freed slots that wait for the collector."""
+        """Number of freed slots that wait until no CPU can be in them."""
         return self._garbage
 
     @property
     def pages(self) -> int:
-        """Number of pages of executable memory."""
+        """Number of pages of executable memory that contain slots."""
         return len(self._pages)
 
     def get(self) -> GuestAddr:
-        """Reserve a slot. Raises: KernelError ENOMEM.
+        """Reserve a slot and return its address. Raises: KernelError ENOMEM.
 
         Mirrors: kernel/kprobes.c:__get_insn_slot (v6.1).
         """
@@ -69,7 +69,7 @@ class InsnSlots:
         return GuestAddr(slot)
 
     def free(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
-        """Free a slot. A `dirty` one is reused only after no CPU can be in it any more.
+        """Free a slot. A `dirty` slot is reused only after no CPU can be in it any more.
 
         `on_free` is called at that time.
         Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
@@ -101,7 +101,7 @@ class InsnSlots:
         return address
 
     def _reclaim(self, slot: int, on_free: Callable[[], None]) -> None:
-        """Make a slot available again. Frees empty pages except the last one.
+        """Make a slot available again, and free its page if the page is unused and not the last one.
 
         Mirrors: kernel/kprobes.c:collect_one_slot (v6.1).
         """

@@ -13,7 +13,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class PartialJumpDetector:
-    """Finds CPUs that have executed only the first of two instructions that are patched as one.
+    """Finds CPUs that have executed only the first instruction of a jump or call of two instructions.
 
     On x86 a jump is a single instruction, so that no CPU is ever in the middle of it.
     """
@@ -31,7 +31,7 @@ class PartialJumpDetector:
         self._table = table
         self._poker = poker
         self._reach = range(1, arch.call_size) if arch.call_link is not None else range(0)
-        """Distances in bytes from a jump's or call's start at which a CPU may be in the middle of it."""
+        """Distances in bytes from the start of a jump or call at which a CPU may be in the middle of it."""
         self._first = arch.call_size // 2
         """Size in bytes of the first of the two instructions."""
 
@@ -46,8 +46,8 @@ class PartialJumpDetector:
     def may_patch(self) -> bool:
         """Return True if a hit may retarget a jump or call.
 
-        Text must not be under change, and no CPU may be in the middle of a jump or call: a hit can't run
-        another CPU to the end of it first.
+        No text may be in the middle of a change. No CPU may be in the middle of a jump or call, because a hit
+        can't run another CPU to its end first.
         """
         if self._poker.is_busy:
             return False
@@ -56,8 +56,8 @@ class PartialJumpDetector:
     def start_again(self, places: Iterable[int]) -> None:
         """Move CPUs from the middle of the jumps or calls at `places` back to their start.
 
-        They then run the new code. A hit uses this to change text at once. The first instruction only sets a
-        register that the jump alone uses, so that it may be executed twice.
+        The CPUs then run the new code, so that a hit can change text at once. The first instruction may be
+        executed twice, because it only sets a register that no code except the jump or call uses.
         """
         middles = {place + self._first: place for place in places} if self._reach else {}
         for number, (ip, _) in enumerate(self._machine.positions() if middles else ()):

@@ -1,4 +1,4 @@
-"""Steps: which probe's copied instruction an address belongs to."""
+"""Steps: finds the copied instruction, and its probe, to which an address belongs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Step:
 class Steps:
     """The copies in insn slots, from the preparation of a probe until its slot is reclaimed.
 
-    A hit that is guest code throughout has no other state: its CPU is in the step if its ip is.
+    If a hit is completely guest code, Python keeps no state of it. A CPU is in a step if its ip is in it.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Steps:
     def at(self, ip: int) -> Step | None:
         """Return the step that a CPU at `ip` is in, or None.
 
-        It includes the lead and the trap after the copy. A boosted copy has no end of a step to wait for.
+        A step includes the lead before the copy, and the trap after it. Boosted copies are no steps.
         """
         step = self._at.get(ip >> _UNIT)
         return step if step is not None and not step.insn.boosted and ip in _addresses(step.insn) else None

@@ -16,9 +16,9 @@ def register_all(
     register: Callable[[AnyProbe], None],
     unregister: Callable[[AnyProbe], None],
 ) -> None:
-    """Register probes in order; if one fails, unregister those before it.
+    """Register probes in order; if a registration fails, unregister the probes before it.
 
-    Raises: KernelError (that of the failed registration), EINVAL (an empty sequence).
+    Raises: KernelError (as the failed registration), EINVAL (an empty sequence).
     Mirrors: kernel/kprobes.c:register_kprobes (v6.1).
     """
     if not probes:

@@ -34,21 +34,21 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 
 class FprobeRegs(Enum):
-    """The registers that handlers of an fprobe get; others are missing attributes."""
+    """Sets of registers that handlers of an fprobe can get; others raise AttributeError on access."""
 
     PT_REGS = auto()
     """All registers."""
     FTRACE_REGS = auto()
-    """On entry the registers of the calling convention, on exit those of results.
+    """On entry mainly the registers that pass arguments, on exit those that return results.
 
     Mirrors: struct ftrace_regs, struct fgraph_ret_regs (v6.5).
     """
 
 
 CALLED = 3
-"""The virtual register in which programs find the function's address."""
+"""Number of the virtual register that contains the function's address when a program starts."""
 FprobeHandler: TypeAlias = Callable[["Fprobe[RegsT]", int, RegsT, memoryview], object]
-"""Takes the fprobe, the address of the function, the registers and the call's own data."""
+"""Function that takes the fprobe, the address of the function, the registers and the call's own data."""
 
 
 @dataclass(eq=False)
@@ -56,8 +56,9 @@ class Fprobe(FailureCount, Generic[RegsT]):
     """A probe on the entry and exit of all functions that match `filter` but not `notfilter`; both are globs.
 
     `entry_handler(fprobe, address, regs, data)` runs when a function is entered, `exit_handler` with the same
-    arguments when it returns. `address` is the function's, `data` are `entry_data_size` bytes of the call's
-    own. If `entry_handler` returns a true value, the exit of this call is ignored (Linux: since 6.4).
+    arguments when it returns. `address` is the function's address. `data` are `entry_data_size` bytes that
+    belong to the call. If `entry_handler` returns a true value, the exit of this call is ignored (Linux:
+    since 6.4).
 
     `entry_registers` and `exit_registers` are names of registers that the handlers read. Registration fails
     if `registers` does not include them.
@@ -66,19 +67,19 @@ class Fprobe(FailureCount, Generic[RegsT]):
     """
 
     filter: str
-    """Glob of the functions' names."""
+    """Glob of the names of the functions to probe."""
     notfilter: str | None = None
-    """Glob of names to leave out."""
+    """Glob of the names of functions to leave out."""
     entry_handler: FprobeHandler[RegsT] | None = None
     """Called when a function is entered."""
     exit_handler: FprobeHandler[RegsT] | None = None
     """Called when a function returns."""
     nr_maxactive: int = 0
-    """Number of calls that can be pending. 0 selects two for each function and CPU."""
+    """Maximum number of pending calls. 0 selects two for each function and CPU."""
     entry_data_size: int = 0
-    """Size of a call's own data, in bytes."""
+    """Size in bytes of the data that belong to each call."""
     registers: FprobeRegs = FprobeRegs.PT_REGS
-    """The registers that handlers get."""
+    """The set of registers that the handlers get."""
     entry_registers: Sequence[str] = ()
     """Names of the registers that the entry_handler reads."""
     exit_registers: Sequence[str] = ()
@@ -94,11 +95,11 @@ class Fprobe(FailureCount, Generic[RegsT]):
     The virtual register CALLED has the function's address; ip is unknown.
     """
     code: str | None = None
-    """A handler in assembly for entries, which runs before the other handlers; see Kprobe."""
+    """A handler in assembly for entries, which runs before the other handlers; see Kprobe.code."""
     return_code: str | None = None
-    """A handler in assembly for exits, with the same cells."""
+    """A handler in assembly for exits, which shares `cells` with `code`."""
     is_disabled: bool = False
-    """Whether the handlers are not called; see Kernel.disable_fprobe."""
+    """Whether the fprobe is disabled, so that its handlers are not called; see Kernel.disable_fprobe."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
@@ -107,7 +108,10 @@ class Fprobe(FailureCount, Generic[RegsT]):
     _missed: int = field(default=0, init=False, repr=False)
     """Number of missed calls that `hook` does not count, or that a previous hook has counted."""
     raised: int = field(default=0, init=False)
-    """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
+    """Number of calls whose handler in Python raised an exception.
+
+    After unregistration it also contains the calls whose handler in assembly faulted.
+"""
     functions: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
     """Addresses of the functions that a registered fprobe is attached to."""
 
@@ -147,9 +151,9 @@ class _FprobeOps(AssemblyOwner):
     fp: Fprobe[Any]
     ops: FtraceOps
     code: CompiledCode | None = None
-    """Guest code that the functions' sites call instead of trapping."""
+    """Guest code that the functions' sites call; None: Python handles their calls."""
     is_python: bool = False
-    """Whether it was found that the handlers cannot be guest code."""
+    """Whether Python handles all calls, because the handlers cannot be compiled to guest code."""
 
     def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
         if self.fp._assembled is not None:
@@ -175,7 +179,7 @@ class Fprobes:
         *,
         cpus: int,
     ) -> None:
-        """Start without fprobes.
+        """Create the registry without fprobes.
 
         `functions` returns name -> address of all traceable functions; it is called once, at first use.
         """
@@ -188,7 +192,7 @@ class Fprobes:
 
     @cached_property
     def functions(self) -> Mapping[str, int]:
-        """Name -> address of the traceable functions."""
+        """Name -> address of all traceable functions, determined at first use."""
         return self._traceable()
 
     def register_fprobe(self, fp: Fprobe[Any]) -> None:
@@ -224,7 +228,7 @@ class Fprobes:
     def unregister_fprobe(self, fp: Fprobe) -> None:
         """Unregister an fprobe. Pending calls return without calling the exit handler.
 
-        Raises: KernelError EINVAL.
+        Raises: KernelError EINVAL (not registered).
         Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
         """
         self._kprobes.lock.assert_held()
@@ -263,13 +267,13 @@ class Fprobes:
             fp.hook.assembled = fp._assembled if HandlerPoint.RETURN in moments else None
 
     def disable_fprobe(self, fp: Fprobe) -> None:
-        """Stop calling the handlers. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
+        """Stop calling an fprobe's handlers. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
         self._kprobes.lock.assert_held()
         fp.is_disabled = True
         self.handler_changed(fp)
 
     def enable_fprobe(self, fp: Fprobe) -> None:
-        """Call the handlers again. Mirrors: include/linux/fprobe.h:enable_fprobe (v6.1)."""
+        """Call an fprobe's handlers again. Mirrors: include/linux/fprobe.h:enable_fprobe (v6.1)."""
         self._kprobes.lock.assert_held()
         fp.is_disabled = False
         self.handler_changed(fp)
@@ -347,7 +351,7 @@ class Fprobes:
         return registered
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Compile the fprobe's entry; hits run the code, or Python if it cannot be compiled."""
+        """Compile the handling of the fprobe's entries; if that is impossible, Python handles them."""
         sites = self._kprobes.sites
         builder = ProgramBuilder()
         assert sites is not None
@@ -362,7 +366,7 @@ class Fprobes:
         registered.is_python = registered.code is None
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
-        """Emit guest code for the entry; return False if it needs Python."""
+        """Emit guest code for the handling of entries; return False if Python must handle them."""
         native = self._hooks.native
         if native is None or fp.is_disabled or fp.entry_data_size:
             return False
@@ -378,7 +382,7 @@ class Fprobes:
         return fp.hook is None or native.emit_entry(builder, EntryKind.CALL, fp.hook, keeps_called=True)
 
     def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Called:
-        """Return the entry handler of the sites. Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
+        """Return the handler of entries. Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
         hook_call = self._hooks.hook_call
         hook = fp.hook
         word = self._arch.word_size
@@ -402,7 +406,7 @@ class Fprobes:
         return entered
 
     def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[RethookNode, Any], None]:
-        """Return the handler of returns. Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
+        """Return the handler of exits. Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
         word = self._arch.word_size
         ctlblk = self._kprobes.hits.ctlblk
 
@@ -433,7 +437,10 @@ class Fprobes:
 
 
 def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
-    """Emit the exit handler. The return hook has put the function's address into SLOT."""
+    """Emit the exit handler as guest code; return False if Python must handle exits.
+
+    The return hook has put the function's address into SLOT.
+    """
     if fp.is_disabled:
         return False
     if fp.exit_handler is None:

@@ -40,7 +40,7 @@ class GuestKprobe(Kprobe):
 
     memory: GuestMemory = field(kw_only=True)
     missed_at: int = field(kw_only=True)
-    """Address of the structure's nmissed."""
+    """Address of the field `nmissed` in the structure."""
 
     @property
     def nmissed(self) -> int:
@@ -60,7 +60,7 @@ class _GuestProbe:
     address: int
     probe: Kprobe | Jprobe
     functions: tuple[int, ...]
-    """Addresses of the probe's handlers."""
+    """Addresses of the probe's handlers in the guest."""
 
     @property
     def kprobe(self) -> Kprobe:
@@ -68,7 +68,7 @@ class _GuestProbe:
 
 
 class GuestProbes:
-    """Serves Hypercall.KPROBES, and calls the handlers in the guest, on the interrupted stack.
+    """Serves Hypercall.KPROBES, and calls the handlers of its probes in the guest, on the interrupted stack.
 
     While such probes exist, breakpoint handlers are called between two runs of the emulator; see
     TrapHooks.guest_callers.
@@ -86,7 +86,7 @@ class GuestProbes:
     ) -> None:
         """Start without probes.
 
-        `note` keeps a line for the kernel log while the guest cannot write it; `log` writes a line.
+        `note` keeps a line for the kernel log while the guest cannot write the log; `log` writes a line.
         """
         self._kprobes = kprobes
         self._kretprobes = kretprobes
@@ -276,9 +276,9 @@ class GuestProbes:
     # Hits
 
     def _call(self, kprobe: Kprobe, handler: int, regs: Regs, first: int, *more: int) -> int:
-        """Call a handler with a struct pt_regs of the hit. It may change all registers except sp.
+        """Call a handler with a struct pt_regs of the hit, which it may change except sp; return its result.
 
-        A handler that faults, loops or sleeps is never called again.
+        A handler that faults, loops or sleeps is never called again; its result is 0.
         Linux: an oops in the probed task.
         """
         if handler in self._given_up:

@@ -33,7 +33,7 @@ _COUNT = 0
 _AT = 1
 _VALUE = 2
 _FIXED = 2
-"""Words of an entry before the registers: the hit's number and the probe's address."""
+"""Number of words of an entry before the registers: the hit's number and the probe's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class RingEntry:
     registers: tuple[int, ...] = field(metadata=ADDRESS)
     """Values of the ring's registers, in their order."""
     cpu: int = 0
-    """Number of the CPU."""
+    """Number of the CPU on which the hit happened."""
 
 
 class HitRing:
     """A ring of the latest `capacity` hits of its probes on each CPU; Kernel.hit_ring creates it.
 
-    `registers` are names as in pt_regs; with two of them an entry has four words. Its handlers are a few
-    loads and stores in guest code, so that they are the cheapest handlers.
+    `registers` are names as in pt_regs; with two registers an entry has four words. The ring's handlers are
+    the cheapest ones, because they are a few loads and stores in guest code.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
@@ -85,7 +85,7 @@ class HitRing:
         except HardwareError as error:
             raise KernelError(ENOMEM, f"hit_ring: {error}; close another ring") from error
         self._cells = [cell.cast(code) for cell in cells.cells(self._offset, 2 * word)]  # type: ignore[call-overload]
-        """For each CPU: number of hits so far, and address of its entries."""
+        """For each CPU, a view of two words: the number of hits so far, and the address of its entries."""
         self._views: list[memoryview] = []
         try:
             for cell in self._cells:
@@ -101,7 +101,10 @@ class HitRing:
         self._views.append(self._memory.view(start, size))
 
     def probe(self, **place: Any) -> Kprobe[Any]:
-        """Return a probe that records its hits here; the caller registers it. `place` is as for Kprobe."""
+        """Return a kprobe that records its hits in this ring. The caller registers it.
+
+        `place` are arguments of Kprobe that name the instruction.
+        """
         kprobe: Kprobe[Any] = Kprobe(
             pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place
         )
@@ -109,10 +112,10 @@ class HitRing:
         return kprobe
 
     def return_probe(self, **place: Any) -> Kretprobe[Any]:
-        """Return a probe that records returns of a function; `place` is as for Kretprobe.
+        """Return a kretprobe that records returns of a function in this ring. The caller registers it.
 
-        The registers are those at the return. If the calling convention does not keep all of them, each
-        return traps.
+        `place` are arguments of Kretprobe that name the function. The registers are recorded at the return.
+        If the calling convention does not keep all of them, each return traps.
         """
         rp: Kretprobe[Any] = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
         if self._kept.issuperset(self._registers):
@@ -120,7 +123,10 @@ class HitRing:
         return rp
 
     def fprobe(self, filter_: str, **options: Any) -> Fprobe[Any]:
-        """Return a probe that records returns of all functions that match; `options` are as for Fprobe."""
+        """Return an fprobe that records returns of all matching functions. The caller registers it.
+
+        `options` are further arguments of Fprobe.
+        """
         fp: Fprobe[Any] = Fprobe(
             filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
         )
@@ -134,7 +140,7 @@ class HitRing:
         return sum(cell[0] for cell in self._cells)
 
     def entries(self) -> list[RingEntry]:
-        """Return the hits that are not overwritten, by CPU, the oldest first."""
+        """Return the hits that are not overwritten, sorted by CPU, and for each CPU from the oldest on."""
         return [entry for cpu in range(len(self._cells)) for entry in self._entries(cpu)]
 
     def _entries(self, cpu: int) -> Iterator[RingEntry]:
@@ -154,7 +160,7 @@ class HitRing:
         self._memory.free_percpu(self._offset)
 
     def _note(self, address: int, regs: Any) -> None:
-        """Record a hit in Python, for hits that have trapped."""
+        """Record a hit that has trapped, from Python."""
         cpu = self._machine.cpu
         hits = self._cells[cpu][0]
         values = [getattr(regs, name) for name in self._registers]
@@ -162,7 +168,7 @@ class HitRing:
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
     def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
-        """Emit code that records a hit. Without an address, the code reads it from CALLED."""
+        """Emit code that records a hit at `address` (None: at the address in CALLED). Return True."""
         word = self._word
         at = _AT, word
         builder.emit(

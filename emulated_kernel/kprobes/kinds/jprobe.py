@@ -22,14 +22,14 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
 
 MAX_STACK_SIZE = 64
-"""Bytes of the stack that are saved for the probed function.
+"""Number of bytes of the stack that are saved for the probed function.
 
 The jprobe's function may overwrite the arguments there.
 """
 
 
 JprobeHandler: TypeAlias = Callable[..., object]
-"""Takes the arguments of the probed function as integers."""
+"""Function that takes the arguments of the probed function as integers."""
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ class _Mirror:
         self._memory = memory
         self._ctlblk = ctlblk
         self._saved: dict[int, tuple[Any, bytes]] = {}
-        """CPU -> saved registers and stack; another CPU may enter while one waits in the function.
+        """CPU number -> registers and stack saved at entry; several CPUs can be in the function at a time.
         """
 
     def enter(self, _kprobe: Kprobe, regs: Regs) -> int:

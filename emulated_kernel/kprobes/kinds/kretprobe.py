@@ -23,12 +23,12 @@ from emulated_kernel.util.fast_dataclass import dataclass
 KRETPROBE_MAX_DATA_SIZE = 4096
 _MIN_MAXACTIVE = 10
 _CLEARED_DATA_SIZE = 64
-"""Bytes of a call's data that guest code clears."""
+"""Maximum size in bytes of a call's data that guest code clears; Python handles calls with more data."""
 
 KretprobeInstance = RethookNode
-"""What handlers get: one call of the probed function, from its entry to its return."""
+"""One call of the probed function, from its entry to its return; handlers get it as an argument."""
 KretprobeHandler: TypeAlias = Callable[[KretprobeInstance, RegsT], object]
-"""Takes the call and the registers at its entry or return."""
+"""Function that takes the call and the registers at the call's entry or return."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,16 +49,16 @@ class Kretprobe(Kprobe[RegsT]):
     return_program: CompileHandler | None = None
     """Emits the handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
     return_code: str | None = None
-    """A handler in assembly for returns. `code` is the one for entries; both have the same cells."""
+    """A handler in assembly for returns. It shares `cells` with `code`, the handler for entries."""
     entry_handler: KretprobeHandler[RegsT] | None = None
     """Called when the function is entered."""
     maxactive: int = 0
-    """Number of calls that can be pending."""
+    """Maximum number of pending calls; 0 selects a default at registration."""
     data_size: int = 0
-    """Size of a call's own data, in bytes, at most 4096."""
+    """Size in bytes of the data that belong to each call; at most 4096."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
-    """Numbers of missed and returned calls, kept from unregistration on."""
+    """Numbers of missed and returned calls at the last unregistration."""
 
     @property
     def instances_missed(self) -> int:
@@ -70,7 +70,7 @@ class Kretprobe(Kprobe[RegsT]):
 
     @property
     def returns(self) -> int:
-        """Number of returns that were handled."""
+        """Number of handled returns of the probed function."""
         return self._ended[1] if self.hook is None else self.hook.returned
 
     @property
@@ -164,7 +164,7 @@ class Kretprobes:
     def unregister_kretprobe(self, rp: Kretprobe) -> None:
         """Unregister a probe.
 
-        Pending calls return without calling the handler. Ignore an unregistered probe.
+        Pending calls return without a call of the handler. If the probe is not registered, nothing happens.
         """
         if rp.hook is not None:
             # Code that runs at returns must be dropped before its cells are freed.
@@ -176,7 +176,7 @@ class Kretprobes:
     # Hits
 
     def _entry(self, rp: Kretprobe, hook: ReturnHook) -> Callable[[Kprobe, Any], None]:
-        """Return the entry handler. Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
+        """Return the pre_handler. Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
         hook_call = self.hooks.hook_call
         entry_handler = rp.entry_handler
 
@@ -194,7 +194,10 @@ class Kretprobes:
         return entered
 
     def _return_handler(self, rp: Kretprobe) -> Callable[[RethookNode, Any], None]:
-        """Return the handler of returns. Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1)."""
+        """Return the handler of returns for the return hook.
+
+        Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1).
+        """
         ctlblk = self._hits.ctlblk
         table = self._kprobes.table
         by_breakpoint = self.hooks.trampoline.form is TrampolineForm.BREAKPOINT

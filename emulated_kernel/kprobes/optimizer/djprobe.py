@@ -1,7 +1,7 @@
 """Djprobe: jumps that users request by a probe's `length`, and that commit_kprobes() writes.
 
-Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, it does nothing later or by
-itself: the length comes from a tool, and the user decides when the system may wait for the jumps.
+Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, Djprobes does nothing later
+or by itself: the length comes from a tool, and the user decides when the system may wait for the jumps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ class Djprobes(Optimizer):
         return bool(kprobe.length)
 
     def ask(self, kprobe: Kprobe) -> str:
-        """Set the probe's length from the static analysis, as a user of the paper's tool would.
+        """Request a jump: set the probe's length from the static analysis, as users of the paper's tool do.
 
-        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump).
+        Return the reason why the probe gets no jump, or an empty string.
+
+        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump), others as
+        resolve_region().
         """
         found = self._verdict.optimized_region(kprobe.address)
         if isinstance(found, Rejection):
@@ -44,9 +47,9 @@ class Djprobes(Optimizer):
     def settle_length(self, kprobe: Kprobe) -> str:
         """Clear the `length` of a probe that is about to be registered, if it gets no jump.
 
-        Return the reason, or an empty string.
+        Return the reason why the probe gets no jump, or an empty string.
 
-        Raises: KernelError, as resolve_region().
+        Raises: KernelError (as resolve_region()).
         """
         region = self.resolve_region(kprobe)
         inner = None if region is None else self._probe_inside(region)
@@ -77,12 +80,12 @@ class Djprobes(Optimizer):
         return found
 
     def _probe_inside(self, region: Region) -> int | None:
-        """Return the last address in the region, behind its first one, that has a probe."""
+        """Return the last probed address in the region, after its first byte; None if there is none."""
         inner = range(region.end - 1, region.addr, -1)
         return next((addr for addr in inner if self._table.get(addr) is not None), None)
 
     def unoptimize(self, head: AggrKprobe, *, force: bool) -> None:
-        """Implement Optimizer.unoptimize; it always removes the jump at once. Source: section 3.6.2."""
+        """Remove the probe's jump at once, whatever `force` is. Source: section 3.6.2."""
         del force
         super().unoptimize(head, force=True)
 
@@ -127,7 +130,7 @@ class Djprobes(Optimizer):
         return True
 
     def flush(self) -> None:
-        """Write the jumps if possible now.
+        """Write the queued jumps if no CPU or task is in the way now.
 
         The control files have no commit_kprobes(), and can't freeze the tasks that write to them.
         """

@@ -1,4 +1,4 @@
-"""The optimizer: it replaces breakpoints by jumps and back, delayed, when no CPU is in the way."""
+"""The optimizer: it replaces breakpoints by jumps, and jumps by breakpoints, when no CPU is in the way."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 OPTIMIZE_DELAY = 5
-"""Jiffies from the first request to the optimizer's run; the delay lets one run serve several requests."""
+"""Number of jiffies from a request to the optimizer's run; the delay lets one run serve several requests."""
 
 
 Queue = dict[AggrKprobe, None]
-"""One of Linux's lists, as an ordered set: thousands of probes are looked up in it."""
+"""One of Linux's lists of probes. It is an ordered set, because thousands of probes are looked up in it."""
 
 
 @dataclass(eq=False)
@@ -105,7 +105,7 @@ class Optimizer:
         )
 
     def _discard(self, head: AggrKprobe) -> None:
-        """Free the probe's detour.
+        """Free the probe's detour, once no CPU is in it.
 
         Linux: only the worker frees detours, so that no CPU is in one. Deviates: the detour of a probe that
         was unoptimized earlier is freed together with the probe.
@@ -154,13 +154,14 @@ class Optimizer:
     # Queries
 
     def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
-        """Return True if the probe should get a detour if it can have one."""
+        """Return True if the probe shall get a detour, provided that its address can have one."""
         return True
 
     def ask(self, kprobe: Kprobe) -> str:  # noqa: ARG002 - a djprobe gets its length
         """Request a jump for a probe that was registered without requesting one.
 
-        Return the reason why the probe gets none, or an empty string. Raises: KernelError.
+        Return the reason why the probe gets no jump, or an empty string. Raises: KernelError (no jump is
+        possible).
         """
         return ""
 
@@ -176,9 +177,9 @@ class Optimizer:
         return head.is_disabled and not self.is_queued(head)
 
     def covering(self, addr: int) -> Iterator[AggrKprobe]:
-        """Iterate over the optimizable probes whose jumps would cover `addr`, except with their first byte.
+        """Iterate over the optimizable probes before `addr` whose jumps would cover `addr`.
 
-        Linux: it checks only the nearest probe before `addr`. If that one is disabled, a breakpoint can
+        Linux: only the nearest probe before `addr` is checked. If that probe is disabled, a breakpoint can
         overwrite the jump of an earlier probe. Deviates: all probes are found.
         Mirrors: kernel/kprobes.c:get_optimized_kprobe (v6.1).
         """
@@ -188,7 +189,7 @@ class Optimizer:
                 yield found
 
     def blocked_by(self, head: AggrKprobe) -> AggrKprobe | None:
-        """Return an armed probe that the jump would cover, or None.
+        """Return an armed probe that the jump of `head` would cover, or None.
 
         Mirrors: arch_check_optimized_kprobe (v6.1).
         """
@@ -270,8 +271,8 @@ class Optimizer:
     def flush(self) -> None:
         """Execute the queued requests now. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
 
-        Linux: it also waits for quiescence. Deviates: the guest doesn't run meanwhile, so that requests that
-        aren't quiescent stay queued.
+        Linux: also waits for quiescence. Deviates: the guest doesn't run meanwhile. If a CPU or task is in
+        the way, the requests stay queued.
         """
         if self.optimizing or self.unoptimizing:
             self.work.flush()
@@ -297,10 +298,10 @@ class Optimizer:
         self.freeing.clear()
 
     def _affected(self) -> list[Span]:
-        """Return the ranges that must be quiescent.
+        """Return the ranges that must be quiescent before jumps are written and detours are freed.
 
-        They are the text that jumps will cover, slots and detours that jump back into it, slots and detours
-        that will be freed, and the garbage, which may jump into all of these.
+        They are the text that jumps will cover, and the slots and detours that jump back into this text. They
+        are also slots and detours that will be freed, and the garbage, which may jump into all other ranges.
         """
         spans = {*self._garbage.spans}
         for head in self.optimizing:

@@ -1,8 +1,8 @@
 """NativeReturns: emits guest code that hooks calls and handles their returns without the host.
 
 A call whose hook has a handler in guest code returns to the native trampoline. Calls that Python hooks return
-to the other trampoline, which saves all registers for it. If two hooks share a stack slot, that trampoline
-handles both.
+to the trampoline for Python, which saves all registers. If two hooks share a stack slot, the trampoline for
+Python handles both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 
 Keep = Callable[[Label], object]
-"""Emits code that fills NODE's data; the code jumps to the label if the call shall not be hooked."""
+"""Function that emits code to fill NODE's data; the code jumps to the label to leave the call unhooked."""
 
 
 class NativeReturns:
@@ -82,8 +82,8 @@ class NativeReturns:
     ) -> bool:
         """Emit code at a function's entry that hooks the call, or counts it as missed.
 
-        The hook's data become zeros. With `keeps_called`, which needs EntryKind.CALL, they become the
-        function's address. Return False if there is no trampoline yet.
+        The code fills the call's data with zeros. With `keeps_called`, which needs EntryKind.CALL, it stores
+        the function's address there. Return False if there is no trampoline yet.
         """
         if not self._trampoline.address:
             return False
@@ -99,7 +99,7 @@ class NativeReturns:
         return True
 
     def emit_graph_entry(self, builder: ProgramBuilder, hook: ReturnHook, keep: Keep) -> None:
-        """Emit the hooking at fentry sites of the function graph; `keep` may emit a jump that skips it."""
+        """Emit code at fentry sites that hooks calls for the function graph; `keep` may skip the hooking."""
         code = self.graph_code
         words = self._data_words(hook)
         done = self._enter(builder, EntryKind.CALL, hook)
@@ -113,12 +113,12 @@ class NativeReturns:
 
     @property
     def graph_code(self) -> RetStackCode:
-        """The code for the tasks' arrays of the function graph."""
+        """Emitter of code for the tasks' arrays; only valid if the shadow stack is a RetStack."""
         assert isinstance(self._code, RetStackCode), "the function graph has its own shadow stack"
         return self._code
 
     def _enter(self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook) -> Label:
-        """Emit code that takes NODE for the call; return the label to which missed calls jump."""
+        """Emit code that takes a node for the call, as NODE; return the label to which missed calls jump."""
         self._prepare_handler(hook)
         done = builder.label()
         with builder.out_of_line() as missed:
@@ -128,7 +128,7 @@ class NativeReturns:
         return done
 
     def _find_return(self, builder: ProgramBuilder, way: EntryKind) -> None:
-        """Emit code that sets SLOT and RET for the function that begins."""
+        """Emit code at a function's entry that sets SLOT and RET to its stack slot and return address."""
         builder.emit(GetRegister(SLOT, self._sp))
         if self._link is not None:
             builder.emit(GetRegister(RET, self._link))
@@ -173,7 +173,7 @@ class NativeReturns:
     # Returns
 
     def _prepare_handler(self, hook: ReturnHook) -> None:
-        """Compile the hook's handler, if it can be guest code."""
+        """Compile the hook's handler, if it is not compiled yet and can be guest code."""
         if hook.code is not None or hook.program is None:
             return
         if not (hook.follows_convention or self._compiler.saves_all) or not self._has_trampoline():
@@ -222,7 +222,7 @@ class NativeReturns:
     def _emit_dispatch(self, builder: ProgramBuilder) -> None:
         """Emit a jump to the newest call's handler.
 
-        If it is not the returning call, or has no handler in guest code, jump to Python's code.
+        If the newest call is not the returning call, or has no handler in guest code, jump to Python's code.
         """
         python = builder.label()
         self._code.find(builder, python)

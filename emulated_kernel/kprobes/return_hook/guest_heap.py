@@ -1,4 +1,4 @@
-"""GuestHeap: words of guest memory for shadow stacks; TaskFields: the fields of task_structs for them."""
+"""GuestHeap: guest memory for shadow stacks; TaskFields: the fields of task_structs for shadow stacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMATS = {4: "I", 8: "Q"}
 
 
 class ViewedMemory(Protocol):
-    """Memory that can be viewed as live bytes."""
+    """Guest memory of which a live view can be taken."""
 
     def view(self, va: int, size: int, /) -> memoryview: ...
 
@@ -46,7 +46,7 @@ class GuestHeap:
         self._chunks: dict[int, UnitPool] = {}
         self._pages: dict[int, memoryview] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
-        """Address of a piece -> its size in bytes, and its chunk."""
+        """Address of a piece -> its size in bytes, and the address of its chunk."""
 
     def __getitem__(self, address: int) -> int:
         try:
@@ -117,16 +117,16 @@ class GuestHeap:
 
 _KEPT = 1024
 RETHOOKS = 0
-"""Index of `rethooks` in TaskFields.of()."""
+"""Index of the field `rethooks` in the result of TaskFields.of()."""
 RET_STACK = 1
-"""Index of `ret_stack` in TaskFields.of()."""
+"""Index of the field `ret_stack` in the result of TaskFields.of()."""
 
 
 class TaskFields:
-    """Finds the fields by task; if task_structs have no space for them, the host keeps them.
+    """Finds the fields `rethooks` and `ret_stack` of a task; if task_structs lack both, the host keeps them.
 
-    If the image does not show which task runs, all tasks share one shadow stack. If it has only `rethooks`,
-    there is no RetStack.
+    If the image does not show which task runs, all tasks share one shadow stack. If task_structs have only
+    `rethooks`, there is no RetStack.
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack (v6.1).
     """
 
@@ -136,7 +136,7 @@ class TaskFields:
         self._word_size = word_size
         self._known: dict[int, memoryview] = {}
         self._currents: dict[int, memoryview] = {}
-        """Per-CPU area -> live word with the CPU's current task."""
+        """Address of a per-CPU area -> live view of the word with the CPU's current task."""
         rethooks = abi.get("task_struct.rethooks")
         self._offset = rethooks
         self._current_at = abi.get("percpu.current_task")
@@ -155,7 +155,7 @@ class TaskFields:
             self.look_from(0, abi["percpu.base"])
 
     def look_from(self, cpu: int, area: int) -> None:
-        """Make the CPU with this number and per-CPU area the current one."""
+        """Make `cpu` the current CPU; `area` is the address of its per-CPU area."""
         self.cpu = cpu
         current = self._currents.get(area)
         if current is None and self._current_at is not None:
@@ -167,11 +167,11 @@ class TaskFields:
         return view.cast(self._format)  # type: ignore[call-overload, no-any-return]
 
     def current(self) -> int:
-        """Return the task that runs on the current CPU."""
+        """Return the address of the task that runs on the current CPU; 0 if the image does not show it."""
         return 0 if self._current is None else int(self._current[0])
 
     def of(self, task: int) -> memoryview:
-        """Return the live words of a task, indexed by RETHOOKS and RET_STACK."""
+        """Return a live view of a task's fields, indexed by RETHOOKS and RET_STACK."""
         fields = self._known.get(task)
         if fields is None:
             if self._offset is None:

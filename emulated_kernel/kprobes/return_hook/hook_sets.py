@@ -23,7 +23,7 @@ COLD_PART = re.compile(f"{_COLD}$")
 
 
 class HookSets(TaskObserver):
-    """The return hooks of kretprobes, and a second set for users that need the function graph's.
+    """The return hooks of kretprobes, and a second set for users that need the function graph's shadow stack.
 
     A CPU is not preempted while its guest code holds a shadow stack's lock, because Python cannot wait for
     it.
@@ -38,7 +38,7 @@ class HookSets(TaskObserver):
         scheduler: GracePeriod,
         chosen: str | None,
     ) -> None:
-        """`chosen` names a shadow stack that goes before the profile's."""
+        """`chosen` is the name of a shadow stack to use instead of the profile's, or None."""
         self._hits = kprobes.hits
         self._sets: list[ReturnHooks] = []
         self._make = partial(ReturnHooks, machine, abi, arch, kprobes, scheduler, self._sets)
@@ -59,7 +59,7 @@ class HookSets(TaskObserver):
         return self._graph
 
     def real_return_address(self, slot: int, address: int) -> int:
-        """Return what a stack slot that contains `address` would contain without hooks.
+        """Return the address that a stack slot would contain without hooks; `address` is its present content.
 
         Several functions share a slot if one jumps to the other. Hooks of both sets may alternate on it.
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
@@ -81,12 +81,12 @@ class HookSets(TaskObserver):
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
     def freed(self, task: int) -> None:
-        """Flush the pending calls of an ended task, for kernels that do not report the end themselves."""
+        """Flush the pending calls of an ended task, in a kernel that does not report the end by a trap."""
         for hooks in self._sets:
             hooks.flush(task)
 
     def drop(self, task: int) -> None:
-        """Remove all pending calls of a task; it continues as if it had not made them."""
+        """Remove all pending calls of a task; the task continues as if it had not made the calls."""
         for hooks in self._sets:
             hooks.drop(task)
 
@@ -102,9 +102,10 @@ class HookSets(TaskObserver):
 
 
 def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
-    """Return the addresses of functions that switch stacks, and of cold parts, to which functions jump.
+    """Return addresses whose returns can't be hooked: functions that switch stacks, and cold parts.
 
-    Linux: rejects only the former, and damages the stack of a task that enters a hooked cold part.
+    Functions jump to their cold parts. Linux: only the functions that switch stacks are rejected, and a task
+    that enters a hooked cold part gets a damaged stack.
     """
     symbols = image.kallsyms
     named = (symbol.address for name in arch.no_return_hook for symbol in symbols.by_name(name))

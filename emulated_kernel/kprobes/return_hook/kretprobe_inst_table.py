@@ -1,4 +1,4 @@
-"""Kretprobe instances as before Linux 5.11: a list of free ones per probe, and a hash table of used ones."""
+"""Kretprobe instances as before Linux 5.11: a free list for each probe, and a hash table of pending calls."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from emulated_kernel.kprobes.table import GOLDEN_RATIO, KPROBE_HASH_BITS, hash_a
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 NEXT = 0
-"""Index of a word in struct kretprobe_instance: the next one in its list."""
+"""Index of the word in struct kretprobe_instance that points to the next instance in its list."""
 PPREV = 1
-"""Index of a word in struct kretprobe_instance: address of the pointer to this one."""
+"""Index of the word in struct kretprobe_instance with the address of the pointer to this instance."""
 RP = 2
-"""Index of a word in struct kretprobe_instance: the hook."""
+"""Index of the word in struct kretprobe_instance with the address of the hook."""
 RET_ADDR = 3
-"""Index of a word in struct kretprobe_instance: the real return address."""
+"""Index of the word in struct kretprobe_instance with the real return address."""
 OWNER = 4
-"""Index of a word in struct kretprobe_instance: the task."""
+"""Index of the word in struct kretprobe_instance with the address of the task."""
 FRAME = 5
-"""Index of a word in struct kretprobe_instance: address of the stack slot."""
+"""Index of the word in struct kretprobe_instance with the address of the stack slot."""
 HEADER = 6
-"""Number of words before an instance's data."""
+"""Number of words in struct kretprobe_instance before the data."""
 LOCK = 3
-"""Index of a word in a hook: the lock of its free instances."""
+"""Index of the word in a hook with the lock of its free instances."""
 
 
 class KretprobeInstTable(RethookListStack):
@@ -67,9 +67,9 @@ class KretprobeInstTable(RethookListStack):
     def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
         self.table = 0
-        """Address of the heads of the lists."""
+        """Address of the array of list heads; 0 before the first hook."""
         self.locks = 0
-        """Address of the lists' locks."""
+        """Address of the array of locks, one for each list; 0 before the first hook."""
 
     def lock_words(self) -> list[int]:
         word = self.words.word_size
@@ -78,7 +78,7 @@ class KretprobeInstTable(RethookListStack):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that all hooks share, without the locks."""
+        """Size in bytes of the memory that all hooks share, without the locks."""
         return self.words.size_of(self.table) if self.table else 0
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class KretprobeInstTable(RethookListStack):
         self._link(hook + POOL * self.words.word_size, node)
 
     def _link(self, head: int, node: int) -> None:
-        """Add a node at the head of a list, without the rest of a list that the guest has damaged.
+        """Add a node at the head of a list; if the guest has damaged the list, drop its other nodes.
 
         Mirrors: include/linux/list.h:hlist_add_head.
         """
@@ -186,12 +186,13 @@ class KretprobeInstTable(RethookListStack):
 
 
 class InstancesCode(StackCode[KretprobeInstTable]):
-    """Guest code for the table.
+    """Emits guest code that uses a KretprobeInstTable.
 
     Locks are held for a few instructions, with no interrupt on the CPU meanwhile.
 
-    Linux: turns interrupts off; here compiled code is not interrupted (HitHandling.may_interrupt). A CPU that
-    holds a lock is not preempted (Machine.preempt_if), because Python cannot wait for the lock.
+    Linux: turns interrupts off. Deviates: interrupts stay on, but are never delivered in compiled code
+    (HitHandling.may_interrupt). A CPU that holds a lock is not preempted (Machine.preempt_if), because Python
+    cannot wait for the lock.
     Mirrors: kernel/kprobes.c:pre_handler_kretprobe, recycle_rp_inst, kretprobe_table_lock (v5.10).
     """
 
@@ -199,7 +200,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
 
     @property
     def _to_lock(self) -> int:
-        """Bytes from a list's head to its lock."""
+        """Offset in bytes from a list's head to its lock."""
         return self.stack.locks - self.stack.table
 
     def find(self, builder: ProgramBuilder, none: Label) -> None:
@@ -259,7 +260,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
     # Pieces
 
     def _own_list(self, builder: ProgramBuilder) -> None:
-        """Set TASK to the running task, and SECOND to the head of its list. Mirrors: hash_ptr."""
+        """Emit code that sets TASK to the running task and SECOND to its list's head. Mirrors: hash_ptr."""
         word = self.word
         builder.emit(
             self.current_task(TASK),
@@ -272,13 +273,13 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         )
 
     def _lock(self, builder: ProgramBuilder, base: int, offset: int, first: int, second: int) -> None:
-        """Take the lock at base + offset; `first` and `second` are overwritten."""
+        """Emit code that takes the lock at base + offset; registers `first` and `second` are overwritten."""
         again = builder.label()
         builder.place(again)
         builder.emit(set_to(first, 0), set_to(second, 1), CompareExchange(base, offset, first, second, again))
 
     def _newest(self, builder: ProgramBuilder, none: Label) -> None:
-        """Set NODE to the first instance of TASK in the list SECOND; go to `none` if there is none."""
+        """Emit code that sets NODE to TASK's first instance in the list SECOND, or goes to `none`."""
         again = builder.label()
         found = builder.label()
         builder.emit(self.load(NODE, SECOND, 0))
@@ -306,7 +307,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(last)
 
     def _link(self, builder: ProgramBuilder, first: int) -> None:
-        """Add NODE at the head of the list SECOND. Mirrors: include/linux/list.h:hlist_add_head."""
+        """Emit code that puts NODE first in the list SECOND. Mirrors: include/linux/list.h:hlist_add_head."""
         word = self.word
         alone = builder.label()
         builder.emit(
@@ -320,7 +321,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(alone)
 
     def _count(self, builder: ProgramBuilder, number: int) -> None:
-        """Add `number` to the running task's count of calls in the table."""
+        """Emit code that adds `number` to the running task's count of pending calls."""
         rethooks = self.offsets.rethooks
         builder.emit(
             self.current_task(TASK),

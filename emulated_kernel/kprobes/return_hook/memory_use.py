@@ -25,9 +25,10 @@ class Footprint:
 
 
 def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
-    """Make the hooks, give all tasks what they need, and return the total; no kernel is needed.
+    """Create hooks and the tasks' arrays on a shadow stack, without a kernel; return the memory they use.
 
-    As in the slides, the hook's control block and the heads of its rings are not counted.
+    The hook's control block and the heads of its rings are not counted. Source: "Unifying return hooks" (LPC
+    2023).
     """
     source = _Pages()
     fields = TaskFields(source, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)
@@ -41,7 +42,7 @@ def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, no
 def memory_table(
     kinds: Iterable[type[ShadowStack]], *, cpus: int = 10, tasks: int = 500
 ) -> list[list[Footprint]]:
-    """Return a row per shadow stack: 1 and 100 probes with a node per CPU, then with a node per task."""
+    """Return a row per shadow stack: for 1 and 100 probes with a node per CPU, then with a node per task."""
     columns = [(probes, nodes) for nodes in (cpus, tasks) for probes in (1, 100)]
     return [
         [footprint(kind, cpus=cpus, tasks=tasks, probes=probes, nodes=nodes) for probes, nodes in columns]
@@ -50,7 +51,7 @@ def memory_table(
 
 
 class _Pages:
-    """Stands in for a machine's memory: pages, and task fields on demand."""
+    """A replacement for a machine's memory: pages, and fields of tasks on demand."""
 
     TASKS = 1 << 40
 

@@ -1,4 +1,4 @@
-"""Rethook on objpool as in Linux 6.7: a ring of free nodes per CPU; an empty ring takes from the others."""
+"""Rethook on objpool as in Linux 6.7: each CPU has a ring of free nodes, and other rings if it is empty."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 )
 
 HEAD = 0
-"""Index of a word in a CPU's ring: count of nodes that were taken."""
+"""Index of the word in a CPU's ring that counts the nodes taken from it."""
 TAIL = 1
-"""Index of a word in a CPU's ring: count of nodes that were put back."""
+"""Index of the word in a CPU's ring that counts the nodes put into it."""
 ENTRIES = 2
-"""Index of a word in a CPU's ring: the first entry."""
+"""Index of the first entry in a CPU's ring, in words."""
 
 
 class ObjpoolStack(RethookListStack):
@@ -49,7 +49,7 @@ class ObjpoolStack(RethookListStack):
         super().__init__(words, tasks, cpus)
         self._counter = (1 << 8 * words.word_size) - 1
         self._rings: dict[int, tuple[int, int]] = {}
-        """Hook -> addresses of its array of ring addresses, and of its rings."""
+        """Address of a hook -> address of its array of ring addresses, and address of its first ring."""
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         words = self.words
@@ -66,7 +66,7 @@ class ObjpoolStack(RethookListStack):
             self._put(hook, self.ring(hook, number % self.cpus), node)
 
     def slots(self, hook: int) -> int:
-        """Return the address of the array of ring addresses by CPU.
+        """Return the address of the hook's array of ring addresses, which is indexed by CPU.
 
         Mirrors: struct objpool_head, cpu_slots (v6.7).
         """
@@ -77,11 +77,11 @@ class ObjpoolStack(RethookListStack):
         return self._rings[hook][1] + cpu * self.stride(hook)
 
     def stride(self, hook: int) -> int:
-        """Return the bytes of a ring."""
+        """Return the size in bytes of one of the hook's rings."""
         return (ENTRIES + self.capacity(hook)) * self.words.word_size
 
     def capacity(self, hook: int) -> int:
-        """Return the number of entries of a ring."""
+        """Return the number of entries in one of the hook's rings."""
         return ring_capacity(self.hooks[hook])
 
     def _entry(self, hook: int, ring: int, counter: int) -> int:
@@ -132,21 +132,22 @@ class ObjpoolStack(RethookListStack):
         super()._release(hook)
 
     def memory_of(self, hook: int) -> int:
-        """Return the bytes of the nodes and the rings' entries. As in the slides, heads do not count."""
+        """Return the size in bytes of a hook's nodes and ring entries, without the rings' heads."""
         entries = self.cpus * self.capacity(hook) * self.words.word_size
         return super().memory_of(hook) + entries
 
 
 def ring_capacity(nodes: int) -> int:
-    """Return the number of entries of a ring: a power of two greater than the number of nodes."""
+    """Return the number of entries of a ring for `nodes` nodes: the next greater power of two."""
     return 1 << nodes.bit_length()
 
 
 class ObjpoolCode(RethookListCode[ObjpoolStack]):
-    """Guest code for the rings. Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
+    """Emits code for objpools. Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
 
-    Nodes are put back only into the CPU's own ring, and no interrupt may come during that.
-    Linux: turns interrupts off; here compiled code is not interrupted (HitHandling.may_interrupt).
+    Nodes are put back only into the CPU's own ring. No interrupt may come while a node is put back.
+    Linux: turns interrupts off. Deviates: interrupts stay on, but are never delivered in compiled code
+    (HitHandling.may_interrupt).
     """
 
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
@@ -184,7 +185,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         count_one_less(builder, hook, word)
 
     def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
-        """Turn `counter` into the address of its entry in the ring SECOND, less the offset ENTRIES."""
+        """Emit code that turns `counter` into its entry's address in the ring SECOND, minus ENTRIES words."""
         builder.emit(
             compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),
             compute(Arithmetic.SHL, counter, self.shift),
@@ -192,7 +193,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         )
 
     def _own_ring(self, builder: ProgramBuilder, hook: int, ring: int, other: int) -> None:
-        """Set `ring` to the address of the CPU's own ring."""
+        """Emit code that sets register `ring` to the CPU's own ring's address, and overwrites `other`."""
         rings = self.stack
         if rings.cpus == 1:
             builder.emit(set_to(ring, rings.ring(hook, 0)))
@@ -206,7 +207,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         )
 
     def _next_ring(self, builder: ProgramBuilder, hook: int, missed: Label, found: Label) -> None:
-        """Set SECOND to the next ring and go to `found`; if that is the CPU's own, go to `missed`."""
+        """Emit code that sets SECOND to the next ring and goes to `found`; for the own ring, to `missed`."""
         rings = self.stack
         stride = self.stack.stride(hook)
         if rings.cpus == 1:

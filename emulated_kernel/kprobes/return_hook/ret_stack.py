@@ -1,4 +1,4 @@
-"""The function graph's shadow stack: one array per task, which all hooks share."""
+"""RetStack: the function graph's shadow stack, one array of words per task, which all hooks share."""
 
 from __future__ import annotations
 
@@ -38,29 +38,32 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
 SHADOW_STACK_SIZE = PAGE_SIZE
-"""Bytes of a task's array."""
+"""Size of a task's array in bytes."""
 HOOK = 0
-"""Index of a word after an entry's data: the hook."""
+"""Index, among the words after an entry's data, of the address of the hook."""
 RET_ADDR = 1
-"""Index of a word after an entry's data: the real return address."""
+"""Index, among the words after an entry's data, of the real return address."""
 FRAME = 2
-"""Index of a word after an entry's data: address of the stack slot."""
+"""Index, among the words after an entry's data, of the address of the stack slot."""
 SIZE = 3
-"""Index of a word after an entry's data: words of the whole entry."""
+"""Index, among the words after an entry's data, of the number of words of the whole entry."""
 TRAILER = 4
-"""Number of words after an entry's data."""
+"""Number of words in an entry after its data."""
 _USED = 0
-"""Index of a word after a task's array: number of words in use. Linux: in task_struct."""
+"""Index, among the words after a task's array, of the number of words in use. Linux: in task_struct."""
 _OVERRUNS = 1
-"""Index of a word after a task's array: number of calls for which it had no space. Linux: in task_struct."""
+"""Index, among the words after a task's array, of the number of overruns. Linux: in task_struct.
+
+An overrun is a call for which the array had no space.
+"""
 _COUNTS = 2
-"""Number of words after a task's array."""
+"""Number of words that follow a task's array."""
 
 
 class RetStack(ShadowStack):
-    """Entries of any size on a stack of words.
+    """For each task, an array of words that is a stack of entries of any size.
 
-    Each task gets its array as soon as there is a hook; a younger task gets it at its first call.
+    All tasks get their arrays at the first hook; a later task gets its array at its first hooked call.
     Linux: at fork.
     Mirrors: kernel/trace/fgraph.c:alloc_retstack_tasklist, ftrace_push_return_trace (v6.1); the layout is
     that of v6.10.
@@ -73,11 +76,11 @@ class RetStack(ShadowStack):
         super().__init__(words, tasks, cpus)
         self._entry_words: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
-        """Task -> address of its array."""
+        """Address of a task -> address of its array."""
         self.used_at = SHADOW_STACK_SIZE + words.word_size * _USED
-        """Bytes from the start of an array to its count of words in use."""
+        """Offset in bytes from the start of an array to its count of words in use."""
         self.overruns_at = SHADOW_STACK_SIZE + words.word_size * _OVERRUNS
-        """Bytes from the start of an array to its count of overruns."""
+        """Offset in bytes from the start of an array to its count of overruns."""
 
     def give_current(self) -> bool:
         """Allocate an array for the running task; return False if there is no memory."""
@@ -122,14 +125,14 @@ class RetStack(ShadowStack):
         self.words.free(self._stacks.pop(task))
 
     def _array(self, task: int) -> int:
-        """Return the address of a task's array, or 0. Raises: MemoryFault (the guest names another one)."""
+        """Return the address of a task's array, or 0. Raises: MemoryFault (the guest has changed it)."""
         array = int(self.tasks.of(task)[RET_STACK])
         if array and array != self._stacks.get(task):
             raise MemoryFault(array, "no shadow stack of the task")
         return array
 
     def _get(self, hook: int, task: int) -> int:
-        """Return a node on the task's stack, or 0. Only this task uses the stack, so nothing is reserved."""
+        """Return a node on the task's stack, or 0. Nothing is reserved, as only this task uses the stack."""
         if not self._array(task):
             try:
                 self._allocate(task)
@@ -209,7 +212,7 @@ class RetStack(ShadowStack):
         return hooks
 
     def is_given(self, task: int) -> bool:
-        """Return True if the task has an array; only tasks of the guest have one."""
+        """Return True if the task has an array."""
         return task in self._stacks
 
     def overruns(self, task: int) -> int:
@@ -233,9 +236,9 @@ class RetStack(ShadowStack):
 
 
 class UnifiedStack(RetStack):
-    """The function graph's stack as the only kind of return hook; kretprobes use it too.
+    """The function graph's stack, as the shadow stack of all return hooks including kretprobes.
 
-    So only traceable functions can be return-probed, and not through a breakpoint.
+    Therefore only functions with an fentry site can be return-probed, and not through a breakpoint.
     """
 
     name = "unified"
@@ -243,7 +246,7 @@ class UnifiedStack(RetStack):
 
 
 class RetStackCode(StackCode[RetStack]):
-    """Guest code for the arrays.
+    """Emits guest code that uses the arrays.
 
     Mirrors: kernel/trace/fgraph.c:ftrace_push_return_trace, ftrace_pop_return_trace (v6.1).
     """
@@ -320,7 +323,7 @@ class RetStackCode(StackCode[RetStack]):
         count_one_less(builder, hook, word)
 
     def put_back(self, builder: ProgramBuilder, hook: int, data: int) -> None:
-        """Emit code that removes the newest call, which is the hook's, because it shall not be hooked."""
+        """Emit code that removes the newest call, which belongs to `hook` and shall not be hooked."""
         used_at = self.stack.used_at
         builder.emit(
             self.current_task(TASK),
@@ -334,11 +337,11 @@ class RetStackCode(StackCode[RetStack]):
     def older(
         self, builder: ProgramBuilder, hook: int, call: int, spare: tuple[int, int, int], none: Label
     ) -> None:
-        """Move `call`, a node of the running task, to the hook's next older call.
+        """Emit code that moves `call`, a node of the running task, to the hook's next older call.
 
-        If there is none, go to `none`.
+        If there is no older call, the code goes to `none`.
 
-        `spare`: registers that may be overwritten.
+        `spare`: virtual registers that the code may overwrite.
         """
         word = self.word
         again = builder.label()

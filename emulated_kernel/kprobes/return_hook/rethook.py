@@ -12,14 +12,14 @@ from emulated_kernel.kprobes.return_hook.stack_code import FIRST, NODE, SECOND, 
 from emulated_kernel.util.errors import KernelError
 
 NUMBER_BITS = {8: 24, 4: 20}
-"""Word size -> bits of a node's number in the free list's head; the bits above count changes."""
+"""Word size -> number of bits for a node's number in the free list's head; the higher bits count changes."""
 
 
 class RethookStack(RethookListStack):
     """One free list per hook; all CPUs contend for its head.
 
-    Deviates: Linux counts references to nodes, so that a CPU notices if a node was taken and put back
-    meanwhile. Here the head contains a node's number instead of its address, and a count of changes.
+    Linux: counts references to nodes, so that a CPU notices if a node was taken and put back meanwhile.
+    Deviates: the head contains a node's number instead of its address, and a count of changes.
     Mirrors: include/linux/freelist.h, kernel/trace/rethook.c:rethook_try_get, rethook_recycle (v6.1).
     """
 
@@ -27,7 +27,7 @@ class RethookStack(RethookListStack):
 
     @property
     def number_mask(self) -> int:
-        """Bits of a head that contain the first node's number; 0 means that the list is empty."""
+        """Mask of the bits of a head that contain the first node's number; 0 means that the list is empty."""
         return (1 << NUMBER_BITS[self.words.word_size]) - 1
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
@@ -37,14 +37,14 @@ class RethookStack(RethookListStack):
             self._put_back(hook, node)
 
     def _change(self, hook: int, number: int) -> None:
-        """Set the head of the free list to the node with this number."""
+        """Set the head of the free list to the node with number `number`, and count the change."""
         words = self.words
         at = hook + POOL * self.words.word_size
         mask = self.number_mask
         words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
 
     def origin(self, hook: int) -> int:
-        """Return the address from which node numbers count words."""
+        """Return the address of node number 0; a node's number is its distance from this address in words."""
         return self._blocks[hook] - self.words.word_size
 
     def _node(self, hook: int, number: int) -> int:
@@ -82,9 +82,9 @@ class RethookStack(RethookListStack):
 
 
 class RethookCode(RethookListCode[RethookStack]):
-    """Guest code for the free list.
+    """Emits guest code that uses the free list of RethookStack.
 
-    The head, with its count of changes, changes atomically; see RethookStack.
+    The code changes the head, which includes the count of changes, atomically.
     """
 
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
@@ -121,7 +121,7 @@ class RethookCode(RethookListCode[RethookStack]):
         self._change(builder, hook, again)
 
     def _change(self, builder: ProgramBuilder, hook: int, again: Label) -> None:
-        """Make node number TASK the first free one; if the head is no longer FIRST, go to `again`."""
+        """Emit code that makes number TASK the first free node; if FIRST isn't the head, go to `again`."""
         builder.emit(
             Move(SECOND, FIRST),
             compute(Arithmetic.OR, SECOND, self.stack.number_mask),

@@ -23,17 +23,17 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 NEXT_FREE = 1
-"""Index of a word in struct rethook_node: next node in a free list (v6.1), or part of an rcu_head."""
+"""Index of the word in struct rethook_node with the next free node (v6.1), or a part of an rcu_head."""
 LLIST = 2
-"""Index of a word in struct rethook_node: next older call of the task."""
+"""Index of the word in struct rethook_node that points to the next older call of the task."""
 HOOK = 3
-"""Index of a word in struct rethook_node: the hook."""
+"""Index of the word in struct rethook_node with the address of the hook."""
 RET_ADDR = 4
-"""Index of a word in struct rethook_node: the real return address."""
+"""Index of the word in struct rethook_node with the real return address."""
 FRAME = 5
-"""Index of a word in struct rethook_node: address of the stack slot."""
+"""Index of the word in struct rethook_node with the address of the stack slot."""
 HEADER = 6
-"""Number of words before a node's data."""
+"""Number of words in struct rethook_node before the data."""
 
 
 class RethookListStack(ShadowStack):
@@ -46,7 +46,7 @@ class RethookListStack(ShadowStack):
     def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
         self._blocks: dict[int, int] = {}
-        """Hook -> address of its array of nodes."""
+        """Address of a hook -> address of its array of nodes."""
 
     def add_hook(self, nodes: int, data_size: int) -> int:
         words = self.words
@@ -74,7 +74,7 @@ class RethookListStack(ShadowStack):
         return range(first, first + size, size // self.hooks[hook])
 
     def _known_node(self, hook: int, node: int) -> int:
-        """Return `node`, which the guest names. Raises: MemoryFault (it is no node of the hook)."""
+        """Return `node`, an address from guest memory. Raises: MemoryFault (it is no node of the hook)."""
         if node not in self._nodes(hook):
             raise MemoryFault(node, "no node of the return hook")
         return node
@@ -91,9 +91,9 @@ class RethookListStack(ShadowStack):
         """Return the number of nodes in the pool. Raises: MemoryFault (the pool is damaged)."""
 
     def high_water(self, hook: int) -> int:
-        """Return the highest number of nodes that were in use: those that have ever had a return address.
+        """Return the highest number of nodes in use at a time: all nodes that ever had a return address.
 
-        The node that was put back last is taken first, so no other nodes are touched.
+        The node that was put back last is taken first, so no further nodes ever get a return address.
         """
         words = self.words
         at = self.ret_addr_word * self.words.word_size
@@ -109,7 +109,7 @@ class RethookListStack(ShadowStack):
 
     @abstractmethod
     def _take(self, hook: int) -> int:
-        """Take a node from the pool; return its address, or 0. Raises: MemoryFault (it is damaged)."""
+        """Take a node from the pool; return its address, or 0. Raises: MemoryFault (the pool is damaged)."""
 
     def _get(self, hook: int, task: int) -> int:  # noqa: ARG002 - the pool is global
         return self._take(hook)
@@ -153,7 +153,7 @@ RethookListStackT = TypeVar("RethookListStackT", bound=RethookListStack)
 
 
 class RethookListCode(StackCode[RethookListStackT]):
-    """Guest code for the lists.
+    """Emits guest code that uses the tasks' lists; subclasses emit the code for pools.
 
     Mirrors: kernel/trace/rethook.c:rethook_hook, rethook_trampoline_handler (v6.1).
     """
@@ -197,8 +197,8 @@ class RethookListCode(StackCode[RethookListStackT]):
 
     @abstractmethod
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
-        """Set NODE to a free node; RET and SLOT are preserved. If there is none, go to `missed`."""
+        """Emit code that sets NODE to a free node, or goes to `missed`. It preserves RET and SLOT."""
 
     @abstractmethod
     def _put(self, builder: ProgramBuilder, hook: int) -> None:
-        """Put NODE back into the pool."""
+        """Emit code that puts NODE back into the hook's pool."""

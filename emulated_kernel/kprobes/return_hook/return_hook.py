@@ -29,14 +29,14 @@ class RethookNode:
     ret_addr: int = field(default=0, metadata=ADDRESS)
     """Address to which the function returns.
 
-    If several probes hook the call, all but one of them see the trampoline.
+    If several probes hook the call, all nodes except one contain the address of a trampoline.
     """
     frame: int = field(default=0, metadata=ADDRESS)
-    """Address of the stack slot that had the return address."""
+    """Address of the stack slot that contained the return address."""
 
     @property
     def data(self) -> memoryview:
-        """The call's own data; valid until the return handler has ended."""
+        """Live view of the call's own data, valid until the return handler has ended."""
         return self.hook.data_of(self.node)
 
     @property
@@ -67,15 +67,15 @@ class ReturnHook(AssemblyOwner):
     program: CompileHandler | None = None
     """Emits the handler as guest code; its entry kind is EntryKind.RETURN."""
     code: CompiledCode | None = None
-    """The compiled handler."""
+    """The handler compiled to guest code, or None."""
     follows_convention: bool = False
     """Whether callers expect only the registers that the calling convention preserves."""
     probe: Kprobe | None = None
-    """The return probe that it belongs to."""
+    """The return probe that owns the hook, or None."""
     place: int = field(default=0, metadata=ADDRESS)
-    """Address of the hooked function; 0 for many."""
+    """Address of the hooked function; 0 if the hook serves several functions."""
     assembled: AssembledHandlers | None = None
-    """Assembly handlers that run at returns."""
+    """The handlers in assembly that run at returns, or None."""
     flushed: int = 0
     """Number of calls that never returned, because their task ended or their run was given up."""
 
@@ -89,7 +89,7 @@ class ReturnHook(AssemblyOwner):
 
     @property
     def nodes(self) -> int:
-        """Number of instances; 0 if only the tasks' stacks limit it."""
+        """Number of instances; 0 if only the size of the tasks' arrays limits the number of pending calls."""
         return self.stack.hooks[self.address]
 
     @property
@@ -99,7 +99,7 @@ class ReturnHook(AssemblyOwner):
 
     @property
     def missed(self) -> int:
-        """Number of calls without an instance, and of returns whose assembly handlers did not run."""
+        """Number of calls that got no instance, plus returns whose handlers in assembly did not run."""
         return int(self.stack.counters[self.address][MISSED])
 
     @property
@@ -116,11 +116,11 @@ class ReturnHook(AssemblyOwner):
             self.assembled.emit(builder, point)
 
     def miss_assembly(self, point: HandlerPoint) -> None:
-        """Count a call as missed if it has a handler for `point`."""
+        """Count a call as missed if the hook has a handler in assembly for `point`."""
         if self.assembled is not None and point in self.assembled:
             self.miss()
 
     @property
     def memory(self) -> int:
-        """Bytes that are allocated only for this hook."""
+        """Size in bytes of the memory that is allocated only for this hook."""
         return self.stack.memory_of(self.address)

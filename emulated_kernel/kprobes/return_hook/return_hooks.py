@@ -36,13 +36,13 @@ _CODES: Mapping[type[ShadowStack], type[StackCode[Any]]] = {
     RetStack: RetStackCode,
     UnifiedStack: RetStackCode,
 }
-"""Shadow stack -> the class that emits guest code for it."""
+"""Class of a shadow stack -> class that emits guest code for it."""
 _BY_NAME = {stack.name: stack for stack in _CODES}
 SHADOW_STACKS: Mapping[str, type[ShadowStack]] = {name: _BY_NAME[name] for name in RETURN_HOOKS}
 
 
 class ReturnHooks:
-    """All return hooks of one kernel.
+    """The return hooks of one kernel that use the same shadow stack.
 
     Mirrors: kernel/trace/rethook.c (v6.1).
     """
@@ -58,7 +58,10 @@ class ReturnHooks:
         *,
         stack: str,
     ) -> None:
-        """Join `sets`, which are all return hooks of the kernel. `stack` names the shadow stack."""
+        """Create the object and add it to `sets`, the list of the kernel's ReturnHooks.
+
+        `stack` is the name of the shadow stack.
+        """
         self._machine = machine
         self._memory = machine.memory
         self._abi = abi
@@ -75,7 +78,7 @@ class ReturnHooks:
         self._removed: dict[int, ReturnHook] = {}
         """Address -> removed hook that may still have pending calls."""
         self._has_assembly: bool | None = None
-        """Some of them have handlers in assembly; None: look when it is asked."""
+        """Whether a hook has handlers in assembly; None if that must be determined at the next return."""
         form = kprobes.profile.trampoline
         self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_asm_handlers)
         self._has_traps = False
@@ -165,7 +168,7 @@ class ReturnHooks:
             self._removed = {**pending, hook.address: hook}
 
     def handler_changed(self, hook: ReturnHook) -> None:
-        """Drop guest code of a hook whose `program` makes other code or none, or whose assembly changed."""
+        """Drop the guest code of a hook, because its `program` or its handlers in assembly have changed."""
         self._lock.assert_held()
         self._has_assembly = None
         if hook.assembled is not None:
@@ -174,7 +177,7 @@ class ReturnHooks:
             self.native.drop_handler(hook)
 
     def install(self) -> None:
-        """Make the trampoline and serve the guest's requests, if that is not done yet."""
+        """Create the trampoline, and handle the traps by which the guest calls the host, if not done yet."""
         self.trampoline.install()
         self._install_traps()
 
@@ -184,7 +187,10 @@ class ReturnHooks:
         return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:
-        """Return the current task's newest pending call of this hook, or the next one older than `before`."""
+        """Return the current task's newest pending call of this hook, or the next one older than `before`.
+
+        Return None if there is no such call.
+        """
         task = self._tasks.current()
         for call in self.stack.pending(task):
             if before is None and call.hook == hook.address:
@@ -194,7 +200,7 @@ class ReturnHooks:
         return None
 
     def _install_traps(self) -> None:
-        """Serve the traps by which guest code calls the host; see the image's kernel/rethook.c."""
+        """Register handlers of the traps by which guest code calls the host; see kernel/rethook.c."""
         abi = self._abi
         breakpoints = self._breakpoints
         if "rethook_flush_trap" not in abi or self._has_traps:
@@ -219,7 +225,7 @@ class ReturnHooks:
     def hook_call(
         self, hook: ReturnHook, regs: Any, wants: Callable[[RethookNode, Any], bool] | None = None
     ) -> bool:
-        """Let the function at whose entry the guest is return to the trampoline.
+        """Let the function that the guest enters now return to the trampoline: hook this call.
 
         Return False if the call is missed. If `wants(instance, regs)` returns False, the call is not hooked,
         and does not count as missed.
@@ -252,7 +258,7 @@ class ReturnHooks:
     # The trampoline
 
     def _returned(self, regs: Any, frame: int) -> int:
-        """Call the handlers of the return through `frame`; return the real address, or 0.
+        """Call the handlers of the return through `frame`; return the address at which the guest continues.
 
         Mirrors: kernel/trace/rethook.c:rethook_trampoline_handler (v6.1).
         """
@@ -275,7 +281,10 @@ class ReturnHooks:
     def _run_asm_handlers(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Let the guest run the handlers in assembly of what has returned through `frame`; False: none."""
+        """Let the guest run the handlers in assembly of the calls that return through `frame`.
+
+        Return False if there are no such handlers; then `on_return` is not called.
+        """
         if self._has_assembly is None:
             self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())
         if not self._has_assembly:
@@ -288,7 +297,9 @@ class ReturnHooks:
         )
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
-        """Return the task's newest calls up to the first one with a real return address, and that address.
+        """Return the task's newest calls up to the first one with a real return address, and this address.
+
+        If no call has a real return address, the address is 0.
 
         Mirrors: kernel/trace/rethook.c:__rethook_find_ret_addr (v6.1).
         """
@@ -300,7 +311,7 @@ class ReturnHooks:
         return calls, 0
 
     def _lost(self, regs: Any, calls: list[Pending]) -> int:
-        """Let the guest report that a return address is unknown, and oops.
+        """Let the guest report that a return address is unknown, and oops; return where the guest continues.
 
         Mirrors: the BUG_ON of rethook_trampoline_handler (v6.1), kretprobe_assert (v2.6.33).
         """
@@ -372,7 +383,7 @@ class ReturnHooks:
         )
 
     def look_from(self, cpu: int) -> None:
-        """Make another CPU the current one."""
+        """Make `cpu` the current CPU, whose running task's calls are hooked."""
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
@@ -383,7 +394,7 @@ class ReturnHooks:
             self._abandon(self._tasks.current())
 
     def _abandon(self, task: int) -> None:
-        """Remove the calls of a task that are on no stack of its own or of the CPU. Raises: MemoryFault."""
+        """Remove calls whose frame is neither on the task's stack nor the CPU's. Raises: MemoryFault."""
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
         area = self._machine.per_cpu_bases[self._machine.cpu]
         top = self._memory.read_word(area + self._abi["percpu.hardirq_stack_ptr"])

@@ -12,38 +12,38 @@ from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 HANDLER = 1
-"""Index of a word in a hook (struct rethook): guest code that handles returns; 0 if Python does."""
+"""Index of the word in struct rethook with the address of the handler in guest code; 0 for Python."""
 POOL = 2
 """Index of the word in struct rethook that heads the list of free nodes."""
 CONTROL_WORDS = 6
-"""Words of a hook (struct rethook): data, handler, pool, ref, rcu. Counters follow."""
+"""Number of words of a hook (struct rethook: data, handler, pool, ref, rcu). The hook's counters follow."""
 MISSED = 0
-"""Index of a counter of a hook: missed calls."""
+"""Index of the counter of missed calls in a hook."""
 RETURNED = 1
-"""Index of a counter of a hook: calls whose return was handled."""
+"""Index of the counter of calls whose return was handled, in a hook."""
 ACTIVE = 2
-"""Index of a counter of a hook: nodes in use; only kept if the free nodes do not show it."""
+"""Index of the counter of nodes in use in a hook; it is 0 if the number follows from the free nodes."""
 HIGH_WATER = 3
-"""Index of a counter of a hook: most nodes in use at a time; only kept if the nodes do not show it."""
+"""Index of the counter of the most nodes in use at a time in a hook; it is 0 if the nodes show it."""
 _COUNTERS_SIZE = 4 * 8
 _COUNTER_MASK = (1 << 64) - 1
 DAMAGED = "shadow stack"
-"""Name of these data in reports of damage."""
+"""Name of shadow stacks in reports of damage."""
 
 
 class Pending(NamedTuple):
-    """A call that has not returned yet; all numbers are addresses."""
+    """A hooked call that has not returned yet. All fields are addresses."""
 
     node: int
     hook: int
-    """The hook whose pool the node belongs to."""
+    """Address of the hook whose pool the node belongs to."""
     ret_addr: int
     frame: int
-    """The stack slot whose return address was replaced."""
+    """Address of the stack slot whose return address was replaced."""
 
 
 class ShadowStack(ABC):
-    """One of the kernel's ways to keep real return addresses.
+    """Interface of a data structure that keeps the real return addresses of hooked calls.
 
     A node is taken by `try_get`, and then pushed or put back. `pop` removes calls and puts their nodes back.
     Nodes of a removed hook stay valid until they are popped. All state is words of guest memory, which guest
@@ -52,11 +52,11 @@ class ShadowStack(ABC):
     """
 
     name: ClassVar[str]
-    """Name as in `--return-hook`."""
+    """Name of the shadow stack, as in the option `--return-hook`."""
     header: ClassVar[int]
     """Number of words before a node's data."""
     is_kretprobes: ClassVar[bool] = False
-    """Whether it is the list that only kretprobes used, before rethook (Linux up to 5.17)."""
+    """Whether only kretprobes use this kind of shadow stack, as before rethook (Linux up to 5.17)."""
 
     needs_fentry: ClassVar[bool] = False
     """Whether functions can be hooked only from their fentry sites."""
@@ -66,13 +66,13 @@ class ShadowStack(ABC):
         self.tasks = tasks
         self.cpus = cpus
         self.hooks: dict[int, int] = {}
-        """Hook -> number of its instances (0: only the stacks limit it).
+        """Address of a hook -> number of its instances; 0 if only the size of the tasks' arrays limits calls.
 
-        It includes removed hooks that still have pending calls.
+        The map includes removed hooks that still have pending calls.
         """
         self._removed: set[int] = set()
         self.counters: dict[int, memoryview] = {}
-        """Hook -> live counters, indexed by MISSED, RETURNED, ACTIVE and HIGH_WATER."""
+        """Address of a hook -> live counters, indexed by MISSED, RETURNED, ACTIVE and HIGH_WATER."""
         self.damage = DamageReports()
 
     @abstractmethod
@@ -94,11 +94,11 @@ class ShadowStack(ABC):
         self.words.free(hook)
 
     def active(self, hook: int) -> int:
-        """Return the number of instances in use."""
+        """Return the number of a hook's instances in use."""
         return int(self.counters[hook][ACTIVE])
 
     def high_water(self, hook: int) -> int:
-        """Return the highest number of instances that were in use at a time."""
+        """Return the highest number of a hook's instances that were in use at a time."""
         return int(self.counters[hook][HIGH_WATER])
 
     def remove_hook(self, hook: int) -> None:
@@ -117,7 +117,7 @@ class ShadowStack(ABC):
         """Free the memory of a removed hook without pending calls."""
 
     def try_get(self, hook: int, task: int) -> int:
-        """Return a free node, or 0 if the call must be missed."""
+        """Take a node for a call and return its address; return 0 if the call must be missed."""
         try:
             # Without the task's field, the call could not be pushed.
             self.tasks.of(task)
@@ -128,10 +128,10 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def _get(self, hook: int, task: int) -> int:
-        """Return a free node, or 0. Raises: MemoryFault (the pool is damaged)."""
+        """Take a node and return its address, or 0 if none is left. Raises: MemoryFault (a damaged pool)."""
 
     def put_back(self, hook: int, node: int) -> None:
-        """Put back a node that is not pushed."""
+        """Put a node that is not pushed back into the hook's pool."""
         try:
             self._put_back(hook, node)
             self._release_if_unused(hook)
@@ -140,14 +140,14 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def _put_back(self, hook: int, node: int) -> None:
-        """Put back a node. Raises: MemoryFault (the pool is damaged)."""
+        """Put a node back into the hook's pool. Raises: MemoryFault (the pool is damaged)."""
 
     @abstractmethod
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
-        """Add the newest pending call of a task."""
+        """Add `node` as the newest pending call of a task."""
 
     def pending(self, task: int) -> Iterator[Pending]:
-        """Iterate over the pending calls of a task, newest first, up to one that is damaged."""
+        """Iterate over the pending calls of a task, newest first, and stop at a damaged call."""
         known: set[int] = set()
         try:
             for call in self._calls(task):
@@ -162,11 +162,11 @@ class ShadowStack(ABC):
     def _calls(self, task: int) -> Iterator[Pending]:
         """Iterate over the pending calls of a task, newest first; the list may be a circle.
 
-        Raises: MemoryFault (the list leads to a node that is none).
+        Raises: MemoryFault (the list leads to an address that is not a node).
         """
 
     def pop(self, task: int, count: int) -> None:
-        """Remove the newest calls, and put their nodes back."""
+        """Remove the `count` newest calls of a task, and put their nodes back."""
         for call in list(islice(self.pending(task), count)):
             try:
                 self._remove(task, call)
@@ -180,10 +180,10 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def _clear(self, task: int) -> None:
-        """Make a task's list empty. Raises: MemoryFault (the task has none)."""
+        """Make a task's list of calls empty. Raises: MemoryFault (the task has no list)."""
 
     def data(self, node: int, size: int) -> memoryview:
-        """Return the private data of a node, live."""
+        """Return a live view of a node's private data."""
         return self.words.view(self.data_address(node), size)
 
     def data_address(self, node: int) -> int:
@@ -191,7 +191,7 @@ class ShadowStack(ABC):
         return node + self.header * self.words.word_size
 
     def drop(self, task: int) -> list[int]:
-        """Remove all calls of a task; return their hooks."""
+        """Remove all pending calls of a task; return the addresses of their hooks."""
         hooks = [call.hook for call in self.pending(task)]
         self.pop(task, len(hooks))
         with self.damage.left_out(DAMAGED):
@@ -199,21 +199,21 @@ class ShadowStack(ABC):
         return hooks
 
     def flush(self, task: int) -> list[int]:
-        """Remove all calls of a task that has ended; return their hooks.
+        """Remove all pending calls of a task that has ended; return the addresses of their hooks.
 
         Mirrors: kernel/trace/rethook.c:rethook_flush_task, kernel/kprobes.c:kprobe_flush_task (v6.1).
         """
         return self.drop(task)
 
     def give_stacks(self, tasks: Iterable[int]) -> None:  # noqa: B027 - most have none
-        """Allocate memory that tasks need before their calls can be hooked. Nodes of a pool need none.
+        """Allocate memory that tasks need before their calls can be hooked. The default allocates none.
 
         Raises: KernelError ENOMEM.
         """
 
     @abstractmethod
     def memory_of(self, hook: int) -> int:
-        """Return the bytes that were allocated for one hook."""
+        """Return the size in bytes of the memory that was allocated for one hook."""
 
     def lock_words(self) -> list[int]:
         """Return the addresses of words that are not 0 while a lock is held."""
@@ -225,7 +225,7 @@ class ShadowStack(ABC):
         return any(self.words[address] for address in self.lock_words())
 
     def close(self) -> None:  # noqa: B027 - most have nothing left
-        """Free what is left when there are no hooks."""
+        """Free the memory that remains after the last hook was removed."""
 
     @property
     def shared_memory(self) -> int:
@@ -234,12 +234,12 @@ class ShadowStack(ABC):
 
 
 def counter_at(hook: int, counter: int, word_size: int) -> int:
-    """Return the address of a hook's counter."""
+    """Return the address of a hook's counter; `counter` is its index, such as MISSED."""
     return hook + CONTROL_WORDS * word_size + 8 * counter
 
 
 def note_taken(counters: memoryview) -> None:
-    """Count one more instance in use."""
+    """Count one more instance in use, in the counters of a hook."""
     count(counters, ACTIVE, 1)
     counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])
 

@@ -1,4 +1,4 @@
-"""StackCode: emits the code by which guest code uses a shadow stack at the start and end of calls.
+"""StackCode: emits the guest code that uses a shadow stack at the start and the end of hooked calls.
 
 The code may be interrupted between any two instructions. A call that is hooked during the interrupt returns
 before the code continues. Other CPUs see shared words only in consistent states.
@@ -31,17 +31,17 @@ from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, HIGH_WATER,
 from emulated_kernel.util.fast_dataclass import dataclass
 
 NODE = 0
-"""Virtual register of the call's node."""
+"""Number of the virtual register with the address of the call's node."""
 TASK = 1
-"""Virtual register of the running task."""
+"""Number of the virtual register with the address of the running task."""
 SLOT = 2
-"""Virtual register of the stack slot's address."""
+"""Number of the virtual register with the address of the stack slot."""
 RET = 3
-"""Virtual register of the real return address."""
+"""Number of the virtual register with the real return address."""
 FIRST = 4
-"""First virtual register for intermediate values."""
+"""Number of the first virtual register for intermediate values."""
 SECOND = 5
-"""Second virtual register for intermediate values."""
+"""Number of the second virtual register for intermediate values."""
 
 
 Stack = TypeVar("Stack", bound=ShadowStack)
@@ -49,7 +49,7 @@ Stack = TypeVar("Stack", bound=ShadowStack)
 
 @dataclass(frozen=True)
 class TaskOffsets:
-    """Offsets in bytes of the running task's address, and of the task's fields for shadow stacks."""
+    """Offsets in bytes of words that guest code reads: the running task, the CPU, and the task's fields."""
 
     word: int
     current_task: int
@@ -57,13 +57,13 @@ class TaskOffsets:
     cpu_number: int
     """Offset in the per-CPU area."""
     rethooks: int
-    """Offset in struct task_struct."""
+    """Offset of `rethooks` in struct task_struct."""
     ret_stack: int
-    """Offset in struct task_struct; 0 if there is no RetStack."""
+    """Offset of `ret_stack` in struct task_struct; 0 if there is no RetStack."""
 
     @classmethod
     def of(cls, abi: Mapping[str, int], word: int) -> TaskOffsets | None:
-        """Return the offsets of an image; None if its tasks have no `rethooks`."""
+        """Return the offsets of an image; None if the image's task_structs have no `rethooks`."""
         needed = ("percpu.current_task", "percpu.cpu_number", "task_struct.rethooks")
         if any(name not in abi for name in needed):
             return None
@@ -87,35 +87,36 @@ class StackCode(ABC, Generic[Stack]):
         self._returned_at = returned_at
         self.word = offsets.word
         self.shift = self.word.bit_length() - 1
-        """Shift that converts words to bytes."""
+        """Number of bits by which a number of words is shifted to get a number of bytes."""
 
     @abstractmethod
     def find(self, builder: ProgramBuilder, none: Label) -> None:
-        """Set FIRST to the hook of the running task's newest call, and SECOND to its frame.
+        """Emit code that sets FIRST to the hook of the running task's newest call, and SECOND to its frame.
 
-        If there is no call, go to `none`.
+        If there is no call, the code goes to `none`.
         """
 
     @abstractmethod
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
-        """Push NODE with return address RET and stack slot SLOT on the running task's shadow stack.
+        """Emit code that takes NODE and pushes it, with RET and SLOT, on the running task's shadow stack.
 
-        RET and SLOT are preserved. If no node is left, go to `missed` with nothing changed.
+        RET is the return address, and SLOT the stack slot; both are preserved. If no node is left, the code
+        goes to `missed` with nothing changed.
         """
 
     @abstractmethod
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        """Pop the newest call, which is the hook's, and let the trampoline return to the real address.
+        """Emit code that pops the newest call, which is the hook's, and makes the trampoline return from it.
 
-        SLOT contains the stack pointer; it becomes the first word of the node's data.
+        SLOT contains the stack pointer. The code sets SLOT to the first word of the node's data.
         """
 
     def store_data(self, src: int, index: int = 0) -> Op:
-        """Return an op that stores a register to a word of NODE's data."""
+        """Return an op that stores register `src` to word `index` of NODE's data."""
         return self.store(NODE, (self.data_word + index) * self.word, src)
 
     def _give_back(self, builder: ProgramBuilder, data: int) -> None:
-        """Store the real address RET for the trampoline, and load the first word of NODE's data."""
+        """Emit code that stores RET for the trampoline, and sets SLOT to the first word of NODE's data."""
         builder.emit(self.store(SLOT, self._returned_at, RET))
         if data:
             builder.emit(self.load(SLOT, NODE, self.data_word * self.word))
@@ -133,12 +134,12 @@ class StackCode(ABC, Generic[Stack]):
 
 
 def compute(op: Arithmetic, dst: int, value: int) -> Op:
-    """Return an op that computes `dst op value` in `dst`."""
+    """Return an op that sets register `dst` to `dst op value`."""
     return ComputeImmediate(op, dst, value)
 
 
 def set_to(dst: int, value: int) -> Op:
-    """Return an op that sets `dst` to a value."""
+    """Return an op that sets register `dst` to `value`."""
     return SetImmediate(dst, value)
 
 

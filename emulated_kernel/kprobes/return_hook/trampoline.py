@@ -13,23 +13,23 @@ from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 
 Returned = Callable[[Any, int], int]
-"""Called with registers and frame (see Pending); returns the address at which to continue."""
+"""Function that handles a return; it takes registers and frame (see Pending), and returns the next ip."""
 
 
 class RunAsmHandlers(Protocol):
-    """Lets the guest run the handlers in assembly of what has returned through `frame`."""
+    """Function that lets the guest run the handlers in assembly of the calls that return through `frame`."""
 
     def __call__(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Return False if there are none; else `on_return` is called when they return.
+        """Return False if there are no such handlers; else `on_return` is called when the handlers end.
 
-        `in_frame`: the registers are saved, and sp is at them.
+        `in_frame`: the registers are saved in a struct pt_regs at sp.
         """
 
 
 class Trampoline:
-    """The trampoline of all hooked functions; it is made when the first function is hooked, and stays."""
+    """The trampoline of all hooked functions. It is created for the first hooked function, and then stays."""
 
     def __init__(
         self,
@@ -50,21 +50,21 @@ class Trampoline:
         self._run_asm_handlers = run_asm_handlers
         self._frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
         self.address = 0
-        """Address that replaces return addresses; 0 before the first function is hooked."""
+        """Address of the trampoline, which replaces return addresses; 0 before the first hooked function."""
         self.size = 0
-        """Bytes of the trampoline's code."""
+        """Size in bytes of the trampoline's code."""
         self.filled_in = 0
-        """Address in the trampoline from which on the real return address is in its place."""
+        """Address in the trampoline from which on the real return address has replaced the trampoline's."""
         self.native = 0
-        """Address to which calls with a handler in guest code return; 0 while there are none."""
+        """Address to which calls with a handler in guest code return; 0 while there is no such trampoline."""
         self.native_breakpoint: int | None = None
-        """Value of `native` if trampolines are breakpoints."""
+        """Address of the breakpoint that is the native trampoline in the form BREAKPOINT; else None."""
         self._native_code: CompiledCode | None = None
         self._is_told = False
-        """Whether the guest knows the addresses."""
+        """Whether the guest knows the trampoline's addresses."""
 
     def install(self) -> None:
-        """Make the trampoline once. Raises: HardwareError (no executable memory is left)."""
+        """Create the trampoline, unless it exists. Raises: HardwareError (no executable memory is left)."""
         if self.address:
             return
         text = self._machine.text
@@ -99,11 +99,11 @@ class Trampoline:
             self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
-        """Return True if hooks replace return addresses with this address."""
+        """Return True if `address` is an address with which hooks replace return addresses."""
         return address != 0 and address in (self.address, self.native)
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """Return address and size of the trampoline that contains an address."""
+        """Return address and size of the trampoline that contains an address, or None."""
         code = self._native_code
         if code is not None and code.contains(address):
             return code.entry, code.address + code.size - code.entry
@@ -113,7 +113,7 @@ class Trampoline:
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
-        """Use a trampoline in guest code, or none. It traps if Python has to handle a return."""
+        """Use `code` as the native trampoline, or none. The code traps if Python must handle a return."""
         self._native_code = code
         self.native = 0
         if code is not None:
@@ -143,7 +143,7 @@ class Trampoline:
         self._memory.write(slot, address.to_bytes(self._word, "little"))
 
     def _on_saved(self, regs: Any) -> None:
-        """Handle a return in assembly form: saved registers and the return address's slot are on the stack.
+        """Handle a return to a trampoline that has saved the registers on the stack.
 
         Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline_callback (v6.1).
         """
@@ -152,7 +152,7 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the slot of the return address, and where to put the real address."""
+        """Return the saved registers, the slot of the return address, and the address for the real one."""
         saved = self._frames.at(regs.sp)
         after = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, after if self._arch.registers.link is None else saved.sp, after

@@ -22,7 +22,7 @@ _FLAT = {
     0x73: 0x00CFFB000000FFFF,  # user code
     USER_DS: 0x00CFF3000000FFFF,
 }
-"""Selector -> descriptor. Mirrors: arch/x86/include/asm/segment.h (v6.1), CONFIG_X86_32."""
+"""Selector -> descriptor of its segment. Mirrors: arch/x86/include/asm/segment.h (v6.1), CONFIG_X86_32."""
 
 
 class I386Cpu(cpu_x86.X86Cpu):

@@ -15,69 +15,69 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class CpuModel(ABC):
-    """An instruction set: the numbers that Unicorn uses, and the set-up that Linux makes."""
+    """A CPU architecture: Unicorn's ids for it, Linux's calling convention and Linux's system set-up."""
 
     name: str
     """Name of the architecture, as in MachineConfig.arch."""
     bits: int
     engine_mode: tuple[int, int]
-    """Unicorn's numbers of architecture and mode."""
+    """Unicorn's constants of the architecture and the mode."""
     page_tables: type[PageTables]
     layout: MemoryLayout
 
     registers: Mapping[str, int]
-    """Name in Linux's pt_regs -> Unicorn's number, in the order of its CPU structure; ip is last."""
+    """Name in Linux's pt_regs -> Unicorn's register id, in the order of Unicorn's CPU structure (ip last)."""
     ip_slot: int
-    """Number of 8-byte registers before the instruction pointer in Unicorn's CPU structure."""
+    """Number of 8-byte slots between the first register and ip in Unicorn's CPU structure."""
     register_set: Callable[..., Any]
     """Named tuple type for the values of all registers, followed by the flags."""
     flags_register: int
-    """Unicorn's number of the flags register, or of the register with the interrupt flag."""
+    """Unicorn's id of the flags register, or of sstatus on riscv64, which has the interrupt flag."""
     fixed_flags: int
-    """Flags that are always set."""
+    """Mask of the flags that are always set."""
     interrupt_flag: int
-    """The flag that enables interrupts."""
+    """Mask of the flag that enables interrupts."""
     special_registers: Mapping[str, int]
-    """Read-only registers: name -> Unicorn's number."""
+    """Name of a register that probes can only read -> Unicorn's id of the register."""
     aliases: Mapping[str, str] = MappingProxyType({})
-    """Linux's name -> the machine's common name of a register."""
+    """Linux's name of a register -> the machine's name, common to all architectures, such as epc -> ip."""
     arguments: tuple[str, ...]
-    """Registers of a function's first arguments; further arguments are words above the return address."""
+    """Names of the registers that pass a function's first arguments; the stack passes further arguments."""
     variadic_arguments: tuple[str, ...]
-    """Registers of a variadic function's first arguments."""
+    """Names of the registers that pass a variadic function's first arguments."""
     result: str
-    """Register with a function's result."""
+    """Name of the register that returns a function's result."""
     kept_in_calls: tuple[str, ...] = ()
-    """Registers that have fixed values in the kernel, which functions expect."""
+    """Names of registers with fixed values in the kernel, which a function call by the host must preserve."""
     room_above_call: int
-    """Bytes above the stack pointer at the entry of a function that the host calls."""
+    """Number of bytes that the host leaves above the stack pointer when it calls a guest function."""
     hypercall_register: str
-    """Register with a hypercall's number and later its answer."""
+    """Name of the register that passes a hypercall's number, and later the host's answer."""
     hypercall_arguments: tuple[str, ...]
-    """Registers with a hypercall's arguments."""
+    """Names of the registers that pass a hypercall's arguments."""
     syscall_arguments: tuple[str, ...]
-    """Registers with a system call's arguments, in the answer to Hypercall.USER."""
+    """Names of the registers that pass a system call's arguments in the host's answer to Hypercall.USER."""
     per_cpu_register: int
-    """Unicorn's number of the register with the address of the per-CPU area."""
+    """Unicorn's id of the register that contains the address of the per-CPU area."""
     boot_argument: str
-    """Register with the address of the boot parameters at the kernel's entry."""
+    """Name of the register that contains the address of the boot parameters at the kernel's entry."""
 
     halt: bytes
-    """The instruction that ends a run; ip is after it then."""
+    """Machine code of the instruction that ends a run of the guest and leaves ip after itself."""
     breakpoints: tuple[bytes, ...]
-    """All breakpoint instructions."""
+    """Machine code of each breakpoint instruction."""
     fetch_unit: int = 1
-    """Bytes of an aligned piece that CPUs fetch atomically; instructions consist of such pieces."""
+    """Size in bytes of the aligned pieces that CPUs fetch atomically. Instructions are whole pieces."""
     filler: bytes
-    """The shortest breakpoint, which fills unused text."""
+    """Machine code of the shortest breakpoint, which fills unused text."""
     trap_flag: int = 0
-    """The flag that makes the CPU trap after the next instruction; Unicorn stores flags after ip."""
+    """Mask of the flag that makes the CPU trap after the next instruction; 0 if the CPU has none."""
     cleared_flags: int = 0
-    """Flags that the delivery of an interrupt clears."""
+    """Mask of the flags that the delivery of an interrupt clears."""
 
     @property
     def word_size(self) -> int:
-        """Bytes of a general-purpose register."""
+        """Size of a general-purpose register in bytes."""
         return self.bits // 8
 
     @abstractmethod
@@ -89,7 +89,7 @@ class CpuModel(ABC):
 
     @abstractmethod
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
-        """Return the trap for an exception or `int n` that Unicorn reported with this ip."""
+        """Return the trap for an exception or `int n` that Unicorn reported at `ip`."""
 
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
@@ -101,7 +101,9 @@ class CpuModel(ABC):
 
     @abstractmethod
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
-        """Return the registers after a call with this return address; on x86 write the address to the stack.
+        """Return the registers `start` as after a call that returns to `return_address`.
+
+        On x86, also write `return_address` to the stack at `start.sp`.
 
         Raises: MemoryFault (the stack isn't writable).
         """

@@ -26,4 +26,4 @@ class RegisterSet(NamedTuple):
     r15: int = 0
     ip: int = 0
     flags: int = 2
-    """Bit 1 is always set."""
+    """Value of eflags or rflags. Bit 1 is always set."""

@@ -19,22 +19,22 @@ __all__ = ["STATE_SLOT", "RegisterSet", "Regs", "api_regs", "fast_regs"]
 _NO_SLOTS: tuple[str, ...] = ()
 _SLOTS = ("_engine", "orig_ax")
 STATE_SLOT = 8
-"""Bytes of a register in Unicorn's CPU structure, whatever its width."""
+"""Size in bytes of a register in Unicorn's CPU structure, for registers of any width."""
 
 
 class Regs:
-    """Registers as attributes; an access to an attribute accesses the CPU.
+    """The registers of the current CPU as attributes; an access to an attribute accesses the CPU.
 
     Values are unsigned, and assigned values are truncated to the CPU's width. Registers are only valid while
-    the guest is stopped or in a hook. i386 has no r8 to r15. `api_regs` works with any library; `fast_regs`
-    is ten times as fast.
+    the guest is stopped or in a hook. i386 has no r8 to r15. `api_regs` works with any version of Unicorn;
+    `fast_regs` is ten times as fast.
     """
 
     __slots__ = (*_NO_SLOTS,)
 
     _names: ClassVar[tuple[str, ...]]
     _absent: ClassVar[tuple[int, ...]]
-    """Zeros for the fields of a register set that this CPU doesn't have."""
+    """Zeros, one for each field of a register set that this CPU doesn't have."""
     _register_set: ClassVar[Callable[..., Any]]
     _flags_register: ClassVar[int]
     _flags_mask: ClassVar[int]
@@ -74,7 +74,7 @@ class Regs:
 
     @property
     def flags(self) -> int:
-        """EFLAGS, read through the API because Unicorn computes it lazily. riscv64: sstatus."""
+        """Value of EFLAGS, read through the API because Unicorn computes it lazily. riscv64: sstatus."""
         return self._engine.reg_read(self._flags_register)
 
     @flags.setter
@@ -126,18 +126,18 @@ class FastRegs(Regs):
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
     _values: ClassVar[Callable[[Any], tuple[int, ...]]]
-    """Returns the fields of a register set that this CPU has."""
+    """Function that returns the values of the registers that this CPU has from a register set."""
     _stored_flags: int
-    """The flags that aren't computed lazily, such as the trap flag."""
+    """The flags that Unicorn doesn't compute lazily, such as the trap flag."""
 
     def step(self, on: bool) -> None:
-        """Set or clear the trap flag without an API call, since each stepped instruction needs both."""
+        """Set or clear the trap flag without an API call, since each stepped instruction does both."""
         stored = self._stored_flags
         flag = self._trap_flag
         self._stored_flags = stored | flag if on else stored & ~flag
 
     def address_of(self, name: str) -> int:
-        """Return the host's address of a register, by the name of its ctypes field."""
+        """Return the address of a register in this process; `name` is the name of its ctypes field."""
         offset: int = getattr(type(self), name).offset
         return ctypes.addressof(self) + offset  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ class FastRegs(Regs):
 
 
 class ClosedRegs(Regs, ctypes.Structure):
-    """Class of closed FastRegs: it has the same layout, but no registers."""
+    """Class of closed FastRegs objects: it has the layout of FastRegs, but no registers."""
 
     __slots__ = (*_SLOTS,)
 
@@ -169,7 +169,7 @@ def api_regs(cpu: CpuModel, engine: Engine) -> Regs:
 
 
 def fast_regs(cpu: CpuModel, engine: Engine, address: int) -> Regs:
-    """Return the registers of a CPU, accessed in its structure at `address`, which find_cpu_state found."""
+    """Return the registers of a CPU, accessed in Unicorn's structure at the address from find_cpu_state."""
     regs = _fast_class(cpu).from_address(address)
     regs._engine = engine
     regs.orig_ax = _minus_one(cpu)

@@ -38,7 +38,7 @@ _PAGE_FAULTS = (CAUSE_FETCH_FAULT, CAUSE_LOAD_FAULT, CAUSE_STORE_FAULT)
 _SATP_SV39 = 8 << 60
 _SUPERVISOR = 1
 _SUM_SPP = 1 << 18 | SR_SPP
-"""sstatus of the kernel: SUM, which allows access to user memory, and SPP."""
+"""Value of sstatus in the kernel: SUM, which allows access to user memory, and SPP."""
 _REPORTED_AHEAD = 4
 WFI = bytes.fromhex("73005010")
 EBREAK = bytes.fromhex("73001000")
@@ -46,7 +46,7 @@ C_EBREAK = bytes.fromhex("0290")
 
 
 def vector_of(cause: int) -> Vector:
-    """Return the Vector of an exception with this scause; scause itself becomes the error code."""
+    """Return the Vector (x86's number) of an exception with the given scause, a trap's error code."""
     if cause in _PAGE_FAULTS:
         return Vector.PAGE_FAULT
     if cause == CAUSE_BREAKPOINT:
@@ -110,9 +110,9 @@ class RiscvCpu(CpuModel):
         engine.reg_write(GP, per_cpu)
 
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:  # noqa: ARG002
-        """Return the trap; `vector` is the cause, `error_code` the address.
+        """Return the trap for an exception: `vector` is scause, and `error_code` is stval.
 
-        Unicorn: it reports all exceptions with ip four bytes after the instruction.
+        Unicorn: all exceptions are reported with ip four bytes after the instruction.
         """
         ip = ip - _REPORTED_AHEAD & (1 << 64) - 1
         return fault(ip, vector, error_code if vector in _PAGE_FAULTS else 0)

@@ -7,7 +7,7 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class VCpu:
-    """A context of the single engine. All CPUs share translated code and memory; one runs at a time."""
+    """A virtual CPU, with its state in a context of Unicorn. All CPUs share one engine, and run in turns."""
 
     def __init__(self, engine: Engine, cpu: CpuModel, number: int) -> None:
         self.number = number

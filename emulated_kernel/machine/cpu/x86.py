@@ -39,7 +39,7 @@ HLT = b"\xf4"
 INT3 = b"\xcc"
 
 CR0_PAGED = 0x80050033
-"""PG AM WP NE ET MP PE; WP makes read-only pages read-only for the kernel too."""
+"""Value of CR0 in the kernel: PG AM WP NE ET MP PE. WP makes read-only pages read-only for the kernel too."""
 CR4_PAE_PGE_SSE = 0x6A0
 EFER_NX = 0x800
 _MSR_EFER = 0xC0000080
@@ -74,7 +74,7 @@ class X86Cpu(CpuModel):
     special_registers = MappingProxyType({"cs": CS, "ss": SS, "ds": DS, "es": ES, "fs": FS, "gs": GS})
     result = "ax"
     room_above_call = 40
-    """Bytes for a return address and stack arguments; 8 modulo 16."""
+    """Number of bytes for a return address and stack arguments; the ABI requires 8 modulo 16."""
     hypercall_register = "ax"
     halt = HLT
     breakpoints = (INT3,)

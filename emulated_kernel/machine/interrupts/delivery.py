@@ -14,13 +14,13 @@ _NESTING_LIMIT = 4
 
 
 class Delivery:
-    """Pushes an interrupt frame and continues at the guest's handler.
+    """Delivers interrupts: pushes an interrupt frame, and lets the guest continue at its handler.
 
-    The frame, from low to high addresses: vector, error code, flags, ip (a word each).
+    The frame has four words, from low to high addresses: vector, error code, flags, ip.
     """
 
     def __init__(self, hooks: TrapHooks, memory: Memory, handler: int | None, cr2_cell: int | None) -> None:
-        """Use the image's interrupt entry `handler` and the boot CPU's variable for CR2; both can be None."""
+        """Take the addresses of the guest's interrupt entry and of its CR2 variable; both can be None."""
         self._engine = hooks.engine
         self._regs = hooks.regs
         self._frame = struct.Struct("<4Q" if hooks.cpu.bits == 64 else "<4I")
@@ -33,7 +33,7 @@ class Delivery:
         self._nested = 0
 
     def use(self, cr2_cell: int | None) -> None:
-        """Switch to another CPU; `cr2_cell` is its variable for the address of a page fault."""
+        """Switch to another CPU; `cr2_cell` is the address of its variable for page fault addresses."""
         self._cr2_cell = cr2_cell
         self._last = (-1, 0)
         self._nested = 0
@@ -46,7 +46,7 @@ class Delivery:
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
         """Interrupt the guest at its current instruction.
 
-        Raises: MemoryFault (its stack can't take the frame; nothing was changed).
+        Raises: MemoryFault (the guest's stack can't take the frame; nothing was changed).
         """
         regs = self._regs
         flags = regs.flags
@@ -73,7 +73,7 @@ class Delivery:
         return None
 
     def _looping(self, address: int) -> bool:
-        """Return True if the delivery itself faults: the same address again, each time with a lower sp."""
+        """Return True if the delivery itself faults: repeated faults at one address, each with a lower sp."""
         sp = self._regs.sp
         last_address, last_sp = self._last
         self._nested = self._nested + 1 if address == last_address and sp < last_sp else 0

@@ -1,4 +1,4 @@
-"""Access to Unicorn's hidden exception state: the error code, and the "in flight" mark that stays set."""
+"""Access to Unicorn's hidden exception state: the error code, and the mark "in flight", which stays set."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NONE_IN_FLIGHT = -1
 
 
 class ExceptionState(Protocol):
-    """Reader of the exception for which a hook is called."""
+    """Interface of readers of the exception for which a hook is called."""
 
     def take(self) -> int:
         """Return the error code and acknowledge the exception, so that the next one isn't a double fault."""
 
 
 class NoExceptionState:
-    """Placeholder until the self-test has found the state."""
+    """Placeholder until the self-test has found Unicorn's exception state."""
 
     def take(self) -> int:
         """Return 0; acknowledge nothing."""
@@ -27,20 +27,20 @@ class NoExceptionState:
 
 
 class LiveExceptionState:
-    """Accesses the two fields directly in Unicorn's CPU structure."""
+    """Accesses error code and mark directly in Unicorn's CPU structure."""
 
     def __init__(self, error_code_address: int, in_flight_address: int) -> None:
         self._error = memoryview(ctypes.c_int32.from_address(error_code_address)).cast("B").cast("i")
         self._in_flight = memoryview(ctypes.c_int32.from_address(in_flight_address)).cast("B").cast("i")
 
     def take(self) -> int:
-        """Return the error code and clear the mark in place."""
+        """Return the error code, and clear the mark in Unicorn's CPU structure."""
         self._in_flight[0] = NONE_IN_FLIGHT
         return self._error[0] & 0xFFFFFFFF
 
 
 class ContextExceptionState:
-    """Accesses the two fields in a saved context, which it patches and restores: 1 us, only API calls."""
+    """Accesses error code and mark in a context that it saves, patches and restores: 1 us, only API calls."""
 
     def __init__(self, engine: Engine, error_code_offset: int, in_flight_offset: int) -> None:
         self._engine = engine
@@ -51,7 +51,7 @@ class ContextExceptionState:
         self._in_flight = ctypes.c_int32.from_address(context.value + in_flight_offset)
 
     def take(self) -> int:
-        """Return the error code and clear the mark by restoring the patched context."""
+        """Return the error code, and clear the mark by restoring the patched context."""
         self._engine.context_save(self._context)
         self._in_flight.value = NONE_IN_FLIGHT
         self._engine.context_restore(self._context)
@@ -59,9 +59,9 @@ class ContextExceptionState:
 
 
 class CleanContextExceptionState:
-    """Restores a context without an exception, with the current registers, if the fields were not found.
+    """Restores a context without an exception, for a Unicorn in which error code and mark were not found.
 
-    Error codes are 0, and SSE state is lost at a fault.
+    The registers are kept, but error codes are 0, and SSE state is lost at a fault.
     """
 
     def __init__(self, engine: Engine, regs: Regs) -> None:
@@ -71,7 +71,7 @@ class CleanContextExceptionState:
         engine.context_save(self._clean)
 
     def take(self) -> int:
-        """Return 0 and clear the mark."""
+        """Return 0, and clear the mark by restoring a context without an exception."""
         values = self._regs.snapshot()
         self._engine.context_restore(self._clean)
         self._regs.restore(values)

@@ -1,4 +1,4 @@
-"""TrapHooks: the emulator's callbacks, which dispatch traps to their handlers."""
+"""TrapHooks: the callbacks that Unicorn calls at traps, which dispatch the traps to their handlers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TrapHooks:
     """
 
     family: ClassVar[str] = "x86"
-    """Family of guests, for the choice of the host's routine."""
+    """Family of guest architectures, which selects the host's routine."""
 
     def __init__(
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
@@ -58,16 +58,16 @@ class TrapHooks:
         A function returns True if it has handled the exception.
         """
         self.dispatch: Callable[[Trap], None] = self.stop
-        """Handler of exceptions that no breakpoint handler and no fault hook handled."""
+        """Function to call with an exception that no breakpoint handler and no fault hook handled."""
         self.guest_callers: set[object] = set()
-        """Owners of handlers that call guest functions; if there are any, all handlers are deferred.
+        """Owners of handlers that call guest functions; while there are any, all handlers are deferred.
 
-        Change it by `set_guest_caller`.
+        Only `set_guest_caller` changes the set.
         """
         self.words = TrapWords()
         """The words that the host's routine reads."""
         self.python = _word(self.words, "python")
-        """One word: 1 while Python has the current CPU, so that it gets all traps, else 0."""
+        """View of one word: 1 while Python handles a hit of the current CPU, and gets all traps; else 0."""
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()
@@ -77,7 +77,7 @@ class TrapHooks:
         self.engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
     def _hook_natively(self, kind: int, callback: Any) -> None:
-        """Let Unicorn call the host's routine, and the routine the callback; or the callback, if need be."""
+        """Let Unicorn call the host's routine, which calls the callback; without a routine, the callback."""
         regs = self.regs
         engine = self.engine
         routine = routine_address(self.family) if isinstance(regs, FastRegs) else None
@@ -95,7 +95,7 @@ class TrapHooks:
 
     @property
     def is_native(self) -> bool:
-        """Whether the host's routine follows Redirects."""
+        """Whether the host's routine handles the traps that have a Redirect, without Python."""
         return bool(self.words.callback)
 
     @property
@@ -104,7 +104,7 @@ class TrapHooks:
         return int(self.words.hits)
 
     def set_guest_caller(self, owner: object, calls: bool) -> None:
-        """Add `owner` to `guest_callers`, or remove it. While there is one, Python gets all traps."""
+        """Add `owner` to `guest_callers`, or remove it. While there is an owner, Python gets all traps."""
         (self.guest_callers.add if calls else self.guest_callers.discard)(owner)
         self.words.callers = len(self.guest_callers)
 
@@ -116,7 +116,7 @@ class TrapHooks:
         return error
 
     def put_off(self, handler: Callable[[Regs], object]) -> None:
-        """Interrupt the run and call a breakpoint's handler after it, since the emulator isn't re-entrant."""
+        """Interrupt the run, and call a breakpoint's handler afterwards, since Unicorn isn't re-entrant."""
         self._put_off = handler
         self.engine.stop()
 
@@ -154,7 +154,7 @@ class TrapHooks:
         self.end_run()
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
-        """Return the callback, a closure with few variables: each attribute look-up slows down every hit."""
+        """Return the callback for interrupts. It is a closure, as each attribute look-up slows down hits."""
         find = self.breakpoints.find
         regs = self.regs
         guest_callers = self.guest_callers
@@ -179,7 +179,7 @@ class TrapHooks:
         return interrupt
 
     def _interrupted(self, vector: int) -> None:
-        """Dispatch the traps that the fast path of the callback doesn't handle."""
+        """Dispatch a trap that the fast path of the callback doesn't handle."""
         ip = self.regs.ip
         handler = None
         if vector == Vector.BREAKPOINT:
@@ -224,7 +224,7 @@ class TrapHooks:
         self.raise_exception(trap)
 
     def raise_exception(self, trap: Trap) -> None:
-        """Pass an exception to the fault hooks and the guest; only in a callback."""
+        """Pass an exception to the fault hooks, and then to the guest; call this only in a callback."""
         regs = self.regs
         for hook in self.fault_hooks:
             if hook(trap, regs):

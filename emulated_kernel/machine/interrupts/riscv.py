@@ -34,16 +34,16 @@ from emulated_kernel.machine.unicorn_engine import (
 from emulated_kernel.util.abi import Vector
 
 _FRAME_SIZE = 36 * 8
-"""Bytes of struct pt_regs, which the guest's handler stores first."""
+"""Size in bytes of struct pt_regs, which the guest's handler stores on the stack first."""
 _PLATFORM_INTERRUPT = 16
 _INTERRUPTS = {Vector.WAKE: 1, Vector.TIMER: 5, Vector.WATCHDOG: _PLATFORM_INTERRUPT}
-"""Supervisor software interrupt, timer interrupt, and the first platform interrupt for other vectors."""
+"""Vector -> number of the interrupt: software, timer, and the first platform interrupt for other vectors."""
 _EXCEPTIONS = {Vector.INVALID_OPCODE: 2, Vector.BREAKPOINT: 3, Vector.PAGE_FAULT: CAUSE_LOAD_FAULT}
 _FIRST_INTERRUPT = 32
 
 
 def cause_of(vector: int, error_code: int) -> int:
-    """Return the scause of a vector; for an exception, the error code is the cause if it isn't 0."""
+    """Return the value of scause for a vector; for an exception, the error code if it isn't 0."""
     if vector < _FIRST_INTERRUPT:
         return error_code or _EXCEPTIONS.get(Vector(vector), vector)
     return INTERRUPT | _INTERRUPTS.get(Vector(vector), _PLATFORM_INTERRUPT + vector - Vector.WATCHDOG)
@@ -60,7 +60,7 @@ class RiscvDelivery(Delivery):
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
         """Interrupt the guest at its current instruction.
 
-        Raises: MemoryFault (its stack can't take the registers; only unused stack was changed).
+        Raises: MemoryFault (the guest's stack can't take the registers; only unused stack was changed).
         """
         regs = self._regs
         write = self._engine.reg_write
@@ -100,7 +100,7 @@ class RiscvTrapHooks(TrapHooks):
 
     @property
     def is_native(self) -> bool:
-        """Whether the host's routine follows Redirects; it must be able to reset the error."""
+        """Whether the host's routine follows Redirects, which requires that it can reset Unicorn's error."""
         return self._error_cell is not None and super().is_native
 
     def _hook_traps(self) -> None:

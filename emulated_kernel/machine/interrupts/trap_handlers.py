@@ -1,4 +1,4 @@
-"""TrapHandlers: address of a trap -> handler, in Python or as a place in guest code."""
+"""TrapHandlers: address of a trap -> handler: a function in Python, or an address in guest code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TrapHandler = Callable[[Regs], object]
 class Redirect(partial[object]):
     """Handler of a trap after which the guest continues at `target`, without Python where the host can.
 
-    `in_python` is called, with `given` and the registers, on other hosts and while Python has the CPU.
-    A redirected debug trap also clears the trap flag, except if `target` is the trap's own address.
+    `in_python` is called, with `given` and the registers, on hosts without a routine and while Python handles
+    a hit. A redirected debug trap also clears the trap flag, unless `target` is the trap's own address.
     """
 
     __slots__ = ("target",)
@@ -31,14 +31,14 @@ class Redirect(partial[object]):
 class TrapHandlers(MutableMapping[int, TrapHandler]):
     """The handlers of one kind of trap.
 
-    The native table follows each change: an address has an entry there if and only if its handler is a
-    Redirect.
+    The table of the host's routine follows each change: an address has an entry in it if and only if its
+    handler is a Redirect.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, TrapHandler] = {}
         self.find = self._handlers.get
-        """Return the handler of an address, or None; a method of a dict, for each trap."""
+        """Function that returns the handler of an address, or None; a dict's method, as it must be fast."""
         self._native: TrapTable | None = None
 
     def use(self, native: TrapTable) -> None:

@@ -15,21 +15,21 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
-"""Bytes of a window that are allocated once before freed memory is reused; a full window grows."""
+"""Minimum size in bytes of the part of a window that is allocated once before freed memory is reused."""
 
 
 class GuestMemory(ABC):
     """Virtual memory of a guest; `host_pages` allocates physical pages that the guest doesn't use."""
 
     ram: mmap.mmap
-    """All physical memory."""
+    """All physical memory of the guest, from physical address 0 on."""
     ram_size: int
-    """Bytes of RAM; further physical memory, which the guest doesn't use as RAM, can follow."""
+    """Size of RAM in bytes; physical memory that the guest doesn't use as RAM can follow."""
     host_pages: UnitPool
 
     def __init__(self, word_size: int = 8) -> None:
         self.word_size = word_size
-        """Bytes of a pointer and of `unsigned long`."""
+        """Size of a pointer and of `unsigned long` in bytes."""
         self._word = _U64 if word_size == 8 else _U32
 
     @abstractmethod
@@ -164,7 +164,7 @@ class GuestPool:
 
     @property
     def mapped(self) -> range:
-        """Addresses of the window that are mapped."""
+        """Address range of the mapped part of the window."""
         return range(self._pool.base, self._mapped)
 
     def _extend(self, missing: int) -> None:

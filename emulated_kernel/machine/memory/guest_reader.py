@@ -35,10 +35,10 @@ class DamageReports:
     def __init__(self) -> None:
         self._known: set[str] = set()
         self.tell: Callable[[str], object] | None = None
-        """Function that also gets each report, such as one that shows it in the guest's log."""
+        """Function to call with the text of each report, for example to show the text in the guest's log."""
 
     def report(self, what: str, why: object) -> None:
-        """Log that a part of `what` is left out, unless `what` was reported before."""
+        """Log that `what` is damaged and that a part of it is left out, unless `what` was reported before."""
         if what in self._known or len(self._known) >= _MOST_REPORTS:
             return
         self._known.add(what)
@@ -49,7 +49,7 @@ class DamageReports:
 
     @contextmanager
     def left_out(self, what: str) -> Iterator[None]:
-        """Leave out the rest of the block, and report it, if the guest's data lead nowhere."""
+        """If the `with` block faults on the guest's data, leave its rest out and report the fault."""
         try:
             yield
         except (MemoryFault, GuestFault) as fault:
@@ -57,10 +57,10 @@ class DamageReports:
 
 
 class GuestReader:
-    """Reads one thing of a stopped guest, named `what`; every count and pointer in it may be wrong.
+    """Reads one structure of a stopped guest, which reports call `what`; each count and pointer may be wrong.
 
-    The number of steps and bytes is bounded for the reader's whole life. A fault of MemoryFault tells what is
-    damaged: an address that is not mapped, data beyond the bound, a pointer that is not aligned, or a circle.
+    The number of steps and bytes is bounded for the reader's whole life. Methods raise MemoryFault at damage:
+    an address that is not mapped, data beyond the bound, a pointer that is not aligned, or a circle.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GuestReader:
         self._left = size
 
     def read(self, va: int, size: int) -> bytes:
-        """Read bytes. Raises: MemoryFault (not mapped, or more than the bound allows)."""
+        """Read `size` bytes. Raises: MemoryFault (not mapped, or more than the bound allows)."""
         if not 0 <= size <= self._left:
             raise MemoryFault(va, f"{size} bytes are too many")
         self._left -= size
@@ -131,9 +131,9 @@ class GuestReader:
         yield from self.chain(self.word(head), head, most=most)
 
     def chain(self, node: int, end: int = 0, link: int = 0, most: int = MOST_STEPS) -> Iterator[int]:
-        """Yield `node` and its successors up to the address `end`; `link` is the offset of the pointer.
+        """Yield `node` and its successors up to the address `end`; `link` is the offset of the next pointer.
 
-        Raises: as `nodes`.
+        Raises: MemoryFault (as `nodes`).
         """
         known: set[int] = set()
         while node != end:
@@ -148,7 +148,7 @@ class GuestReader:
             node = following
 
     def each(self, nodes: Iterable[int], read: Callable[[int], _T]) -> Iterator[_T]:
-        """Yield what `read` returns for each node; report and leave out what is damaged."""
+        """Yield the result of `read` for each node; report damaged nodes and leave them out."""
         found = iter(nodes)
         while True:
             # A fault of the list itself ends it; a fault of one node concerns only this node.

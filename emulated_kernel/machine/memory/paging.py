@@ -23,7 +23,7 @@ class PageTables(ABC):
     shifts: tuple[int, ...]
     """Bit positions of the index fields, from the root down."""
     page_step: int = PAGE_SIZE
-    """Difference between the entries of adjacent 4 KiB pages."""
+    """Difference between the values of the entries for adjacent 4 KiB pages."""
 
     def __init__(self, ram: mmap.mmap, pool: UnitPool, root: int | None = None) -> None:
         """`root` is the physical address of existing tables; None makes new ones."""
@@ -33,15 +33,15 @@ class PageTables(ABC):
 
     @abstractmethod
     def leaf(self, pa: int, prot: Prot, large: bool) -> int:
-        """Return the entry that maps a page."""
+        """Return the entry that maps the page at physical address `pa`: 2 MiB if `large`, else 4 KiB."""
 
     @abstractmethod
     def branch(self, pa: int, shift: int) -> int:
-        """Return the entry at level `shift` that points to the next table."""
+        """Return the entry at level `shift` that points to the next table, at physical address `pa`."""
 
     @abstractmethod
     def target(self, entry: int) -> int:
-        """Return the physical address in an entry."""
+        """Return the physical address to which an entry points."""
 
     @abstractmethod
     def is_leaf(self, entry: int, shift: int) -> bool:
@@ -69,7 +69,7 @@ class PageTables(ABC):
             va += step
 
     def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
-        """Map large pages, up to the table's end or an existing table of small pages; return the size."""
+        """Map large pages up to the table's end or an existing table of small pages; return their size."""
         count = min(size // LARGE_PAGE_SIZE, 512 - va // LARGE_PAGE_SIZE % 512)
         if not count:
             return 0
@@ -175,14 +175,14 @@ class PaePageTables(X86PageTables):
     shifts = (30, 21, 12)
 
     def branch(self, pa: int, shift: int) -> int:
-        """Return the entry that points to the next table; in the root the bits of rights are reserved."""
+        """Return the entry that points to the next table; in the root, the bits for rights are reserved."""
         return pa | self._PRESENT if shift == self.shifts[0] else super().branch(pa, shift)
 
 
 class Sv39PageTables(PageTables):
     """3-level paging of 39-bit addresses.
 
-    Accessed and dirty are set in advance: the CPU never writes entries.
+    Accessed and dirty are set in advance, so that the CPU never writes entries.
     """
 
     shifts = (30, 21, 12)
@@ -204,7 +204,7 @@ class Sv39PageTables(PageTables):
         return pa >> 2 | bits
 
     def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - all levels are alike
-        """Return the entry that points to the next table, which has no rights."""
+        """Return the entry that points to the next table; rights in the entry would make it a leaf."""
         return pa >> 2 | self._VALID
 
     def target(self, entry: int) -> int:

@@ -14,7 +14,7 @@ _MREMAP_FIXED = 2
 
 @dataclass(frozen=True)
 class PersistentLayout:
-    """Offsets and sizes in bytes; equal for all machines with the same image and number of CPUs."""
+    """Layout of the file, in bytes; it is equal for all machines with the same image and number of CPUs."""
 
     cells_at: tuple[int, ...]
     """File offset of the cells of each CPU."""
@@ -28,18 +28,24 @@ class PersistentLayout:
 
     @property
     def size(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self.pages_at + self.pages_size
 
     def cells(self, cpu: int, offset: int, size: int) -> int:
-        """Return the file offset of cells. Raises: ValueError (there are no cells at this offset)."""
+        """Return the file offset of the cells at `offset` in the per-CPU area of `cpu`.
+
+        Raises: ValueError (there are no cells at this offset).
+        """
         at = offset - self.cells_base
         if not 0 <= at <= self.cells_size - size:
             raise ValueError(f"no cells at {offset:#x}")
         return self.cells_at[cpu] + at
 
     def pages(self, address: int, size: int) -> int:
-        """Return the file offset of pages. Raises: ValueError (there are no pages at this address)."""
+        """Return the file offset of the pages at virtual address `address`.
+
+        Raises: ValueError (there are no pages at this address).
+        """
         at = address - self.pages_base
         if not 0 <= at <= self.pages_size - size:
             raise ValueError(f"no pages at {address:#x}")

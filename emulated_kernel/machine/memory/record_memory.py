@@ -21,7 +21,10 @@ CELL_UNIT = 8
 
 
 def extra_size(layout: MemoryLayout) -> int:
-    """Return the bytes of physical memory after RAM that RecordMemory needs; untouched pages cost nothing."""
+    """Return the size in bytes of the physical memory after RAM that RecordMemory needs.
+
+    The host allocates a page of this memory at the first access.
+    """
     return layout.record_pages_size
 
 
@@ -38,9 +41,9 @@ class RecordMemory:
         abi: Mapping[str, int],
         bases: Callable[[], Sequence[int]],
     ) -> None:
-        """`memory` has extra_size(layout) bytes after its RAM; `bases` returns the per-CPU areas.
+        """`memory` has extra_size(layout) bytes after its RAM; `bases` returns each per-CPU area's address.
 
-        There are no cells if the image reserves nothing.
+        If the image reserves no memory in the per-CPU area, there are no cells.
         """
         self._memory = memory
         self._bases = bases
@@ -55,16 +58,16 @@ class RecordMemory:
 
     @property
     def pages_size(self) -> int:
-        """Bytes of all pages."""
+        """Size of the window for pages in bytes."""
         return self._pages.end - self._pages.base
 
     @property
     def pages_used(self) -> int:
-        """Bytes of all allocated pages."""
+        """Size of all allocated pages in bytes."""
         return self._pages.used
 
     def room_for(self, pages: int, cells: int) -> int:
-        """Return how many more users fit that allocate `pages` bytes of pages and `cells` bytes of cells."""
+        """Return the number of further users that fit, with `pages` and `cells` bytes for each of them."""
         free_cells = self._cells.end - self._cells.base - self._cells.used
         return min((self.pages_size - self.pages_used) // pages, free_cells // cells)
 
@@ -83,12 +86,12 @@ class RecordMemory:
         self._cells.free(offset)
 
     def cells(self, offset: int, size: int) -> list[memoryview]:
-        """Return a view of an allocation for each CPU."""
+        """Return live views of the cells at `offset`, one for each CPU."""
         start = offset - self._cells.base
         return [reserved[start : start + size] for reserved in self._reserved]
 
     def address(self, offset: int, cpu: int = 0) -> int:
-        """Return the address of a CPU's cell."""
+        """Return the address of the cell at `offset` in a CPU's area."""
         return self._bases()[cpu] + offset
 
     @cached_property
@@ -97,15 +100,15 @@ class RecordMemory:
 
     @cached_property
     def words(self) -> list[memoryview]:
-        """A u64 view of the reserved memory of each CPU."""
+        """Views of each CPU's reserved memory as unsigned 64-bit words."""
         return [reserved.cast("Q") for reserved in self._reserved]
 
     def word_index(self, offset: int) -> int:
-        """Return the index of a cell in the views of `words`."""
+        """Return the index of the cell at `offset` in each view of `words`."""
         return (offset - self._cells.base) // 8
 
     def alloc_pages(self, size: int) -> int:
-        """Allocate whole pages, which aren't cleared.
+        """Allocate `size` bytes of pages, which aren't cleared; return their virtual address.
 
         Raises: HardwareError (no memory or disk space left).
         """
@@ -129,7 +132,7 @@ class RecordMemory:
             self._memory.ram.madvise(mmap.MADV_REMOVE, self._memory.translate(va), size)
 
     def view(self, va: int, size: int) -> memoryview:
-        """Return a live view of pages."""
+        """Return a live view of `size` bytes of pages at `va`."""
         return self._memory.view(va, size)
 
     # Persistence in a file

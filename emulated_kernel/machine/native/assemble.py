@@ -29,7 +29,7 @@ DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
 
 
 def constants() -> dict[str, int]:
-    """Return the names that the sources use, with their values."""
+    """Return a map for the sources: name of a constant -> value."""
 
     def offsets(of: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
         return ((name, getattr(of, name).offset) for name, *_ in of._fields_)
@@ -94,7 +94,7 @@ def _hex(code: bytes) -> str:
 
 
 def main() -> int:
-    """Assemble; return 1 if `--check` finds a difference."""
+    """Write routines.py, or with `--check` return 1 if it differs from a fresh assembly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare routines.py with a fresh assembly")
     if parser.parse_args().check:

@@ -15,7 +15,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def routine_address(family: str) -> int | None:
-    """Return the address of the routine for a family of guests, or None if this host cannot run one."""
+    """Return the address of the routine for a family of guests, or None if the host cannot run a routine."""
     if sys.platform != "linux":
         return None
     code = ROUTINES.get((platform.machine(), family))
@@ -24,10 +24,10 @@ def routine_address(family: str) -> int | None:
 
 @cache
 def _mapped(code: bytes) -> int | None:
-    """Map code read-only and executable for the life of this process; return its address, None if refused.
+    """Map code read-only and executable for the life of this process; return its address, or None.
 
-    The code goes through a file in memory. The memory is therefore never writable and executable at the same
-    time, and the kernel makes the instruction cache coherent.
+    None means that the host refuses. The code goes through a file in memory. The memory is therefore never
+    writable and executable at the same time, and the kernel makes the instruction cache coherent.
     """
     try:
         file = os.memfd_create("kprobefs-traps", os.MFD_CLOEXEC)

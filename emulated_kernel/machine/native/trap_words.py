@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Iterator
 
 FACTOR = 0x9E3779B97F4A7C15
-"""Odd number by which an address is multiplied; the upper bits of the product are its place in a table."""
+"""Odd factor of the hash function: the upper bits of address * FACTOR are the address's place in a table."""
 _WORD = (1 << 64) - 1
 _FIRST_BITS = 8
 
 
 class TableWords(ctypes.Structure):
-    """Where a table is."""
+    """Location and size of a hash table in this process, for the routine."""
 
     _fields_ = (
         # Address of the first entry: an address in the guest, and the instruction pointer to continue at.
@@ -68,10 +68,10 @@ class TrapTable:
     """
 
     def __init__(self, words: TableWords) -> None:
-        """Make an empty table and enter it in `words`."""
+        """Make an empty table, and store its location and size in `words`."""
         self._words = words
         self._indices: dict[int, int] = {}
-        """Address -> index of its entry."""
+        """Address of a trap -> index of its entry in the table."""
         self._resize(_FIRST_BITS)
 
     def __contains__(self, address: object) -> bool:
@@ -81,11 +81,11 @@ class TrapTable:
         return len(self._indices)
 
     def items(self) -> Iterator[tuple[int, int]]:
-        """Yield each address and its target."""
+        """Yield each trap's address, and the address at which the guest then continues."""
         return ((address, self._entries[2 * index + 1]) for address, index in self._indices.items())
 
     def put(self, address: int, target: int) -> None:
-        """Let the guest continue at `target` after a trap at `address`; replaces an older target."""
+        """Let the guest continue at `target` after a trap at `address`. An older target is replaced."""
         assert address, "0 is the address of an empty entry"
         index = self._indices.get(address)
         if index is not None:
@@ -96,7 +96,7 @@ class TrapTable:
         self._insert(address, target)
 
     def drop(self, address: int) -> None:
-        """Remove an address, and move entries after it that would not be found any more."""
+        """Remove the entry of an address, and move later entries that a search would not find any more."""
         hole = self._indices.pop(address)
         entries = self._entries
         index = hole + 1
@@ -122,9 +122,9 @@ class TrapTable:
         self._indices[address] = index
 
     def _resize(self, bits: int) -> None:
-        """Make a table of 2**bits places, at most half of which are used.
+        """Move the entries to a new table of 2**bits places, at most half of which are used.
 
-        After the last place there is room for as many entries, and for an empty one: a search never wraps.
+        After the last place there is room for all used entries and an empty one: a search never wraps.
         """
         old = list(self.items())
         self._bits = bits

@@ -1,4 +1,4 @@
-"""Harness of the start-up self-test: runs test code, finds Unicorn's CPU structure, common checks."""
+"""Harness of the start-up self-test: runs test code, finds Unicorn's CPU structure, and has common checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODE_OFFSET = 0x800
 """Offset of the self-test's code in the host's text page."""
 
 HANDLE_SIZE = 4096
-"""Bytes of Unicorn's handle that are searched for pointers to the CPU and for the error field."""
+"""Number of bytes of Unicorn's handle that are searched for pointers to the CPU and for the error field."""
 _CPU_SIZE = 64 << 10
 
 
@@ -30,7 +30,7 @@ class Outcome(Enum):
 
     OK = "ok"
     FALLBACK = "fallback"
-    """Internal state wasn't found; the slower API is used."""
+    """Hidden state of Unicorn wasn't found; the slower API is used."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Bench:
         return self.resume()
 
     def resume(self, ip: int | None = None) -> Any:
-        """Run the code that is already written; return the registers."""
+        """Run the code that `put` has written, from its start or from `ip`; return the registers."""
         self.traps.clear()
         self.hooks.dispatch = self._stop
         self.error = self.hooks.run(self.va if ip is None else ip)
@@ -122,7 +122,7 @@ def own_memory(address: int, size: int) -> bytes:
 
 
 def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
-    """Set the general registers to random values; return them as they are laid out in memory."""
+    """Set the general registers to random values; return the bytes that Unicorn's CPU structure then has."""
     pattern = b""
     for register in list(cpu.registers.values())[:-1]:
         value = os.urandom(cpu.word_size)
@@ -132,7 +132,7 @@ def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
 
 
 def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "Q"]) -> memoryview:
-    """Save the engine's CPU state into `context`; return it as numbers of a struct format."""
+    """Save the engine's CPU state into `context`; return it as numbers of the struct format `code`."""
     engine.context_save(context)
     assert context.value is not None
     data = ctypes.string_at(context.value, engine.context_size())
@@ -186,7 +186,7 @@ def _search(pointer: int, pattern: bytes) -> Iterator[int]:
 
 
 def _follows_api(engine: Engine, cpu: CpuModel, address: int) -> bool:
-    """Return True if stores at `address` are visible through the API and vice versa."""
+    """Return True if `address` has the live registers, which change with API calls and vice versa."""
     state = (ctypes.c_uint64 * (cpu.ip_slot + 1)).from_address(address)
     first, *_, ip = cpu.registers.values()
     for register, slot in ((first, 0), (ip, cpu.ip_slot)):

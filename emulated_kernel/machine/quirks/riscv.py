@@ -60,7 +60,7 @@ class LiveBadAddress:
         self._cell = memoryview(ctypes.c_uint64.from_address(address)).cast("B").cast("Q")
 
     def take(self) -> int:
-        """Return the address, which Unicorn doesn't store in stval."""
+        """Return the address of the last page fault, which Unicorn doesn't store in stval."""
         return self._cell[0]
 
 
@@ -75,13 +75,13 @@ class ContextBadAddress:
         self._cell = ctypes.c_uint64.from_address(context.value + offset)
 
     def take(self) -> int:
-        """Return the address."""
+        """Return the address of the last page fault, from a context that is saved now."""
         self._engine.context_save(self._context)
         return self._cell.value
 
 
 def find_bad_address(bench: Bench) -> tuple[int, int] | None:
-    """Find offsets in a saved context: first register, address of the last page fault; None if not found."""
+    """Find offsets of fields in a saved context: first register, address of the last page fault; or None."""
     engine = bench.engine
     clean = engine.context_alloc()
     context = engine.context_alloc()
@@ -147,7 +147,7 @@ def check_breakpoints_in_a_row(bench: Bench) -> None:
 
 
 def check_faults(bench: Bench) -> None:
-    """Check exceptions. Unicorn: it reports them four bytes after the instruction, whatever its length."""
+    """Check reported exceptions. Unicorn: their ip is four bytes after the start of the instruction."""
     unmapped = 0x1000
     text = bench.cpu.layout.host_text
     for code, address, cause, place in (
@@ -206,7 +206,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 
 
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
-    """Adapt the machine's hooks to this version of Unicorn, and check that it then behaves like a CPU.
+    """Adapt the machine's hooks to this version of Unicorn, and check that Unicorn then behaves like a CPU.
 
     `cpu` is the result of `find_cpu_state`. If it is None, no internal state of Unicorn is used.
 

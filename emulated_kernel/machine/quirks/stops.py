@@ -13,7 +13,7 @@ _NESTED_RUNS = 64
 _JUMP_BUFFERS = (200, 312, 320)
 """Possible sizes in bytes of a sigjmp_buf, which depend on the C library and the host's architecture."""
 _ONLY_INIT_DONE = (bytes(3) + b"\x01", b"\x00\x01\x00\x01")
-"""The fields hook_insert, first_tb, no_exit_request, init_done of a new engine and of a started one."""
+"""Bytes of the fields hook_insert, first_tb, no_exit_request, init_done in a new and in a started engine."""
 _NO_EXIT_REQUEST = 2
 
 
@@ -21,8 +21,8 @@ def find_exit_switch(engine: Engine) -> int | None:
     """Find the address of the field that disables stops after each memory access; None if it is ambiguous.
 
     Unicorn: a run that is stopped after an access continues at the start of its block and repeats effects. If
-    the field is set, it only checks for stops between blocks, and translated code is shorter. The field is
-    found by the size of the code buffer, a known value a few fields after it.
+    the field is set, Unicorn only stops between blocks, and translated code is shorter. The field is found by
+    the size of the code buffer, a known value a few fields after it.
     """
     handle = own_memory(engine.address, _HANDLE_SIZE)
     size = struct.pack("<I", TRANSLATED)
@@ -35,7 +35,7 @@ def find_exit_switch(engine: Engine) -> int | None:
 
 
 def stop_between_blocks(bench: Bench, one: bytes, jump: bytes, two: bytes, result: str) -> SelfTest:
-    """Set the field found by find_exit_switch, if it exists and has the expected effect.
+    """Set the field that find_exit_switch finds, if it has the expected effect; return the result.
 
     `one` and `two` set the register `result` to 1 and 2; `jump` jumps to the next instruction.
     """

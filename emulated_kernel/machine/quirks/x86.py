@@ -40,7 +40,7 @@ _UNMAPPED = 0x1000
 
 
 def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
-    """Find offsets in a saved context: first register, exception error code, exception in flight.
+    """Find offsets of fields in a saved context: first register, exception error code, exception in flight.
 
     Four faults with known codes are compared with a clean state. Return None if a field isn't unique.
     """
@@ -65,7 +65,7 @@ def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
 
 
 def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
-    """Return tuples of code, its rbx, expected error code and vector; the rarest error code comes first."""
+    """Return tuples: code, value of rbx for it, expected error code and vector; rarest error code first."""
     return (
         (_JUMP, cpu.layout.direct_map, 0x11, Vector.PAGE_FAULT),
         (_WRITE, cpu.layout.host_text, 0x3, Vector.PAGE_FAULT),
@@ -108,7 +108,7 @@ def check_patched_text(bench: Bench) -> None:
 def check_undefined_instruction(bench: Bench) -> None:
     """Check that ud2 arrives as #UD.
 
-    Unicorn: it has a separate hook, called with the instruction's address.
+    Unicorn: ud2 has a separate hook, which is called with the instruction's address.
     """
     bench.run(bytes.fromhex("0f0b"))
     if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.INVALID_OPCODE, bench.va)]:
@@ -127,7 +127,7 @@ def check_breakpoint(bench: Bench) -> None:
 
 
 def check_trap_flag(bench: Bench) -> None:
-    """Check that TF traps after one instruction, with popf after the next one, and that it can be cleared."""
+    """Check that TF traps after one instruction (of popf: after the next one), and that it can be cleared."""
     bench.regs.step(True)
     bench.run(b"\x90\x90")
     once = [(trap.vector, trap.address) for trap in bench.traps]
@@ -162,7 +162,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 
 
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
-    """Adapt the machine's hooks to this version of Unicorn, and check that it then behaves like a CPU.
+    """Adapt the machine's hooks to this version of Unicorn, and check that Unicorn then behaves like a CPU.
 
     `cpu` is the result of `find_cpu_state`.
 

@@ -44,12 +44,12 @@ class Prefetch:
         self._writes: list[_Write] = []
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """Record a write; see TextWatcher."""
+        """Record a write, as TextWatcher.written does."""
         if before != after:
             self._writes.append(_Write(va, before))
 
     def synchronised(self) -> None:
-        """Forget all writes; see TextWatcher."""
+        """Forget all writes, as the CPUs have no stale bytes any more; see TextWatcher."""
         self._writes.clear()
 
     def concerns(self, va: int) -> bool:
@@ -89,15 +89,15 @@ class StaleFetch:
         self._unit = unit
         self._dice = Random(seed)
         self._fetched: dict[int, tuple[int, Prefetch]] = {}
-        """CPU number -> start of the prefetched bytes, and the writes since then."""
+        """CPU number -> address of the first prefetched byte, and the writes since the prefetch."""
         self._shown: range | None = None
         self._traps = False
-        """The substituted bytes begin with a breakpoint."""
+        """Whether the substituted bytes begin with a breakpoint."""
         self._true = bytearray()
-        """The real text at the place of the substituted bytes."""
+        """The real text at the addresses of the substituted bytes."""
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """Record a write for all CPUs; see TextWatcher."""
+        """Record a write for each CPU that has prefetched bytes; see TextWatcher."""
         if self._shown is not None:
             before = self._replace(va, before, after)
         for _, prefetch in self._fetched.values():

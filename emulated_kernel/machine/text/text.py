@@ -15,7 +15,7 @@ from emulated_kernel.machine.unicorn_engine import CodeCache
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _FLUSH_FROM = 32
-"""Number of pokes in a batch from which all translated code is flushed, not only that of each site."""
+"""Minimum number of pokes in a batch that flush all translated code, not only the code of each site."""
 _SLOT_ALIGN = 16
 _DIFFERS = b"\0" + b"\xff" * 255
 
@@ -46,7 +46,7 @@ def give_room_back(table: dict[int, Any], before: int) -> bool:
 
 
 class OriginalBytes(Mapping[int, int]):
-    """Address -> original byte, for exactly those bytes that differ; the bytes of a word share one entry."""
+    """Address -> original byte, for each byte that differs from it; the bytes of a word share one entry."""
 
     __slots__ = ("words",)
 
@@ -112,14 +112,14 @@ class Text:
             fill=cpu.filler,
         )
         self.ledger = OriginalBytes()
-        """The ledger; only this class changes it."""
+        """Address of a patched byte -> original byte. Only Text changes the ledger."""
         self.before_first_change: list[Callable[[], object]] = []
         """Functions to call before the first change of unmodified original text; they may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus
         self._written: list[tuple[int, bytes]] | None = None
         self.interrupt_cpus: Callable[[], None] | None = None
-        """Makes the other CPUs execute a serialising instruction; it may run the guest.
+        """Function that makes the other CPUs execute a serialising instruction; it may run the guest.
 
         A guest with several CPUs must set it.
         """
@@ -212,7 +212,7 @@ class Text:
     def sync(self) -> None:
         """Make all CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
-        The emulator's CPUs prefetch nothing, except by the watcher.
+        The emulator's CPUs prefetch nothing, except through the watcher.
         Raises: HardwareError (there are several CPUs, but `interrupt_cpus` isn't set).
         """
         if self.interrupt_cpus is not None:
@@ -223,11 +223,11 @@ class Text:
             self.watcher.synchronised()
 
     def current(self, va: int, size: int) -> bytes:
-        """Return the current text, including patches. Raises: MemoryFault."""
+        """Return the current bytes of text, including patches. Raises: MemoryFault."""
         return self._memory.read(va, size)
 
     def original(self, va: int, size: int) -> bytes:
-        """Return the original text, without patches. Raises: MemoryFault."""
+        """Return the original bytes of text, without patches. Raises: MemoryFault."""
         data = self._memory.read(va, size)
         words = self.ledger.words
         if not words:
@@ -241,7 +241,7 @@ class Text:
         return bytes(found)
 
     def is_foreign(self, va: int, size: int) -> bool:
-        """Return True if someone else, such as the guest's own kprobes, has patched adopted text."""
+        """Return True if adopted text has changes that Text did not make, such as the guest's own kprobes."""
         at = bisect_right(self._starts, va) - 1
         if at < 0 or va + size > self._originals[at][1]:
             return False
@@ -306,7 +306,7 @@ class Text:
                 callback()
 
     def _note(self, va: int, data: bytes, before: bytes) -> None:
-        """Update the ledger for a poke."""
+        """Update the ledger for a poke; `before` is the text that `data` replaces."""
         end = va + len(data)
         at = bisect_right(self._starts, va) - 1
         if at >= 0 and end <= self._originals[at][1]:
@@ -317,7 +317,7 @@ class Text:
                 self._note(va + i, data[i : i + 1], before[i : i + 1])
 
     def _invalidate(self, va: int, size: int) -> None:
-        """Drop translated code, page by page. Unicorn: it only translates the start of the range."""
+        """Drop translated code, page by page. Unicorn: it translates only the first address of the range."""
         end = va + size
         while va < end:
             stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)

@@ -1,4 +1,4 @@
 """Traps, which end a run of the guest, and the errors that the machine raises. Any module may import them.
 
-Nothing here has state, so no lock is needed.
+Nothing in this subpackage has state, so no lock is needed.
 """

@@ -35,7 +35,7 @@ class Trap:
     cr2: int = 0
     """Faulting address of a page fault."""
     number: int = -1
-    """abi.Hypercall; -1 if this isn't a hypercall."""
+    """Number of the hypercall in abi.Hypercall; -1 if this isn't a hypercall."""
     args: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class HardwareError(RuntimeError):
 class MemoryFault(Exception):
     """An access to a guest address that is not mapped, or whose page does not permit it.
 
-    `address` is the address, and `write` tells whether it was to be written.
+    `address` is the guest address, and `write` is True if the access was a write.
     """
 
     def __init__(self, address: int, reason: str = "not mapped", *, write: bool = False) -> None:
