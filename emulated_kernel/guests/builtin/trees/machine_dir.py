@@ -126,12 +126,13 @@ def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable
     files = {name: modules.read(name, deadline) for name in names}
 
     def execute() -> Steps:
-        unloaded: set[str] = set()
+        # Read once: to walk the guest's list for each line would take seconds in this one step.
+        loaded = modules.names()
         for verb, name in commands:
             if verb == "load":
-                modules.check(files[name], unloaded)
+                modules.check(files[name], loaded)
             else:
-                unloaded.add(name.replace("-", "_"))
+                loaded.discard(name.replace("-", "_"))
         for number, (verb, name) in enumerate(commands):
             if number:
                 yield
