@@ -162,6 +162,18 @@ def test_probes_hit(shell: Files) -> None:
     assert shell.read("/kprobes/list") == ""
 
 
+def test_limits(shell: Files) -> None:
+    before = shell.read("/machine/limits")
+    try:
+        shell.write("/machine/limits", "instances 0\n")
+        with pytest.raises(KernelError) as refused:
+            shell.mount.mkdir(CLIENT, "/tracing/instances/more", 0o755)
+        assert refused.value.errno == errno.ENOSPC
+    finally:
+        shell.write("/machine/limits", "instances 1024\n")
+    assert shell.read("/machine/limits").split()[::3] == before.split()[::3]
+
+
 def test_links_stay_in_the_dump(mount: Mount) -> None:
     """The host's root is none of theirs, whatever they say."""
     links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
